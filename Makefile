@@ -1,0 +1,48 @@
+# Everything a person runs here. Only relative paths, because make splits names at spaces and the
+# folder this lies in may have some.
+#
+#   make demo ARGS="--volunteers 6 --stages 3"     make test ARGS="tests/shared -k invite"
+
+PY := .venv/bin/python
+# Extra arguments for demo, test and bench.
+ARGS ?=
+
+.PHONY: help setup setup-dev demo test check format bench clean
+
+help:
+	@echo "make setup    virtual environment and packages into .venv"
+	@echo "make demo     train a small model across processes of this machine (ARGS=\"--volunteers 4 --stages 2\")"
+	@echo "make test     unit and integration tests (ARGS are pytest's)"
+	@echo "make check    formatting, lint, strict types, import contracts"
+	@echo "make format   put the formatting right"
+	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
+	@echo "make clean    remove what the above have made, except runs"
+
+setup:
+	@sh tools/setup.sh user
+
+setup-dev:
+	@sh tools/setup.sh dev
+
+demo: setup
+	@$(PY) -m swarm_coordinator.cli demo $(ARGS)
+
+test: setup-dev
+	@$(PY) -m pytest $(ARGS)
+
+check: setup-dev
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	.venv/bin/lint-imports
+
+format: setup-dev
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: setup-dev
+	@$(PY) -m benchmarks.throughput $(ARGS)
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find client coordinator shared tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

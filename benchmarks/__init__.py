@@ -1,0 +1,1 @@
+"""Measurements that a person starts; nothing in the product imports them."""

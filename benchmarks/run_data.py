@@ -1,0 +1,48 @@
+"""A run folder as what a plain torch program needs of it: its manifest and its microbatches.
+
+Also how a contender hands its steps over: one JSON line each on a file that the parent reads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.stored_run import load_manifest
+from swarm_shared.data.sampler import Int64, microbatch
+from swarm_shared.data.shards import open_shards
+from swarm_shared.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """One optimizer step of any contender."""
+
+    step: int
+    loss: float
+    tokens: int
+    seconds: float
+
+
+class RunData:
+    """Training microbatches by step, the same ones that the swarm's trainers make."""
+
+    def __init__(self, run_dir: Path) -> None:
+        folder = RunFolder.open(run_dir)
+        self.manifest: Manifest = load_manifest(folder)
+        self._train = open_shards(folder.data, self.manifest.data, "train")
+
+    def microbatches(self, step: int) -> list[tuple[Int64, Int64]]:
+        count = self.manifest.training.microbatches_per_step
+        return [microbatch(self._train, self.manifest, step, index) for index in range(count)]
+
+
+def write_steps(path: Path, steps: Sequence[TimedStep]) -> None:
+    path.write_text("".join(json.dumps(asdict(step)) + "\n" for step in steps))
+
+
+def read_steps(path: Path) -> list[TimedStep]:
+    return [TimedStep(**json.loads(line)) for line in path.read_text().splitlines()]

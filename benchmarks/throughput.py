@@ -1,0 +1,216 @@
+"""Throughput of the swarm beside torch alone: `make bench`.
+
+The same model, data, microbatches, optimizer and stage boundaries for everybody; repetitions
+interleaved, so that a machine that slows down slows everybody down; medians. Losses are compared
+across contenders at the end: a contender that computed something else would win nothing.
+
+Throughput is tokens over seconds of the steps after the warm-up. Nothing else should run on the
+machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from benchmarks.contenders import CONTENDERS, Contender, run_contender
+from benchmarks.run_data import TimedStep
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+from swarm_shared.model_config import PRESETS
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
+LOSS_TOLERANCE = 1e-4
+"""Relative; contenders differ by the order of float32 additions only."""
+
+Results = dict[str, list[Sequence[TimedStep]]]
+
+
+@click.command()
+@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
+@click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
+@click.option("--out", type=click.Path(path_type=Path), help=f"Default: under {RESULTS.name}/.")
+def main(
+    steps: int, warmup: int, repetitions: int, preset: str, only: tuple[str, ...], out: Path | None
+) -> None:
+    """Measure tokens/s of the swarm, of one torch process and of torch's own pipeline."""
+    if warmup >= steps:
+        raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
+    chosen = {name: CONTENDERS[name] for name in CONTENDERS if not only or name in only}
+    work = Path(tempfile.mkdtemp(prefix="swarm-bench-"))
+    try:
+        results = _measure(chosen, work, steps, repetitions, preset)
+    except SwarmError as error:
+        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(error.exit_code)
+    shutil.rmtree(work)
+    document = _document(chosen, results, warmup, steps, preset)
+    click.echo(f"\n{render(document)}")
+    path = out or RESULTS / f"throughput-{preset}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(f"\nwritten to {path}")
+    if disagreement := document["loss_disagreement"]:
+        click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
+        sys.exit(1)
+
+
+def _measure(
+    chosen: Mapping[str, Contender], work: Path, steps: int, repetitions: int, preset: str
+) -> Results:
+    templates: dict[int, Path] = {}
+    for stages in sorted({contender.stages for contender in chosen.values()}):
+        templates[stages] = work / f"template-{stages}"
+        click.echo(f"making a run of {stages} stage(s)")
+        initialise_run(templates[stages], preset, stages=stages, overrides={
+            "training.steps": steps, "training.evaluation_microbatches": 0,
+            "run.name": "benchmark", "network.listen_host": "127.0.0.1",
+        })  # fmt: skip
+    results: Results = {name: [] for name in chosen}
+    for repetition in range(1, repetitions + 1):
+        for name, contender in chosen.items():
+            place = work / f"{name}-{repetition}"
+            timed = run_contender(contender, templates[contender.stages], place, steps)
+            results[name].append(timed)
+            shutil.rmtree(place)
+            click.echo(
+                f"{repetition}/{repetitions}  {contender.name:<34}"
+                f"{tokens_per_second(timed[1:]):>10,.0f} tokens/s  loss {timed[-1].loss:.4f}"
+            )
+    return results
+
+
+def tokens_per_second(timed: Sequence[TimedStep]) -> float:
+    return sum(step.tokens for step in timed) / sum(step.seconds for step in timed)
+
+
+def _document(
+    chosen: Mapping[str, Contender], results: Results, warmup: int, steps: int, preset: str
+) -> dict[str, Any]:
+    rates = {
+        name: [tokens_per_second(timed[warmup:]) for timed in runs]
+        for name, runs in results.items()
+    }
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "processor": _processor(),
+            "cpu_count": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "packages": {name: _version(name) for name in PACKAGES},
+        },
+        "preset": preset,
+        "model": PRESETS[preset].model.model_dump(),
+        "microbatches_per_step": PRESETS[preset].microbatches_per_step,
+        "sequences_per_microbatch": PRESETS[preset].sequences_per_microbatch,
+        "steps": steps,
+        "warmup_steps": warmup,
+        "repetitions": len(next(iter(results.values()))),
+        "contenders": {
+            name: {
+                "name": contender.name,
+                "stages": contender.stages,
+                "compute_processes": contender.processes,
+                "threads_per_process": contender.compute_threads,
+                "tokens_per_second_median": median(rates[name]),
+                "tokens_per_second_all": rates[name],
+                "losses": [step.loss for step in results[name][0]],
+            }
+            for name, contender in chosen.items()
+        },
+        "ratios": _ratios({name: median(values) for name, values in rates.items()}),
+        "loss_disagreement": _loss_disagreement(results),
+    }
+
+
+def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
+    """Every swarm over one torch process, and over torch's pipeline of as many processes."""
+    found: dict[str, float] = {}
+    for name, rate in medians.items():
+        processes = CONTENDERS[name].processes
+        for other in ("torch", f"1f1b-{processes}"):
+            if name != other and name != "torch" and other in medians:
+                found[f"{name} / {other}"] = rate / medians[other]
+    return found
+
+
+def _loss_disagreement(results: Results) -> str:
+    """Which step of which contender lies how far from the first contender's; empty if none."""
+    names = list(results)
+    base = results[names[0]][0]
+    for name in names:
+        for timed in results[name]:
+            for mine, theirs in zip(timed, base, strict=True):
+                relative = abs(mine.loss - theirs.loss) / abs(theirs.loss)
+                if relative > LOSS_TOLERANCE:
+                    return (
+                        f"step {mine.step}: {name} has {mine.loss:.6f}, "
+                        f"{names[0]} has {theirs.loss:.6f}"
+                    )
+    return ""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The table for people, from what the JSON file holds."""
+    rows = []
+    contenders: Mapping[str, Any] = document["contenders"]
+    ratios: Mapping[str, float] = document["ratios"]
+    for name, one in contenders.items():
+        rates = one["tokens_per_second_all"]
+        pipeline = f"{name} / 1f1b-{one['compute_processes']}"
+        rows.append(
+            (
+                one["name"],
+                f"{one['compute_processes']} x {one['threads_per_process']}",
+                f"{one['tokens_per_second_median']:,.0f}",
+                f"{min(rates):,.0f} to {max(rates):,.0f}",
+                _ratio(ratios.get(f"{name} / torch")),
+                _ratio(ratios.get(pipeline)),
+            )
+        )
+    header = ("contender", "procs x threads", "tokens/s", "spread", "/ torch", "/ 1F1B")
+    return table(header, rows, right=(1, 2, 3, 4, 5))
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:  # PackageNotFoundError: hivemind is not everywhere
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()

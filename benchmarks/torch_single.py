@@ -1,0 +1,34 @@
+"""Contender: the run in one plain torch process (`swarm_coordinator.reference`).
+
+python -m benchmarks.torch_single RUN_DIR --steps 6 --threads 2 --out FILE
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from benchmarks.run_data import RunData, TimedStep, write_steps
+from swarm_coordinator.reference import StepRecord, train_reference
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
+@click.option("--steps", type=int, required=True)
+@click.option("--threads", type=int, required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(run_dir: Path, steps: int, threads: int, out: Path) -> None:
+    """Train and write the steps' times."""
+    data = RunData(run_dir)
+    timed: list[TimedStep] = []
+
+    def keep(record: StepRecord) -> None:
+        timed.append(TimedStep(record.step, record.loss, record.tokens, record.seconds))
+
+    train_reference(data.manifest, data.microbatches, steps, keep, threads=threads)
+    write_steps(out, timed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Why a round failed. Nothing is applied in a failed round: inputs are as they were."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from swarm_shared.errors import SwarmError
+from swarm_shared.types import PeerId
+
+
+class RoundFailure(StrEnum):
+    """What kind of failure ended the round."""
+
+    LOST = "lost"
+    """The stream with the culprit broke."""
+    UNREACHABLE = "unreachable"
+    """No stream to the culprit can be had over this carrier; another carrier may do."""
+    STALLED = "stalled"
+    """The culprit said nothing for too long, or never joined."""
+    PROTOCOL = "protocol"
+    """The culprit sent something that is not allowed."""
+    NON_FINITE = "non_finite"
+    """The culprit's vector holds an infinity or a NaN (no culprit: only the sum does)."""
+    STOPPED = "stopped"
+    """This side was told to stop, or cannot go on (out of memory, say)."""
+
+
+class RoundFailed(SwarmError):
+    """The round is over for everybody; try again with another group and attempt.
+
+    `told_by` is set when another member said so; its word on the culprit may be wrong, as the
+    coordinator, who hears from all members, should keep in mind.
+    """
+
+    def __init__(
+        self,
+        reason: str,
+        culprit: PeerId | None = None,
+        *,
+        failure: RoundFailure = RoundFailure.LOST,
+        told_by: PeerId | None = None,
+    ) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.culprit = culprit
+        self.failure = failure
+        self.told_by = told_by

@@ -1,0 +1,107 @@
+"""The one door to hivemind, and a light one.
+
+`import hivemind` loads torch, scipy and its whole mixture-of-experts and optimizer packages:
+2.3 s of CPU and 290 MB per volunteer, for a process that needs its P2P client and its DHT node
+(0.2 s and 50 MB). `open_door` therefore puts empty packages in place of hivemind's three
+`__init__` modules and imports the modules behind them. It is tied to the version that
+pyproject.toml pins; where it does not fit, the ordinary import is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_KNOWN_VERSIONS = ("1.1.12",)
+_UTILITIES = {
+    "logging": ("get_logger",),
+    "serializer": ("MSGPackSerializer", "SerializerBase"),
+    "timed_storage": (
+        "DHTExpiration",
+        "MAX_DHT_TIME_DISCREPANCY_SECONDS",
+        "TimedStorage",
+        "ValueWithExpiration",
+        "get_dht_time",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hivemind:
+    """What this project uses of hivemind. Untyped: hivemind ships no types."""
+
+    version: str
+    P2P: Any
+    PeerID: Any
+    Multiaddr: Any
+    DHTNode: Any
+    daemon_errors: tuple[type[Exception], ...]
+    """What its P2P client raises when p2pd refuses or is gone."""
+    p2pd_binary: Path
+
+
+class HivemindMissingError(ImportError):
+    """hivemind or its daemon is not installed here; the second carrier serves."""
+
+
+def open_door() -> Hivemind:
+    """Import what is needed. HivemindMissingError when hivemind is not installed."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        raise HivemindMissingError("hivemind is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    binary = root / "hivemind_cli" / "p2pd"
+    if not binary.is_file():
+        raise HivemindMissingError("hivemind is installed without its daemon p2pd")
+    version = importlib.metadata.version("hivemind")
+    if version in _KNOWN_VERSIONS and "hivemind" not in sys.modules:
+        try:
+            _hollow_out(root)
+            return _names(version, binary)
+        except (ImportError, AttributeError):
+            logger.warning("hivemind %s cannot be imported in part", version, exc_info=True)
+            for name in [name for name in sys.modules if name.split(".")[0] == "hivemind"]:
+                del sys.modules[name]
+    return _names(version, binary)
+
+
+def _hollow_out(root: Path) -> None:
+    """Packages without their `__init__`: hivemind, hivemind.utils, hivemind.dht."""
+    for name, folder in (
+        ("hivemind", root),
+        ("hivemind.utils", root / "utils"),
+        ("hivemind.dht", root / "dht"),
+    ):
+        package = ModuleType(name)
+        package.__path__ = [str(folder)]
+        package.__package__ = name
+        sys.modules[name] = package
+    utilities = sys.modules["hivemind.utils"]
+    for module_name, names in _UTILITIES.items():
+        module = importlib.import_module(f"hivemind.utils.{module_name}")
+        for name in names:
+            setattr(utilities, name, getattr(module, name))
+
+
+def _names(version: str, binary: Path) -> Hivemind:
+    p2p = importlib.import_module("hivemind.p2p")
+    node = importlib.import_module("hivemind.dht.node")
+    multiaddr = importlib.import_module("hivemind.utils.multiaddr")
+    return Hivemind(
+        version,
+        p2p.P2P,
+        p2p.PeerID,
+        multiaddr.Multiaddr,
+        node.DHTNode,
+        (p2p.P2PDaemonError, p2p.P2PHandlerError, OSError, EOFError),
+        binary,
+    )

@@ -1,0 +1,188 @@
+"""What the daemon and its averaging worker say to each other. Values only.
+
+Frames are those of swarm_client.child: a little-endian u32 length, then JSON. The first message
+is Configure; the answer is Started or Unavailable. A round ends with RoundDone or RoundFailure
+under its id; Publish, Lookup and Bootstrap are answered under their request number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_client.averaging import errors
+from swarm_client.averaging.plan import MAX_MEMBERS, MAX_ROUND_ID_CHARACTERS, PIECE_ELEMENTS
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.types import PeerId
+
+RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
+Request = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
+Address = Annotated[str, Field(max_length=300)]
+Addresses = Annotated[tuple[Address, ...], Field(max_length=64)]
+P2pdPeerId = Annotated[str, Field(min_length=1, max_length=128)]
+Key = Annotated[str, Field(min_length=1, max_length=300)]
+Base64 = Annotated[str, Field(max_length=64 * 1024)]
+"""A signed directory record; it is what its signature says, wherever it was found."""
+
+
+# --------------------------------------------------------------------------- daemon to worker
+
+
+class Configure(FrozenModel):
+    kind: Literal["configure"] = "configure"
+    identity_path: str
+    """p2pd's own key; made when it is missing."""
+    socket_folder: str
+    """Absolute, short, private to this worker: p2pd's control sockets live in it."""
+    host_addresses: Addresses = ("/ip4/0.0.0.0/tcp/0",)
+    announce_addresses: Addresses = ()
+    initial_peers: Addresses = ()
+    """Full addresses (…/p2p/ID) of other workers, to enter the directory through."""
+    map_port_on_router: bool = False
+    trusted_relays: Addresses = ()
+
+
+class Member(FrozenModel):
+    peer_id: PeerId
+    p2pd_peer_id: P2pdPeerId
+    p2pd_addresses: Addresses = ()
+
+
+class StartRound(FrozenModel):
+    """Vectors of `elements` float32 at the same element offset of two shared segments."""
+
+    kind: Literal["start_round"] = "start_round"
+    round_id: RoundId
+    members: Annotated[tuple[Member, ...], Field(min_length=1, max_length=MAX_MEMBERS)]
+    me: PeerId
+    elements: Annotated[int, Field(ge=1, lt=2**48)]
+    shares: tuple[float, ...] | None = None
+    codec: Literal["none", "float16"] = "none"
+    piece_elements: Annotated[int, Field(ge=1, le=2**26)] = PIECE_ELEMENTS
+    source_shm_name: str
+    result_shm_name: str
+    offset_elements: Annotated[int, Field(ge=0, lt=2**48)] = 0
+    stall_seconds: Seconds
+    join_seconds: Seconds
+
+
+class AbortRound(FrozenModel):
+    """The coordinator's word cuts a round short. No answer of its own."""
+
+    kind: Literal["abort_round"] = "abort_round"
+    round_id: RoundId
+    reason: Annotated[str, Field(max_length=500)] = "the round was called off"
+
+
+class Publish(FrozenModel):
+    kind: Literal["publish"] = "publish"
+    request: Request
+    key: Key
+    subkey: Key
+    value_base64: Base64
+    expires_unix_seconds: float
+
+
+class Lookup(FrozenModel):
+    kind: Literal["lookup"] = "lookup"
+    request: Request
+    key: Key
+
+
+class Bootstrap(FrozenModel):
+    """Other workers have become known: enter the directory through them too."""
+
+    kind: Literal["bootstrap"] = "bootstrap"
+    request: Request
+    initial_peers: Addresses
+
+
+class Shutdown(FrozenModel):
+    kind: Literal["shutdown"] = "shutdown"
+
+
+# --------------------------------------------------------------------------- worker to daemon
+
+
+class Started(FrozenModel):
+    kind: Literal["started"] = "started"
+    p2pd_peer_id: P2pdPeerId
+    addresses: tuple[str, ...]
+    """Where p2pd listens, without the peer ID."""
+    hivemind_version: str
+
+
+class Unavailable(FrozenModel):
+    """The worker cannot serve and ends. `permanent`: a restart would not help."""
+
+    kind: Literal["unavailable"] = "unavailable"
+    reason: str
+    permanent: bool
+
+
+class RoundDone(FrozenModel):
+    kind: Literal["round_done"] = "round_done"
+    round_id: RoundId
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+
+
+class RoundFailure(FrozenModel):
+    kind: Literal["round_failed"] = "round_failed"
+    round_id: RoundId
+    reason: str
+    failure: errors.RoundFailure
+    culprit: PeerId | None = None
+    told_by: PeerId | None = None
+
+
+class Record(FrozenModel):
+    subkey: str
+    value_base64: str
+    expires_unix_seconds: float
+
+
+class Published(FrozenModel):
+    kind: Literal["published"] = "published"
+    request: Request
+    stored: bool
+
+
+class Found(FrozenModel):
+    kind: Literal["found"] = "found"
+    request: Request
+    records: tuple[Record, ...]
+
+
+class Bootstrapped(FrozenModel):
+    kind: Literal["bootstrapped"] = "bootstrapped"
+    request: Request
+    reached: int
+
+
+class RequestFailed(FrozenModel):
+    kind: Literal["request_failed"] = "request_failed"
+    request: Request
+    reason: str
+
+
+DaemonMessage = Annotated[
+    Configure | StartRound | AbortRound | Publish | Lookup | Bootstrap | Shutdown,
+    Field(discriminator="kind"),
+]
+WorkerMessage = Annotated[
+    Started
+    | Unavailable
+    | RoundDone
+    | RoundFailure
+    | Published
+    | Found
+    | Bootstrapped
+    | RequestFailed,
+    Field(discriminator="kind"),
+]
+daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(DaemonMessage)
+worker_messages: TypeAdapter[WorkerMessage] = TypeAdapter(WorkerMessage)

@@ -1,0 +1,429 @@
+"""The exact all-reduce of one stage's gradients: reduce-scatter, then all-gather.
+
+The vector is cut into one slice per member (plan.py). Member i sends its part of slice r to
+reducer r; r adds the parts **in group order** in float32 and sends the sum back; everybody, r
+included, takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived
+first. Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
+
+Rules
+-----
+1. One stream per (member, reducer), opened by the member; frames and order: frames.py.
+2. Credit: a member is at most `window_pieces` ahead of the sums it got back. A reducer therefore
+   reads every stream at all times (an abort is never stuck behind data) in bounded memory.
+3. Exact or failed: any lost stream, silence, rule broken or non-finite element fails the round
+   here at once, and here tells all others. `source` is never written; `result` means something
+   only after success. Members that finished before another failed are the coordinator's matter:
+   it applies a round only when all members report it done.
+4. Silence: every end of every stream says something at least four times per `stall_seconds`; an
+   end that has said nothing for that long is frozen or cut off, and is the culprit. A round in
+   which nothing moves for several times as long fails too.
+
+Written once, with anyio, for trio and asyncio alike. The idea of a fixed group with fail-fast
+rounds answers what hivemind's averager does under churn (docs: facts on hivemind).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import numpy as np
+
+from swarm_client.averaging.carrier import Carrier, Incoming
+from swarm_client.averaging.codec import (
+    EncodedPiece,
+    Float32,
+    NotFiniteError,
+    check_finite,
+    decode_piece,
+    encode_piece,
+    exponent_is_valid,
+    payload_bytes,
+    reduce_piece,
+)
+from swarm_client.averaging.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.frames import HELLO_BYTES, Kind
+from swarm_client.averaging.link import Link, RoundState
+from swarm_client.averaging.plan import RoundSpec, partition, plan_digest, round_tag
+from swarm_shared.errors import NetworkError, ProtocolError
+from swarm_shared.types import PeerId
+
+T = TypeVar("T")
+
+ABORT_GRACE_SECONDS = 0.25
+"""For the reason of a failure to reach the others before the streams are dropped."""
+STUCK_STALLS = 4
+"""A round in which no data moves for this many stall limits fails, though all are alive."""
+INLINE_ELEMENTS = 16 * 1024
+"""Work on smaller pieces takes less time than the way to a thread and back."""
+
+
+class ToThread(Protocol):
+    """Runs a function in a worker thread: anyio.to_thread.run_sync, or a test's own."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+
+
+async def all_reduce(
+    spec: RoundSpec,
+    carrier: Carrier,
+    source: Float32,
+    result: Float32,
+    *,
+    stall_seconds: float,
+    join_seconds: float | None = None,
+    to_thread: ToThread = anyio.to_thread.run_sync,
+) -> RoundReport:
+    """Sum `source` over the members into `result`, both float32 of `spec.elements`.
+
+    stall_seconds: a member silent for that long fails the round. join_seconds (default: the
+    same): how long members may take to begin. Raises RoundFailed, and nothing else that a remote
+    could cause. Cancelling it drops the streams, which fails the round for the others too.
+    """
+    for name, array in (("source", source), ("result", result)):
+        if array.shape != (spec.elements,) or array.dtype != np.float32:
+            raise ValueError(f"{name} must be {spec.elements} float32, not {array.shape}")
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} must be contiguous")
+    started = time.monotonic()
+    if len(spec.members) == 1:
+        await to_thread(partial(_copy_alone, spec, source, result))
+        return RoundReport(time.monotonic() - started, 0, 0)
+    round_ = _Round(spec, carrier, source, result, to_thread)
+    await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    state = round_.state
+    return RoundReport(time.monotonic() - started, state.bytes_sent, state.bytes_received)
+
+
+def _copy_alone(spec: RoundSpec, source: Float32, result: Float32) -> None:
+    try:
+        check_finite(source)
+    except NotFiniteError as error:
+        raise _not_finite(spec, spec.my_index) from error
+    result[:] = source
+
+
+def _not_finite(spec: RoundSpec, member: int | None) -> RoundFailed:
+    culprit = None if member is None else spec.members[member]
+    whose = "the sum of the gradients" if culprit is None else f"the gradient of member {culprit}"
+    return RoundFailed(
+        f"{whose} holds an infinity or a NaN", culprit, failure=RoundFailure.NON_FINITE
+    )
+
+
+class _Round:
+    def __init__(
+        self,
+        spec: RoundSpec,
+        carrier: Carrier,
+        source: Float32,
+        result: Float32,
+        to_thread: ToThread,
+    ) -> None:
+        self.spec = spec
+        self.state = RoundState(spec, round_tag(spec.round_id), anyio.current_time())
+        self._carrier = carrier
+        self._source = source
+        self._result = result
+        self._to_thread = to_thread
+        self._digest = plan_digest(spec)
+        self._slices = partition(spec)
+        self._me = spec.my_index
+        self._links: list[Link] = []
+        self._to_accept: set[PeerId] = set()
+        """Reducers that have not accepted our stream yet."""
+        self._to_come: set[PeerId] = set()
+        """Members whose stream to us has not come yet."""
+        self._waiting_for: PeerId | None = None
+        self._failure: RoundFailed | None = None
+        self._work_scope = anyio.CancelScope()
+        # What members sent and was not summed yet, per place in the group.
+        window = spec.window_pieces
+        self._inboxes = [
+            anyio.create_memory_object_stream[EncodedPiece](window) for _ in spec.members
+        ]
+        self._sums_queued = [0] * len(spec.members)
+        self._incoming_links: dict[int, Link] = {}
+        self._all_here = anyio.Event()
+
+    # --------------------------------------------------------------------------- the round's life
+
+    async def run(self, stall_seconds: float, join_seconds: float) -> None:
+        async with anyio.create_task_group() as pumps:
+            with self._work_scope:
+                await self._guarded(self._work, pumps, stall_seconds, join_seconds)
+            if self._failure is not None:
+                await self._tell_others(self._failure)
+            pumps.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    async def _work(
+        self, pumps: anyio.abc.TaskGroup, stall_seconds: float, join_seconds: float
+    ) -> None:
+        others = [i for i in range(len(self.spec.members)) if i != self._me]
+        reducers = [i for i in others if self._slices[i].pieces]
+        senders = others if self._slices[self._me].pieces else []
+        self._to_accept = {self.spec.members[i] for i in reducers}
+        self._to_come = {self.spec.members[i] for i in senders}
+        with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
+            async with anyio.create_task_group() as watched:
+                watched.start_soon(self._watch, stall_seconds, join_seconds)
+                async with anyio.create_task_group() as work:
+                    for reducer in reducers:
+                        work.start_soon(self._guarded, self._use_reducer, reducer, pumps)
+                    if senders:
+                        work.start_soon(self._guarded, self._reduce_own_slice)
+                        await self._welcome(arrivals, work, pumps)
+                watched.cancel_scope.cancel()
+
+    def _fail(self, failure: RoundFailed) -> None:
+        """The first failure is the round's; everything stops."""
+        if self._failure is None:
+            self._failure = failure
+        self._work_scope.cancel()
+
+    async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        try:
+            await function(*arguments)
+        except RoundFailed as failure:
+            self._fail(failure)
+        except NotFiniteError as error:
+            self._fail(_not_finite(self.spec, error.member))
+        except (NetworkError, ProtocolError) as error:
+            self._fail(RoundFailed(str(error), failure=RoundFailure.STOPPED))
+
+    async def _tell_others(self, failure: RoundFailed) -> None:
+        with anyio.move_on_after(ABORT_GRACE_SECONDS):
+            async with anyio.create_task_group() as drains:
+                for link in self._links:
+                    link.abort(failure)
+                    drains.start_soon(link.drain)
+                for link in self._links:
+                    await link.pumped.wait()
+                drains.cancel_scope.cancel()
+
+    def _add_link(self, link: Link, pumps: anyio.abc.TaskGroup) -> Link:
+        self._links.append(link)
+        pumps.start_soon(link.pump)
+        return link
+
+    # ------------------------------------------------------------------ as a member of a reducer
+
+    async def _use_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
+        """Send my part of slice `reducer`, take its sums."""
+        peer = self.spec.members[reducer]
+        try:
+            channel = await self._carrier.open(peer)
+        except (NetworkError, ProtocolError) as error:
+            raise RoundFailed(
+                f"member {peer} cannot be reached ({error})",
+                peer,
+                failure=RoundFailure.UNREACHABLE,
+            ) from error
+        link = self._add_link(Link(channel, peer, self.state, on_failure=self._fail), pumps)
+        await link.send_hello(self._digest)
+        # Nothing but the greeting before the other side has begun: a stream that nobody reads
+        # yet would fill up, and some carriers reset such a stream.
+        await link.receive(Kind.ACCEPT)
+        link.accepted = True
+        self._to_accept.discard(peer)
+        credit = anyio.Semaphore(self.spec.window_pieces)
+        async with anyio.create_task_group() as both:
+            both.start_soon(self._guarded, self._send_parts, link, credit)
+            both.start_soon(self._guarded, self._take_sums, link, credit)
+        await link.send(Kind.BYE)
+        link.quiet = True
+        link.finish()
+        await link.pumped.wait()
+
+    async def _send_parts(self, link: Link, credit: anyio.Semaphore) -> None:
+        part = self._slices[link.peer_index]
+        for piece in range(part.pieces):
+            await credit.acquire()
+            start, stop = part.piece(piece)
+            encode = partial(self._encode_own, self._source[start:stop])
+            encoded = await self._off_loop(encode, stop - start)
+            await link.send(
+                Kind.PIECE, piece=piece, exponent=encoded.exponent, payload=encoded.payload
+            )
+
+    def _encode_own(self, values_P: Float32) -> EncodedPiece:
+        try:
+            return encode_piece(values_P, self.spec.codec)
+        except NotFiniteError as error:
+            raise NotFiniteError(self._me) from error
+
+    async def _take_sums(self, link: Link, credit: anyio.Semaphore) -> None:
+        part = self._slices[link.peer_index]
+        codec = self.spec.codec
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            target_P = self._result[start:stop]
+            nbytes = payload_bytes(stop - start, codec)
+            header = await link.receive(Kind.SUM, piece=piece, payload_bytes=nbytes)
+            if not exponent_is_valid(header.exponent, codec):
+                raise link.violated(f"sent a sum scaled by 2**{header.exponent}")
+            if codec == "none":
+                await link.receive_into(target_P.data.cast("B"))
+                decode = partial(check_finite, target_P, link.peer_index)
+            else:
+                payload = np.empty(nbytes, np.uint8).data
+                await link.receive_into(payload)
+                decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
+            credit.release()
+            await self._off_loop(decode, stop - start)
+
+    def _decode_sum(
+        self, exponent: int, payload: memoryview, target_P: Float32, link: Link
+    ) -> None:
+        target_P[:] = decode_piece(exponent, payload, self.spec.codec)
+        check_finite(target_P, link.peer_index)
+
+    # ---------------------------------------------------------------------------- as the reducer
+
+    async def _welcome(
+        self,
+        arrivals: anyio.abc.ObjectReceiveStream[Incoming],
+        work: anyio.abc.TaskGroup,
+        pumps: anyio.abc.TaskGroup,
+    ) -> None:
+        """Take one stream from each other member; refuse repetitions."""
+        while self._to_come:
+            arrival = await arrivals.receive()
+            if arrival.sender not in self._to_come:
+                await arrival.channel.abort()
+                continue
+            sender = self.spec.members.index(arrival.sender)
+            self.state.bytes_received += HELLO_BYTES
+            link = Link(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
+            self._add_link(link, pumps)
+            if arrival.hello.sender != sender or arrival.hello.digest != self._digest:
+                self._fail(link.violated("was given another plan for this round"))
+                return
+            link.accepted = True
+            self._to_come.discard(link.peer)
+            self._incoming_links[sender] = link
+            work.start_soon(self._guarded, self._serve_member, link)
+        self._all_here.set()
+
+    async def _serve_member(self, link: Link) -> None:
+        """Read all parts of my slice from one member, and its goodbye."""
+        await link.send(Kind.ACCEPT)
+        member, codec = link.peer_index, self.spec.codec
+        part = self._slices[self._me]
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            nbytes = payload_bytes(stop - start, codec)
+            header = await link.receive(Kind.PIECE, piece=piece, payload_bytes=nbytes)
+            if piece - self._sums_queued[member] >= self.spec.window_pieces:
+                raise link.violated("sent more than its credit")
+            if not exponent_is_valid(header.exponent, codec):
+                raise link.violated(f"sent a piece scaled by 2**{header.exponent}")
+            payload = np.empty(nbytes, np.uint8).data
+            await link.receive_into(payload)
+            self._inboxes[member][0].send_nowait(EncodedPiece(header.exponent, payload))
+        await link.receive(Kind.BYE)
+        link.quiet = True
+        link.finish()
+        await link.pumped.wait()
+
+    async def _reduce_own_slice(self) -> None:
+        """Sum my slice piece by piece, in group order, and send the sums to everybody."""
+        await self._all_here.wait()
+        part = self._slices[self._me]
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            inputs: list[EncodedPiece | None] = []
+            for member, (_, inbox) in enumerate(self._inboxes):
+                self._waiting_for = self.spec.members[member]
+                inputs.append(None if member == self._me else await inbox.receive())
+            self._waiting_for = None
+            reduce = partial(
+                reduce_piece,
+                self._source[start:stop],
+                inputs,
+                self.spec.codec,
+                self._result[start:stop],
+            )
+            summed = await self._off_loop(reduce, stop - start)
+            for member, link in self._incoming_links.items():
+                self._sums_queued[member] += 1
+                if piece == part.pieces - 1:
+                    # Nothing more is due from here; the member's goodbye is due from there.
+                    link.sends_beats = False
+                await link.send(
+                    Kind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload
+                )
+
+    async def _off_loop(self, function: Callable[[], T], elements: int) -> T:
+        if elements <= INLINE_ELEMENTS:
+            return function()
+        return await self._to_thread(function)
+
+    # ------------------------------------------------------------------------------- the watchman
+
+    async def _watch(self, stall_seconds: float, join_seconds: float) -> None:
+        """Beats for the others, limits on their silence."""
+        interval = stall_seconds / 8
+        begun = anyio.current_time()
+        beats = 0
+        while True:
+            before = anyio.current_time()
+            await anyio.sleep(interval)
+            now = anyio.current_time()
+            late = now - before - interval
+            if late > interval:
+                # This process itself was stopped or starved; what arrived meanwhile is unread.
+                begun += late
+                self.state.last_progress += late
+                for link in self._links:
+                    link.last_heard += late
+                continue
+            beats += 1
+            if beats % 2 == 0:
+                for link in self._links:
+                    link.beat()
+            failure = self._overdue(now, begun, stall_seconds, join_seconds)
+            if failure is not None:
+                self._fail(failure)
+                return
+
+    def _overdue(
+        self, now: float, begun: float, stall_seconds: float, join_seconds: float
+    ) -> RoundFailed | None:
+        for link in self._links:
+            if link.accepted and not link.quiet and now - link.last_heard > stall_seconds:
+                return RoundFailed(
+                    f"member {link.peer} said nothing for {stall_seconds:g} s",
+                    link.peer,
+                    failure=RoundFailure.STALLED,
+                )
+        absent = [p for p in self.spec.members if p in self._to_accept or p in self._to_come]
+        if absent and now - begun > join_seconds:
+            return RoundFailed(
+                f"member {absent[0]} did not join within {join_seconds:g} s"
+                + (f" ({len(absent)} are missing)" if len(absent) > 1 else ""),
+                absent[0],
+                failure=RoundFailure.STALLED,
+            )
+        if now - self.state.last_progress > max(STUCK_STALLS * stall_seconds, join_seconds):
+            return RoundFailed(
+                f"nothing moved for {STUCK_STALLS * stall_seconds:g} s",
+                self._waiting_for,
+                failure=RoundFailure.STALLED,
+            )
+        return None

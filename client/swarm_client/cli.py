@@ -1,0 +1,136 @@
+"""`swarm-client`: the volunteer's command line. Words in, one clear line per event out."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import click
+import trio
+
+from swarm_shared.errors import SwarmError
+from swarm_shared.messages import SOFTWARE_VERSION
+
+INTERRUPTED = 130
+"""Shell convention: 128 + SIGINT."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(SOFTWARE_VERSION, prog_name="swarm-client")
+def swarm_client() -> None:
+    """Lend this computer to the training of a large model."""
+
+
+@swarm_client.command()
+@click.argument("invite")
+@click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for identity, caches and logs.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
+@click.option("--stage", type=click.IntRange(min=0), help="Hold this stage, not the neediest.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Compute threads on a CPU. [default: all cores but one]",
+)
+@click.option("--name", help="A public name for the contributions; none by default.")
+@click.option(
+    "--listen",
+    default="/ip4/0.0.0.0/tcp/0",
+    show_default=True,
+    help="Address to listen on, as a multiaddr.",
+)
+@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory to offer.")
+def join(
+    invite: str,
+    home: Path | None,
+    device: str,
+    stage: int | None,
+    threads: int | None,
+    name: str | None,
+    listen: str,
+    memory_gib: float | None,
+) -> None:
+    """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
+    from swarm_client.daemon import JoinOptions
+    from swarm_client.daemon import join as run
+
+    options = JoinOptions(
+        invite=invite,
+        home=home,
+        device=device,
+        stage=stage,
+        threads=threads or max(1, (os.cpu_count() or 2) - 1),
+        name=name,
+        listen=listen,
+        memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
+    )
+    trio.run(run, options, say)
+
+
+def say(text: str) -> None:
+    """One event, one line, with the time of day."""
+    now = datetime.datetime.now().strftime("%H:%M:%S")
+    click.echo(f"{now}  {text}")
+
+
+def main() -> None:
+    """Entry point: every expected error is one sentence and its exit code, never a traceback."""
+    try:
+        swarm_client.main(standalone_mode=False)
+    except click.exceptions.Exit as request:
+        sys.exit(request.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(INTERRUPTED)
+    except BaseExceptionGroup as group:
+        _fail(group)
+    except Exception as error:  # noqa: BLE001  the outermost supervisor: logged in full, told in a sentence
+        _fail(error)
+
+
+def _fail(error: BaseException) -> None:
+    expected = _expected(error)
+    if expected is not None:
+        click.echo(f"swarm-client: error: {expected}", err=True)
+        sys.exit(expected.exit_code)
+    if _interrupted(error):
+        sys.exit(INTERRUPTED)
+    path = Path.cwd() / "swarm-client-error.log"
+    try:
+        path.write_text("".join(traceback.format_exception(error)))
+        where = f"the details are in {path}"
+    except OSError:
+        where = f"it was {error!r}"
+    click.echo(
+        f"swarm-client: error: an unexpected fault of this program; {where}; please report it",
+        err=True,
+    )
+    sys.exit(1)
+
+
+def _expected(error: BaseException) -> SwarmError | None:
+    """The one error to tell, also out of a group of simultaneous ones."""
+    if isinstance(error, SwarmError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        found = [_expected(one) for one in error.exceptions]
+        return found[0] if found and all(one is not None for one in found) else None
+    return None
+
+
+def _interrupted(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_interrupted(one) for one in error.exceptions)
+    return isinstance(error, KeyboardInterrupt)
+
+
+if __name__ == "__main__":
+    main()

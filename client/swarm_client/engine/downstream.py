@@ -1,0 +1,220 @@
+"""Sending microbatches to a stage: choice of the peer, retries, masks (design: a microbatch).
+
+One `Downstream` serves one sender and one target stage: a stage server's next stage, or stage 0
+for a trainer. It keeps what it sends until the gradient is back, so that a dead peer is replaced
+by sending the same tensor to another one and nothing upstream is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import trio
+
+from swarm_client.engine.edge import Buffer, Edge, EdgeAnswer, greet
+from swarm_client.engine.errors import EdgeRefused, MicrobatchAbandoned
+from swarm_client.engine.roster import RosterView
+from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.messages import (
+    Forward,
+    PeerRecord,
+    RefusalReason,
+    StageHello,
+)
+from swarm_shared.network import FramedStream
+from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+
+BUSY_PAUSE_SECONDS = 0.05
+"""A full queue drains by one microbatch in about this time or more."""
+
+STEP_PAUSE_SECONDS = 0.1
+"""Peers apply a step within a fraction of a second of each other."""
+
+MAXIMUM_ATTEMPTS = 8
+"""Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
+
+AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
+OpenStream = Callable[[PeerRecord], Awaitable[FramedStream]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent to the target stage, whole enough to be sent again."""
+
+    mode: str
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: tuple[StageIndex, ...]
+    input: Buffer
+    targets: Buffer
+
+
+class Downstream:
+    """Routes parcels to peers of `stage`. `nursery` runs the edges; closing it closes them."""
+
+    def __init__(
+        self,
+        stage: StageIndex,
+        roster: RosterView,
+        hello: Callable[[], StageHello],
+        open_stream: OpenStream,
+        ask_mask: AskMask,
+        nursery: trio.Nursery,
+        own_peer: PeerId | None = None,
+    ) -> None:
+        self.stage = stage
+        self._roster = roster
+        self._hello = hello
+        self._open_stream = open_stream
+        self._ask_mask = ask_mask
+        self._nursery = nursery
+        self._own_peer = own_peer
+        self._routing = InterleavedWeightedRoundRobin()
+        self._edges: dict[PeerId, Edge] = {}
+        self._opening: dict[PeerId, trio.Event] = {}
+        self._capacity_changed = trio.Event()
+        self.resent = 0
+        """Parcels that had to be sent again, for the record."""
+
+    async def send(self, parcel: Parcel, still_wanted: Callable[[], bool]) -> EdgeAnswer:
+        """Bring one microbatch to any peer of the stage and return with its gradient.
+
+        `still_wanted` is asked before every attempt; MicrobatchAbandoned when it says no or when
+        the attempts are used up.
+        """
+        accumulate = parcel.accumulate
+        failures = 0
+        while failures < MAXIMUM_ATTEMPTS:
+            edge = await self._choose(still_wanted)
+            try:
+                return await self._attempt(edge, parcel, accumulate)
+            except EdgeRefused as refusal:
+                if refusal.reason is RefusalReason.BUSY:
+                    await trio.sleep(BUSY_PAUSE_SECONDS)
+                    continue
+                if refusal.reason is RefusalReason.WRONG_STEP:
+                    await trio.sleep(STEP_PAUSE_SECONDS)
+                    continue
+                reason: Exception = refusal
+            except (NetworkError, ProtocolError) as error:
+                reason = error
+            failures += 1
+            self.resent += 1
+            self._routing.failed(edge.peer, trio.current_time())
+            if not still_wanted():
+                raise MicrobatchAbandoned("the step is over") from reason
+            if parcel.mode == "train":
+                # Whoever is downstream may have counted it before the link broke.
+                missing = await self._ask_mask(parcel.step, parcel.microbatch, edge.peer)
+                accumulate = tuple(stage for stage in missing if stage >= self.stage)
+        raise MicrobatchAbandoned(
+            f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"
+        )
+
+    async def _attempt(
+        self, edge: Edge, parcel: Parcel, accumulate: tuple[StageIndex, ...]
+    ) -> EdgeAnswer:
+        header = Forward(
+            request=0,
+            mode="evaluate" if parcel.mode == "evaluate" else "train",
+            step=parcel.step,
+            microbatch=parcel.microbatch,
+            stage=self.stage,
+            accumulate=accumulate,
+            input_bytes=memoryview(parcel.input).nbytes,
+            target_bytes=memoryview(parcel.targets).nbytes,
+        )
+        began = time.monotonic()
+        try:
+            answer = await edge.request(header, (parcel.input, parcel.targets))
+        finally:
+            self._notify()
+        total = time.monotonic() - began
+        # What the peer itself took, plus what the link took if nothing else explains the rest.
+        self._routing.observe(edge.peer, min(answer.header.service_seconds, total))
+        return answer
+
+    async def _choose(self, still_wanted: Callable[[], bool]) -> Edge:
+        """An edge with a free credit, opened if need be; waits until there is one."""
+        while True:
+            if not still_wanted():
+                raise MicrobatchAbandoned("the step is over")
+            members = self._members()
+            self._routing.update(members)
+            usable = {p for p in members if p not in self._opening and self._has_room(p)}
+            now = trio.current_time()
+            peer = self._routing.choose(now, usable)
+            if peer is None:
+                await self._wait_for_capacity(now)
+                continue
+            edge = self._edges.get(peer)
+            if edge is not None and not edge.closed:
+                return edge
+            edge = await self._open(members[peer])
+            if edge is not None and edge.free_credits > 0:
+                return edge
+
+    def _members(self) -> dict[PeerId, PeerRecord]:
+        members = dict(self._roster.of_stage(self.stage))
+        for peer in [p for p in self._edges if p not in members]:
+            # Out of the roster: dead, moved or revoked. Everything on its way to it comes back.
+            edge = self._edges.pop(peer)
+            if self._roster.get(peer) is None:
+                edge.fail(LinkClosed(f"{peer} is not in the roster any more"))
+        return members
+
+    def roster_changed(self) -> None:
+        """Drop edges to peers that are gone, at once; their microbatches are sent again."""
+        self._members()
+        self._notify()
+
+    def _has_room(self, peer: PeerId) -> bool:
+        edge = self._edges.get(peer)
+        return edge is None or edge.closed or edge.free_credits > 0
+
+    async def _wait_for_capacity(self, now: float) -> None:
+        """Until a credit is free, the roster has changed or a ban has ended."""
+        ban_end = self._routing.next_ban_end(now)
+        changed = self._capacity_changed
+        with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
+            await changed.wait()
+
+    def _notify(self) -> None:
+        self._capacity_changed.set()
+        self._capacity_changed = trio.Event()
+
+    async def _open(self, record: PeerRecord) -> Edge | None:
+        done = self._opening[record.peer] = trio.Event()
+        try:
+            stream = await self._open_stream(record)
+            try:
+                edge = await greet(stream, self._hello())
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await stream.reset()
+                raise
+            self._edges[record.peer] = edge
+            self._nursery.start_soon(self._run_edge, edge)
+            return edge
+        except (NetworkError, ProtocolError, EdgeRefused, LinkTimeout):
+            self._routing.failed(record.peer, trio.current_time())
+            return None
+        finally:
+            del self._opening[record.peer]
+            done.set()
+            self._notify()
+
+    async def _run_edge(self, edge: Edge) -> None:
+        try:
+            await edge.run()
+        finally:
+            if self._edges.get(edge.peer) is edge:
+                del self._edges[edge.peer]
+            self._notify()
+
+    def close(self) -> None:
+        for edge in list(self._edges.values()):
+            edge.fail(LinkClosed("this peer closes its links"))

@@ -1,0 +1,49 @@
+"""The stage that this peer holds now: its worker, version, receipts, and what is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.worker.client import StageWorker
+from swarm_shared.types import StageIndex, Step, Version
+
+RATE_WEIGHT = 0.2
+"""Weight of the newest microbatch in the reported rate."""
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    stage: StageIndex
+    worker: StageWorker
+    version: Version
+    receipts: ReceiptBook
+    is_last: bool
+    closing: bool = False
+    """Between Close and its end nothing new is accumulated: the table is full already."""
+    averaged_attempt: int | None = None
+    """The attempt of step version + 1 whose averaged gradient lies in the result segment."""
+    in_flight: int = 0
+    seconds_per_microbatch: float | None = None
+
+    @property
+    def step(self) -> Step:
+        """The step that is being worked on."""
+        return Step(self.version + 1)
+
+    def works_on(self, step: Step) -> bool:
+        return step == self.step
+
+    def observe(self, compute_seconds: float) -> None:
+        """Forward and backward of one microbatch took so long on this device."""
+        if self.seconds_per_microbatch is None:
+            self.seconds_per_microbatch = compute_seconds
+        else:
+            self.seconds_per_microbatch += RATE_WEIGHT * (
+                compute_seconds - self.seconds_per_microbatch
+            )
+
+    @property
+    def microbatches_per_second(self) -> float:
+        seconds = self.seconds_per_microbatch
+        return 1.0 / seconds if seconds else 0.0

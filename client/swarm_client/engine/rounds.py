@@ -1,0 +1,190 @@
+"""This peer's side of close, norm and apply (design: the life of a step).
+
+One task takes Close, AbortRound, Apply and SaveSnapshot in their order. A close is reconciled
+with what the coordinator committed, averaged in the named groups on a copy, and reported; an
+abort cancels it at once and leaves the accumulator as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from swarm_client.engine.holding import Holding
+from swarm_client.worker.errors import WorkerDied
+from swarm_shared.errors import SwarmError
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    AbortRound,
+    Applied,
+    Apply,
+    Close,
+    Reduction,
+    RoundReport,
+    SaveSnapshot,
+)
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.types import MicrobatchIndex, PeerId, Step
+
+log = logging.getLogger(__name__)
+
+
+class AveragingFailed(SwarmError):
+    """One all-reduce failed for everybody in it; inputs are untouched."""
+
+    def __init__(self, reason: str, culprit: PeerId | None, carrier_failed: bool) -> None:
+        super().__init__(reason)
+        self.culprit = culprit
+        self.carrier_failed = carrier_failed
+
+
+class Averager(Protocol):
+    """Carries out one reduction over the named group."""
+
+    async def reduce(
+        self, holding: Holding, step: Step, attempt: int, reduction: Reduction
+    ) -> None:
+        """Fill the result segment's part; AveragingFailed otherwise."""
+
+
+RoundMessage = Close | AbortRound | Apply | SaveSnapshot
+
+
+class Rounds:
+    """Give it messages with `put`; run `run` while a stage is held."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        manifest: Manifest,
+        averager: Averager,
+        send: Callable[[FrozenModel], None],
+        save_snapshot: Callable[[Holding, SaveSnapshot], Awaitable[None]],
+        applied: Callable[[Holding, Apply, int], None],
+    ) -> None:
+        self._holding = holding
+        self._manifest = manifest
+        self._averager = averager
+        self._send = send
+        self._save_snapshot = save_snapshot
+        self._applied = applied
+        self._put, self._inbox = trio.open_memory_channel[RoundMessage](256)
+        self._attempt: tuple[Step, int] | None = None
+        self._scope: trio.CancelScope | None = None
+
+    def put(self, message: RoundMessage) -> None:
+        if isinstance(message, AbortRound) and self._attempt == (message.step, message.attempt):
+            assert self._scope is not None
+            self._scope.cancel()
+        self._put.send_nowait(message)
+
+    def session_lost(self) -> None:
+        """The coordinator is away: an attempt it cannot hear of is over, what is averaged stays."""
+        if self._scope is not None:
+            self._scope.cancel()
+        self._holding.closing = False
+
+    async def run(self) -> None:
+        async for message in self._inbox:
+            if isinstance(message, Close):
+                await self._close(message)
+            elif isinstance(message, AbortRound):
+                self._holding.closing = False
+                self._holding.averaged_attempt = None
+            elif isinstance(message, Apply):
+                await self._apply(message)
+            else:
+                await self._save_snapshot(self._holding, message)
+
+    async def _close(self, close: Close) -> None:
+        holding = self._holding
+        if not holding.works_on(close.step):
+            return
+        self._attempt = (close.step, close.attempt)
+        holding.closing, holding.averaged_attempt = True, None
+        with trio.CancelScope() as self._scope:
+            try:
+                report = await self._average(close)
+            except AveragingFailed as error:
+                report = RoundReport(
+                    step=close.step, attempt=close.attempt, ok=False, reason=str(error)[:500],
+                    culprit=error.culprit, carrier_failed=error.carrier_failed,
+                )  # fmt: skip
+            except WorkerDied:
+                raise
+            except SwarmError as error:
+                report = RoundReport(
+                    step=close.step, attempt=close.attempt, ok=False, reason=str(error)[:500]
+                )
+            if report.ok:
+                holding.averaged_attempt = close.attempt
+            self._send(report)
+        if self._scope.cancelled_caught:
+            holding.closing = False
+        self._attempt = self._scope = None
+
+    async def _average(self, close: Close) -> RoundReport:
+        holding, worker = self._holding, self._holding.worker
+        failed = await self._reconcile(close)
+        if failed is not None:
+            return failed
+        for reduction in close.reductions:
+            await self._averager.reduce(holding, close.step, close.attempt, reduction)
+        norm = await worker.norm(close.step, self._manifest.tokens_per_step)
+        if not norm.finite:
+            return RoundReport(
+                step=close.step, attempt=close.attempt, ok=False,
+                reason="the averaged gradient is not finite",
+            )  # fmt: skip
+        return RoundReport(
+            step=close.step,
+            attempt=close.attempt,
+            ok=True,
+            own_squared=norm.own_squared,
+            tied_squared=norm.tied_squared,
+        )
+
+    async def _reconcile(self, close: Close) -> RoundReport | None:
+        """Make the gradients segment hold exactly the committed microbatches, or say why not."""
+        holding, worker = self._holding, self._holding.worker
+        committed = set(close.committed)
+        while True:
+            prepared = set(await worker.prepare_round(close.step))
+            extra = tuple(sorted(prepared - committed))
+            if not extra:
+                break
+            if not await worker.uncommit(close.step, extra):
+                await worker.reset_accumulator()
+                holding.receipts.clear()
+                return RoundReport(
+                    step=close.step, attempt=close.attempt, ok=False, reset=True,
+                    reason=f"{len(extra)} extra microbatches could not be taken out again",
+                )  # fmt: skip
+            holding.receipts.drop(extra)
+        missing: tuple[MicrobatchIndex, ...] = tuple(sorted(committed - prepared))
+        if missing:
+            holding.receipts.drop(missing)
+            return RoundReport(
+                step=close.step, attempt=close.attempt, ok=False, missing=missing,
+                reason=f"{len(missing)} committed microbatches are not held here",
+            )  # fmt: skip
+        return None
+
+    async def _apply(self, apply: Apply) -> None:
+        holding = self._holding
+        if not holding.works_on(apply.step) or holding.averaged_attempt != apply.attempt:
+            log.warning("told to apply step %s, which is not averaged here", apply.step)
+            return
+        done = await holding.worker.apply(
+            apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
+        )
+        holding.version = done.version
+        holding.averaged_attempt = None
+        holding.closing = False
+        counted = len(holding.receipts.all())
+        holding.receipts.clear()
+        self._applied(holding, apply, counted)
+        self._send(Applied(step=apply.step, digest=done.digest, norm=done.norm))

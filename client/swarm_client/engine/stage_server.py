@@ -1,0 +1,328 @@
+"""Serving a stage: requests come in as activations, answers go back as gradients.
+
+Every microbatch is one task: forward, on to a peer of the next stage, backward, answer. The
+number of tasks is bounded by the manifest's queue length and by the credits of each edge, so
+that sockets are always drained whatever the device does (design: the life of a microbatch).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from swarm_client.engine.downstream import Downstream, Parcel
+from swarm_client.engine.edge import HELLO_SECONDS, Buffer
+from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_client.engine.holding import Holding
+from swarm_client.worker.errors import RequestFailed, WorkerDied
+from swarm_client.worker.output import Output
+from swarm_shared.credentials import check_certificate
+from swarm_shared.errors import AdmissionError, LinkClosed, ProtocolError
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    Backward,
+    Forward,
+    RefusalReason,
+    StageCancel,
+    StageHello,
+    StageHelloAnswer,
+    StageRefused,
+    encode,
+    parse,
+    stage_requests,
+)
+from swarm_shared.network import FramedStream
+from swarm_shared.types import PeerId, RunId
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4
+"""Token ids and targets cross the wire as uint32."""
+
+
+class Membership(Protocol):
+    """What the stage server has to know about the run and about this peer's place in it."""
+
+    @property
+    def run(self) -> RunId: ...
+    @property
+    def organiser(self) -> PeerId: ...
+    @property
+    def certificate(self) -> str: ...
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+class StageServer:
+    """Handler of the stage protocol. `holding` and `next_stage` tell what is served now."""
+
+    def __init__(
+        self,
+        membership: Callable[[], Membership | None],
+        holding: Callable[[], Holding | None],
+        next_stage: Callable[[], Downstream | None],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._membership = membership
+        self._holding = holding
+        self._next_stage = next_stage
+        self._wall_clock = wall_clock
+        self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
+
+    async def handle(self, stream: FramedStream) -> None:
+        """Serve one sender until its stream ends."""
+        if not await self._greet(stream):
+            return
+        scopes: dict[int, trio.CancelScope] = {}
+        try:
+            async with trio.open_nursery() as nursery:
+                try:
+                    while True:
+                        frame = await stream.receive()
+                        message = parse(stage_requests, frame.header)
+                        if isinstance(message, StageCancel):
+                            if message.request in scopes:
+                                scopes[message.request].cancel()
+                        elif isinstance(message, Forward) and message.request not in scopes:
+                            scope = scopes[message.request] = trio.CancelScope()
+                            nursery.start_soon(
+                                self._serve, stream, message, frame.payload, scope, scopes
+                            )
+                        else:
+                            raise ProtocolError(f"{stream.remote} sent {message.kind!r} again")
+                finally:
+                    nursery.cancel_scope.cancel()
+        except* LinkClosed:
+            pass  # the sender is gone: nobody waits for these gradients any more
+
+    async def _greet(self, stream: FramedStream) -> bool:
+        frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
+        hello = parse(stage_requests, frame.header)
+        membership, holding = self._membership(), self._holding()
+        refusal: tuple[RefusalReason, str] | None = None
+        if not isinstance(hello, StageHello):
+            raise ProtocolError(f"{stream.remote} did not introduce itself")
+        if membership is None or holding is None:
+            refusal = (RefusalReason.WRONG_STEP, "this peer holds no stage now")
+        elif hello.run != membership.run:
+            refusal = (RefusalReason.NOT_ADMITTED, "another run")
+        else:
+            try:
+                check_certificate(
+                    base64.b64decode(hello.certificate, validate=True),
+                    membership.run,
+                    membership.organiser,
+                    self._wall_clock(),
+                    stream.remote,
+                )
+            except (AdmissionError, binascii.Error) as error:
+                refusal = (RefusalReason.NOT_ADMITTED, str(error)[:500])
+        if refusal is not None:
+            self.refused[refusal[0]] += 1
+            await stream.send(encode(StageRefused(reason=refusal[0], detail=refusal[1])))
+            await stream.close()
+            return False
+        assert membership is not None
+        assert holding is not None
+        answer = StageHelloAnswer(
+            certificate=membership.certificate,
+            stage=holding.stage,
+            credits=membership.manifest.limits.edge_credits,
+        )
+        await stream.send(encode(answer))
+        return True
+
+    async def _serve(
+        self,
+        stream: FramedStream,
+        message: Forward,
+        payload: Buffer,
+        scope: trio.CancelScope,
+        scopes: dict[int, trio.CancelScope],
+    ) -> None:
+        try:
+            with scope:
+                refusal = await self._try_to_serve(stream, message, payload)
+                if refusal is not None:
+                    self.refused[refusal.reason] += 1
+                    await stream.send(encode(refusal))
+        finally:
+            del scopes[message.request]
+
+    async def _try_to_serve(
+        self, stream: FramedStream, message: Forward, payload: Buffer
+    ) -> StageRefused | None:
+        """Answer the request; a refusal to send instead when that is not possible."""
+
+        def refuse(reason: RefusalReason, detail: str) -> StageRefused:
+            return StageRefused(request=message.request, reason=reason, detail=detail[:500])
+
+        membership, holding = self._membership(), self._holding()
+        if membership is None or holding is None or holding.stage != message.stage:
+            return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
+        if not holding.works_on(message.step):
+            return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
+        if holding.in_flight >= membership.manifest.limits.stage_queue:
+            return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
+        self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
+        holding.in_flight += 1
+        try:
+            work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
+            header, gradient = await work.run()
+            try:
+                await stream.send(encode(header), gradient.payload or b"")
+            finally:
+                gradient.release()
+        except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
+            over = not holding.works_on(message.step)
+            reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
+            return refuse(reason, str(error))
+        finally:
+            holding.in_flight -= 1
+        return None
+
+    def _check_sizes(
+        self, remote: PeerId, holding: Holding, manifest: Manifest, message: Forward, data: Buffer
+    ) -> None:
+        sizes = holding.worker.sizes
+        expected = (sizes.input_bytes, manifest.tokens_per_microbatch * TOKEN_BYTES)
+        announced = (message.input_bytes, message.target_bytes)
+        if announced != expected or memoryview(data).nbytes != sum(expected):
+            raise ProtocolError(
+                f"{remote} sent {memoryview(data).nbytes} bytes for a microbatch of stage "
+                f"{message.stage}, announced as {announced}; it takes {expected}"
+            )
+
+
+class _Work:
+    """One microbatch in this stage."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        next_stage: Downstream | None,
+        manifest: Manifest,
+        message: Forward,
+        payload: Buffer,
+    ) -> None:
+        self._holding = holding
+        self._next_stage = next_stage
+        self._manifest = manifest
+        self._message = message
+        view = memoryview(payload)
+        self._input = view[: message.input_bytes]
+        self._targets = view[message.input_bytes :]
+        self._service_seconds = 0.0
+
+    def _wanted(self) -> bool:
+        return self._holding.works_on(self._message.step)
+
+    def _accumulates(self) -> bool:
+        """Counted here only if the mask says so, once, and not while the table is closed."""
+        return (
+            self._message.mode == "train"
+            and self._holding.stage in self._message.accumulate
+            and self._holding.receipts.get(self._message.microbatch) is None
+            and not self._holding.closing
+        )
+
+    async def run(self) -> tuple[Backward, Output]:
+        if self._message.mode == "evaluate":
+            return await self._evaluate()
+        if self._holding.is_last:
+            return await self._last()
+        return await self._middle()
+
+    async def _last(self) -> tuple[Backward, Output]:
+        message, worker = self._message, self._holding.worker
+        began = time.monotonic()
+        output = await worker.forward(
+            message.step, message.microbatch, self._accumulates(), (self._input, self._targets)
+        )
+        self._holding.observe(output.seconds)
+        self._service_seconds = time.monotonic() - began
+        return self._answer(output, (), output.loss_sum or 0.0), output
+
+    async def _middle(self) -> tuple[Backward, Output]:
+        message, worker, downstream = self._message, self._holding.worker, self._next_stage
+        assert downstream is not None
+        began = time.monotonic()
+        activation = await worker.forward(
+            message.step, message.microbatch, self._accumulates(), (self._input,)
+        )
+        self._service_seconds = time.monotonic() - began
+        try:
+            assert activation.payload is not None
+            answer = await downstream.send(
+                Parcel(
+                    "train", message.step, message.microbatch, message.accumulate,
+                    activation.payload, self._targets,
+                ),
+                self._wanted,
+            )  # fmt: skip
+            began = time.monotonic()
+            if memoryview(answer.payload).nbytes != worker.sizes.output_bytes:
+                raise MicrobatchAbandoned("the gradient that came back has another size")
+            gradient = await worker.backward(activation, answer.payload)
+        except BaseException:
+            worker.discard(activation)
+            raise
+        activation.release()
+        self._service_seconds += time.monotonic() - began
+        self._holding.observe(activation.seconds + gradient.seconds)
+        return (
+            self._answer(gradient, answer.header.receipts, answer.header.loss_sum),
+            gradient,
+        )
+
+    def _answer(self, output: Output, receipts: tuple[str, ...], loss_sum: float) -> Backward:
+        message, book = self._message, self._holding.receipts
+        if output.added and self._wanted():
+            book.add(
+                message.step,
+                message.microbatch,
+                self._manifest.training.sequences_per_microbatch,
+                output.tokens,
+                output.loss_sum if self._holding.is_last else None,
+            )
+        own = book.get(message.microbatch)
+        return Backward(
+            request=message.request,
+            receipts=(*receipts, own) if own is not None else receipts,
+            service_seconds=self._service_seconds,
+            loss_sum=loss_sum,
+            tokens=output.tokens,
+        )
+
+    async def _evaluate(self) -> tuple[Backward, Output]:
+        message, worker = self._message, self._holding.worker
+        last = self._holding.is_last
+        parts = (self._input, self._targets) if last else (self._input,)
+        output = await worker.evaluate(parts)
+        if last:
+            loss_sum, tokens = output.loss_sum or 0.0, output.tokens
+        else:
+            try:
+                assert output.payload is not None
+                assert self._next_stage is not None
+                answer = await self._next_stage.send(
+                    Parcel(
+                        "evaluate", message.step, message.microbatch, (),
+                        output.payload, self._targets,
+                    ),
+                    self._wanted,
+                )  # fmt: skip
+            finally:
+                output.release()
+            loss_sum, tokens = answer.header.loss_sum, answer.header.tokens
+        header = Backward(
+            request=message.request, receipts=(), service_seconds=output.seconds,
+            loss_sum=loss_sum, tokens=tokens,
+        )  # fmt: skip
+        return header, output

@@ -1,0 +1,129 @@
+"""The trainer role: turns leased microbatch indices into token ids and drives them.
+
+CPU only and tiny bandwidth: token ids go out, losses and receipts come back. The samples behind
+an index are a pure function of the run's seed, so any trainer can make them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import trio
+
+from swarm_client.engine.downstream import Downstream, Parcel
+from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_shared.errors import SwarmError
+from swarm_shared.messages import Lease, LeasedMicrobatch, LeaseResult
+from swarm_shared.types import MicrobatchIndex, Step
+
+log = logging.getLogger(__name__)
+
+
+class Samples(Protocol):
+    """Where token ids come from."""
+
+    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), each sequences × length, int64."""
+
+    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+class Trainer:
+    """Works through leases with at most `window` microbatches in flight."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        first_stage: Downstream,
+        report: Callable[[LeaseResult], None],
+        current_step: Callable[[], Step | None],
+        nursery: trio.Nursery,
+    ) -> None:
+        self._samples = samples
+        self._first_stage = first_stage
+        self._report = report
+        self._current_step = current_step
+        self._nursery = nursery
+        self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
+        self._in_flight = 0
+        self._window = 1
+        self.leaving = False
+
+    def take(self, lease: Lease) -> None:
+        """Accept a lease; its microbatches start as the window allows."""
+        self._window = max(1, lease.window)
+        if self.leaving:
+            for leased in lease.microbatches:
+                self._hand_back(lease, leased, "this volunteer is leaving")
+            return
+        self._waiting.extend((lease, leased) for leased in lease.microbatches)
+        self._start_more()
+
+    def stop_taking(self) -> None:
+        """The volunteer leaves: what has not been started is handed back."""
+        self.leaving = True
+        waiting, self._waiting = self._waiting, []
+        for lease, leased in waiting:
+            self._hand_back(lease, leased, "this volunteer is leaving")
+
+    def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
+        self._report(
+            LeaseResult(
+                step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
+                ok=False, reason=reason[:500],
+            )
+        )  # fmt: skip
+
+    def _start_more(self) -> None:
+        step = self._current_step()
+        self._waiting = [entry for entry in self._waiting if step is None or entry[0].step >= step]
+        while self._waiting and self._in_flight < self._window:
+            lease, leased = self._waiting.pop(0)
+            self._in_flight += 1
+            self._nursery.start_soon(self._drive, lease, leased)
+
+    async def _drive(self, lease: Lease, leased: LeasedMicrobatch) -> None:
+        try:
+            self._report(await self._send(lease, leased))
+        except MicrobatchAbandoned as error:
+            self._hand_back(lease, leased, str(error))
+        except SwarmError as error:
+            log.warning("microbatch %s of step %s: %s", leased.microbatch, lease.step, error)
+            self._hand_back(lease, leased, str(error))
+        finally:
+            self._in_flight -= 1
+            self._start_more()
+
+    async def _send(self, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
+        evaluate = lease.mode == "evaluate"
+        if evaluate:
+            inputs_BT, targets_BT = self._samples.heldout(leased.microbatch)
+        else:
+            inputs_BT, targets_BT = self._samples.training(lease.step, leased.microbatch)
+        parcel = Parcel(
+            lease.mode,
+            lease.step,
+            leased.microbatch,
+            leased.accumulate,
+            np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
+            np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
+        )
+
+        def wanted() -> bool:
+            step = self._current_step()
+            return step is not None and step <= lease.step
+
+        answer = await self._first_stage.send(parcel, wanted)
+        header = answer.header
+        return LeaseResult(
+            step=lease.step,
+            microbatch=leased.microbatch,
+            lease=lease.lease,
+            ok=True,
+            receipts=header.receipts,
+            evaluation_loss_sum=header.loss_sum if evaluate else None,
+            evaluation_tokens=header.tokens if evaluate else 0,
+        )

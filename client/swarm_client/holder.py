@@ -1,0 +1,179 @@
+"""Taking, holding and giving up a stage: the worker's life inside the daemon.
+
+One task per assignment: start the worker, bring it to the assigned version, say Ready, serve
+until the assignment ends or the worker dies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import TYPE_CHECKING
+
+import trio
+
+from swarm_client.engine.downstream import Downstream
+from swarm_client.engine.holding import Holding
+from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.engine.rounds import RoundMessage, Rounds
+from swarm_client.worker.client import StageWorker, open_worker
+from swarm_client.worker.errors import WorkerDied
+from swarm_shared.errors import SwarmError
+from swarm_shared.messages import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
+from swarm_shared.types import StageIndex, Version
+
+if TYPE_CHECKING:
+    from swarm_client.volunteer import Volunteer
+
+log = logging.getLogger(__name__)
+
+GRAPH_SHARE = 0.5
+"""Share of the offered memory that autograd graphs in flight may take; the rest is the stage's."""
+
+WORKER_BACKOFF_SECONDS = 2.0
+"""Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
+
+
+class Holder:
+    """What the volunteer holds, if anything."""
+
+    def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
+        self.holding: Holding | None = None
+        self.next_stage: Downstream | None = None
+        self._volunteer = volunteer
+        self._nursery = nursery
+        self._rounds: Rounds | None = None
+        self._scope: trio.CancelScope | None = None
+        self._ended: trio.Event | None = None
+        self._numbers = itertools.count(1)
+        self._deaths = 0
+
+    async def take(self, assignment: AssignStage) -> None:
+        """Give up what is held and start on the assignment."""
+        await self.drop()
+        self._scope, self._ended = trio.CancelScope(), trio.Event()
+        self._nursery.start_soon(self._hold, assignment, self._scope, self._ended)
+
+    async def drop(self) -> None:
+        """End what is held, its worker included."""
+        if self._scope is not None and self._ended is not None:
+            self._scope.cancel()
+            await self._ended.wait()
+
+    def round_message(self, message: RoundMessage) -> None:
+        if self._rounds is not None:
+            self._rounds.put(message)
+
+    def session_lost(self) -> None:
+        if self._rounds is not None:
+            self._rounds.session_lost()
+
+    async def _hold(
+        self, assignment: AssignStage, scope: trio.CancelScope, ended: trio.Event
+    ) -> None:
+        volunteer = self._volunteer
+        died: WorkerDied | None = None
+        try:
+            with scope:
+                died = await self._live(assignment)
+        except SwarmError as error:
+            volunteer.report(f"stage {assignment.stage} cannot be held: {error}")
+            volunteer.send(
+                SyncFailed(
+                    stage=assignment.stage, version=assignment.version, reason=str(error)[:500]
+                )
+            )
+        finally:
+            self.holding = self.next_stage = self._rounds = None
+            self._scope = self._ended = None
+            ended.set()
+        if died is not None:
+            self._deaths += 1
+            pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
+            volunteer.report(f"{died}; joining again in {pause:.0f} s")
+            await trio.sleep(pause)
+            volunteer.restart_session()
+
+    async def _live(self, assignment: AssignStage) -> WorkerDied | None:
+        volunteer, options = self._volunteer, self._volunteer.options
+        assert volunteer.membership is not None
+        manifest, stage = volunteer.membership.manifest, assignment.stage
+        volunteer.report(f"taking stage {stage} at version {assignment.version}")
+        async with open_worker(
+            manifest,
+            stage,
+            options.device.name,
+            options.threads,
+            int(options.device.memory_bytes * GRAPH_SHARE),
+            f"swarm-{volunteer.node.peer_id[-8:]}-{next(self._numbers)}",
+            volunteer.home.log_folder / "worker.log",
+        ) as worker:
+            try:
+                digest = await self._bring_up(worker, assignment)
+            except WorkerDied as error:
+                return error
+            async with trio.open_nursery() as nursery:
+                self._install(worker, assignment, nursery)
+                volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
+                volunteer.report(f"holding stage {stage} at version {assignment.version}")
+                died = await worker.wait_died()
+                nursery.cancel_scope.cancel()
+            return died
+        raise AssertionError("unreachable: the worker's context swallows nothing")
+
+    async def _bring_up(self, worker: StageWorker, assignment: AssignStage) -> str:
+        """The digest of the stage's parameters at the assigned version."""
+        volunteer = self._volunteer
+        assert volunteer.membership is not None
+        if assignment.source == "fresh":
+            return worker.configured.digest
+        path = await volunteer.snapshots.fetch(
+            volunteer.node, assignment, volunteer.membership.certificate,
+            volunteer.membership.run, lambda _done, _all: None,
+        )  # fmt: skip
+        volunteer.report(
+            f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
+            f"{len(assignment.holders)} peer(s)"
+        )
+        try:
+            return (await worker.load_state(path, assignment.version)).digest
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _install(self, worker: StageWorker, assignment: AssignStage, nursery: trio.Nursery) -> None:
+        volunteer = self._volunteer
+        assert volunteer.membership is not None
+        manifest, stage = volunteer.membership.manifest, assignment.stage
+        last = stage == manifest.stage_count - 1
+        book = ReceiptBook(
+            volunteer.identity, volunteer.membership.run, stage, volunteer.generation
+        )
+        self.holding = Holding(stage, worker, Version(assignment.version), book, last)
+        if not last:
+            self.next_stage = volunteer.downstream(StageIndex(stage + 1), nursery)
+        self._rounds = Rounds(
+            self.holding, manifest, volunteer.averager, volunteer.send,
+            self._save_snapshot, self._applied,
+        )  # fmt: skip
+        nursery.start_soon(self._run_rounds, self._rounds)
+
+    async def _run_rounds(self, rounds: Rounds) -> None:
+        try:
+            await rounds.run()
+        except WorkerDied:
+            return  # `_live` waits for the same death and reports it
+
+    async def _save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
+        await self._volunteer.snapshots.save(holding, request, self._volunteer.send)
+
+    def _applied(self, holding: Holding, apply: Apply, counted: int) -> None:
+        volunteer = self._volunteer
+        assert volunteer.membership is not None
+        self._deaths = 0
+        tokens = counted * volunteer.membership.manifest.tokens_per_microbatch
+        volunteer.microbatches_counted += counted
+        volunteer.tokens_counted += tokens
+        volunteer.steps_applied += 1
+        volunteer.report(
+            f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches of it here"
+        )

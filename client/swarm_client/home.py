@@ -1,0 +1,85 @@
+"""The volunteer's folder: identity, caches and logs. Nothing outside it is ever written.
+
+identity.key      the main Ed25519 key, made on first use, mode 0600
+p2pd.key          hivemind's own key
+runs/<run>/data   token shards of the run, verified
+runs/<run>/state  stage snapshots, for newcomers and checkpoints
+log/              one file per process
+lock              held while a client works here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from swarm_shared.errors import StorageError
+from swarm_shared.types import RunId, StageIndex, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    path: Path
+
+    @classmethod
+    def at(cls, path: Path | None) -> Home:
+        """The given folder, or the platform's usual place for application data."""
+        chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
+        home = cls(chosen.expanduser().absolute())
+        try:
+            home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            home.log_folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"the folder {home.path} cannot be used: {error.strerror}; "
+                "choose another one with --home"
+            ) from error
+        return home
+
+    @property
+    def identity_path(self) -> Path:
+        return self.path / "identity.key"
+
+    @property
+    def carrier_key_path(self) -> Path:
+        return self.path / "p2pd.key"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.path / "log"
+
+    def run_folder(self, run: RunId) -> Path:
+        return self.path / "runs" / run[:16]
+
+    def data_folder(self, run: RunId) -> Path:
+        return self.run_folder(run) / "data"
+
+    def state_folder(self, run: RunId) -> Path:
+        return self.run_folder(run) / "state"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder: two clients with one identity would speak over each other."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StorageError(
+                    f"another swarm-client is working in {self.path}; stop it first, or give "
+                    "this one a folder of its own with --home"
+                ) from None
+            yield
+        finally:
+            os.close(handle)
+
+
+def snapshot_item(version: Version, stage: StageIndex) -> str:
+    """The name under which a stage's snapshot is served."""
+    return f"state/{version}/{stage}"

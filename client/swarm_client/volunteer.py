@@ -1,0 +1,459 @@
+"""One volunteer in one run: what it holds, whom it knows, and how it acts on orders.
+
+Owns the state between sessions, so that losing the coordinator costs nothing: the stage, its
+accumulator and its receipts stay, and the next Hello tells of them (design: the life of a step).
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import trio
+
+from swarm_client.averager import GroupAverager
+from swarm_client.device import Device
+from swarm_client.directory import Directory
+from swarm_client.engine.downstream import Downstream
+from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_client.engine.holding import Holding
+from swarm_client.engine.roster import RosterView
+from swarm_client.engine.stage_server import StageServer
+from swarm_client.engine.trainer import Trainer
+from swarm_client.holder import Holder
+from swarm_client.home import Home
+from swarm_client.session import Session, attach
+from swarm_client.sync import RunSamples, Snapshots, fetch_data
+from swarm_shared.credentials import check_certificate
+from swarm_shared.errors import (
+    AdmissionError,
+    CapacityError,
+    LinkClosed,
+    NetworkError,
+    ProtocolError,
+    SignatureError,
+    SwarmError,
+    VersionError,
+)
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    SOFTWARE_VERSION,
+    STAGE_PROTOCOL,
+    AbortRound,
+    Apply,
+    AssignStage,
+    Close,
+    CoordinatorMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseResult,
+    Leaving,
+    LinkBytes,
+    Mask,
+    MaskRequest,
+    PeerRecord,
+    Receipts,
+    Roster,
+    SaveSnapshot,
+    StageHello,
+    StageRequest,
+    Welcome,
+)
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.placement import most_underserved_stage
+from swarm_shared.signed_manifest import open_manifest, run_id_of
+from swarm_shared.transfer import Source, certificate_check, serve_transfers
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.5
+MAXIMUM_BACKOFF_SECONDS = 10.0
+"""A coordinator that comes back is found again within this time."""
+
+HEADER_BYTES = 512 * 2**10
+"""Bound on a stage message's header: some hundred receipts of half a kilobyte."""
+
+DIRECTORY_SECONDS = 20.0
+"""How often this peer's record is renewed; records last six times as long."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What being welcomed gave this peer. Satisfies the stage server's protocol of that name."""
+
+    run: RunId
+    organiser: PeerId
+    certificate: str
+    manifest: Manifest
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class VolunteerOptions:
+    device: Device
+    threads: int
+    wanted_stage: StageIndex | None
+    name: str | None
+
+
+class Volunteer:
+    """Give it a node and a nursery, then `stay_attached` until it returns."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        invite: Invite,
+        home: Home,
+        node: Node,
+        averager: GroupAverager,
+        options: VolunteerOptions,
+        report: Report,
+        nursery: trio.Nursery,
+    ) -> None:
+        self.identity = identity
+        self.invite = invite
+        self.home = home
+        self.node = node
+        self.options = options
+        self.report = report
+        self.membership: Membership | None = None
+        self.session: Session | None = None
+        self.roster = RosterView()
+        self.finished = False
+        self.leaving = False
+        self.microbatches_counted = 0
+        self.tokens_counted = 0
+        self.steps_applied = 0
+        self.snapshots = Snapshots(home, invite.run_id)
+        self.averager = averager
+        self._nursery = nursery
+        self._holder = Holder(self, nursery)
+        self._trainer: Trainer | None = None
+        self._first_stage: Downstream | None = None
+        self._mask_numbers = itertools.count(1)
+        self._masks: dict[int, tuple[trio.Event, list[tuple[StageIndex, ...] | None]]] = {}
+        self._session_scope: trio.CancelScope | None = None
+        self.directory = Directory(identity, averager.worker, invite.run_id, invite.organiser)
+        averager.bind(node, self.roster, invite.run_id)
+        server = StageServer(
+            lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage
+        )
+        self.stage_server = server
+        self.snapshots.clear()
+        serve_transfers(
+            node, self.snapshots.find, certificate_check(invite.run_id, invite.organiser)
+        )
+
+    # ---- what others ask
+
+    @property
+    def holding(self) -> Holding | None:
+        return self._holder.holding
+
+    def current_step(self) -> Step | None:
+        return self.holding.step if self.holding is not None else None
+
+    def generation(self) -> Generation:
+        assert self.membership is not None
+        return self.membership.generation
+
+    def send(self, message: FrozenModel) -> None:
+        """To the coordinator, if it is there."""
+        if self.session is not None:
+            self.session.send(message)
+
+    def stage_hello(self) -> StageHello:
+        assert self.membership is not None
+        return StageHello(run=self.membership.run, certificate=self.membership.certificate)
+
+    async def open_stage_stream(self, record: PeerRecord) -> FramedStream:
+        return await self.node.open_stream(
+            record.peer, STAGE_PROTOCOL, self.stage_limits(), record.addresses
+        )
+
+    def stage_limits(self) -> FrameLimits:
+        """The largest stage frame of this run: one activation or gradient, and its targets."""
+        assert self.membership is not None
+        manifest = self.membership.manifest
+        tokens = manifest.tokens_per_microbatch
+        return FrameLimits(
+            max_header_bytes=HEADER_BYTES,
+            max_payload_bytes=tokens * (4 * manifest.model.hidden_size + 4),
+        )
+
+    def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
+        return Downstream(
+            stage, self.roster, self.stage_hello, self.open_stage_stream, self.ask_mask, nursery
+        )
+
+    async def ask_mask(
+        self, step: Step, microbatch: MicrobatchIndex, suspect: PeerId
+    ) -> tuple[StageIndex, ...]:
+        """Which stages still have to count this microbatch; the coordinator alone knows."""
+        if self.session is None:
+            raise MicrobatchAbandoned("the coordinator is away, nobody can say who counted it")
+        number = next(self._mask_numbers)
+        event, answer = trio.Event(), [None]
+        self._masks[number] = (event, answer)  # type: ignore[assignment]
+        try:
+            self.send(
+                MaskRequest(request=number, step=step, microbatch=microbatch, suspect=suspect)
+            )
+            await event.wait()
+        finally:
+            self._masks.pop(number, None)
+        if answer[0] is None:
+            raise MicrobatchAbandoned("the coordinator went away before it could answer")
+        return answer[0]
+
+    # ---- sessions
+
+    async def use_directory(self) -> None:
+        """Publish this peer in hivemind's DHT; look for others while the coordinator is away."""
+        while True:
+            holding, membership = self.holding, self.membership
+            if holding is not None and membership is not None:
+                await self.directory.publish(
+                    PeerRecord(
+                        peer=self.node.peer_id,
+                        stage=holding.stage,
+                        addresses=self.node.addresses,
+                        certificate=membership.certificate,
+                        microbatches_per_second=holding.microbatches_per_second,
+                        carrier=self.averager.carrier_address(self.identity),
+                    )
+                )
+                if self.session is None:
+                    for record in await self.directory.lookup():
+                        self.roster.refresh(record)
+            await trio.sleep(DIRECTORY_SECONDS)
+
+    async def stay_attached(self) -> None:
+        """Attach, and attach again whenever the coordinator was lost, until the end."""
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while not self.finished:
+            problem: SwarmError | None = None
+            try:
+                async with attach(self.node, self.invite, self._hello()) as session:
+                    backoff_seconds = FIRST_BACKOFF_SECONDS
+                    problem = await self._attached(session)
+            except (NetworkError, ProtocolError) as error:
+                problem = error
+            if self.finished:
+                return
+            if self.leaving:
+                self.report("the coordinator is away; leaving without its goodbye")
+                return
+            pause = backoff_seconds * random.uniform(0.8, 1.2)
+            why = f" ({problem})" if problem is not None else ""
+            self.report(f"no link to the coordinator{why}; trying again in {pause:.1f} s")
+            await trio.sleep(pause)
+            backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
+
+    def _hello(self) -> Hello:
+        holding = self.holding
+        return Hello(
+            run=self.invite.run_id,
+            software=SOFTWARE_VERSION,
+            token=self.invite.token,
+            name=self.options.name,
+            addresses=self.node.addresses,
+            carrier=self.averager.carrier_address(self.identity),
+            device=self.options.device.label,
+            memory_bytes=self.options.device.memory_bytes,
+            wanted_stage=self.options.wanted_stage,
+            stage=holding.stage if holding is not None else None,
+            version=holding.version if holding is not None else Version(0),
+            averaged_attempt=holding.averaged_attempt if holding is not None else None,
+            receipts=holding.receipts.all() if holding is not None else (),
+        )
+
+    async def _attached(self, session: Session) -> SwarmError | None:
+        """Live through one session; the reason why it ended."""
+        await self._enter(session.welcome)
+        assert self.membership is not None
+        limits = self.membership.manifest.limits
+        self.session = session
+        problem: SwarmError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                self._session_scope = nursery.cancel_scope
+                nursery.start_soon(session.write_all)
+                nursery.start_soon(session.beat, limits.heartbeat_seconds, self._heartbeat)
+                nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
+                if self.leaving:
+                    self.send(Leaving())
+                if not session.welcome.keep:
+                    nursery.start_soon(self._take_part, session.welcome)
+                while not self.finished:
+                    if await self._act(await session.receive()):
+                        break
+                nursery.cancel_scope.cancel()
+        except* (AdmissionError, VersionError, CapacityError) as refusals:
+            raise _first(refusals) from None
+        except* (NetworkError, ProtocolError) as errors:
+            problem = _first(errors)
+        finally:
+            self.session = self._session_scope = None
+            self._holder.session_lost()
+            for event, _ in self._masks.values():
+                event.set()
+        return problem
+
+    async def _enter(self, welcome: Welcome) -> None:
+        """Check what the coordinator shows before anything of it is used."""
+        try:
+            envelope = base64.b64decode(welcome.manifest, validate=True)
+            certificate = base64.b64decode(welcome.certificate, validate=True)
+        except ValueError as error:
+            raise ProtocolError("the coordinator's welcome is not base64") from error
+        manifest = open_manifest(envelope, self.invite.organiser)
+        if run_id_of(manifest) != self.invite.run_id:
+            raise SignatureError(
+                "the coordinator shows another run than the invite names; ask for a new invite"
+            )
+        check_certificate(
+            certificate, self.invite.run_id, self.invite.organiser, time.time(), self.node.peer_id
+        )
+        changed = self.membership is not None and self.membership.manifest != manifest
+        first = self.membership is None
+        self.membership = Membership(
+            self.invite.run_id, self.invite.organiser, welcome.certificate, manifest,
+            welcome.generation,
+        )  # fmt: skip
+        if first:
+            self.node.serve(STAGE_PROTOCOL, self.stage_server.handle, self.stage_limits())
+            self.report(
+                f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
+                f"{manifest.training.steps} steps"
+            )
+        else:
+            self.report("attached to the coordinator again")
+        if changed or not welcome.keep:
+            await self._holder.drop()
+        self.averager.stall_seconds = manifest.limits.round_stall_seconds
+        self.directory.enter(welcome.directory)
+
+    async def _take_part(self, welcome: Welcome) -> None:
+        """A newcomer's way in: data first, then the choice of a stage."""
+        assert self.membership is not None
+        manifest = self.membership.manifest
+        if self._trainer is None:
+            folder = await fetch_data(
+                self.node, self.home, self.invite.run_id, manifest,
+                Source(self.invite.coordinator, self.invite.addresses),
+                self.membership.certificate,
+            )  # fmt: skip
+            samples = RunSamples(manifest, folder)
+            self._first_stage = self.downstream(StageIndex(0), self._nursery)
+            self._trainer = Trainer(
+                samples, self._first_stage, self._lease_result, self.current_step, self._nursery
+            )
+            self._trainer.leaving = self.leaving
+        stage = self.options.wanted_stage
+        if stage is None:
+            stage = most_underserved_stage(welcome.stages, self.options.device.memory_bytes)
+        self.send(StageRequest(stage=stage))
+
+    def _lease_result(self, result: LeaseResult) -> None:
+        self.send(result)
+
+    async def _report_receipts(self, interval_seconds: float) -> None:
+        while True:
+            await trio.sleep(interval_seconds)
+            batch = self.holding.receipts.take_unreported() if self.holding is not None else ()
+            if batch:
+                self.send(Receipts(receipts=batch))
+
+    def _heartbeat(self) -> Heartbeat:
+        holding = self.holding
+        return Heartbeat(
+            microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
+            queued=holding.in_flight if holding else 0,
+            links=(*self._links(), *self.averager.links()),
+        )
+
+    def _links(self) -> tuple[LinkBytes, ...]:
+        """Bytes per remote and protocol, both directions, over the py-libp2p host."""
+        totals: dict[tuple[PeerId, str], list[int]] = {}
+        for link in self.node.traffic():
+            entry = totals.setdefault((link.remote, link.protocol), [0, 0])
+            entry[0 if link.direction == "sent" else 1] += link.bytes
+        return tuple(
+            LinkBytes(remote=remote, protocol=protocol, sent=sent, received=received)
+            for (remote, protocol), (sent, received) in totals.items()
+        )
+
+    # ---- the coordinator's word
+
+    async def _act(self, message: CoordinatorMessage) -> bool:
+        """Carry out one message; True when it ends the session."""
+        match message:
+            case Roster():
+                self.roster.replace(message)
+                for downstream in (self._first_stage, self._holder.next_stage):
+                    if downstream is not None:
+                        downstream.roster_changed()
+            case AssignStage():
+                await self._holder.take(message)
+            case Lease():
+                if self._trainer is not None:
+                    self._trainer.take(message)
+            case Mask():
+                waiting = self._masks.get(message.request)
+                if waiting is not None:
+                    waiting[1][0] = message.accumulate
+                    waiting[0].set()
+            case Close() | AbortRound() | Apply() | SaveSnapshot():
+                self._holder.round_message(message)
+            case Goodbye():
+                return self._goodbye(message)
+            case _:
+                raise ProtocolError(f"the coordinator sent {message.kind!r} in a session")
+        return False
+
+    def _goodbye(self, message: Goodbye) -> bool:
+        self.report(f"the coordinator says goodbye: {message.reason}")
+        self.finished = message.finished or self.leaving
+        return True
+
+    # ---- leaving
+
+    def leave(self) -> None:
+        """Finish what is in flight, take nothing new, and go when the coordinator agrees."""
+        self.leaving = True
+        if self._trainer is not None:
+            self._trainer.stop_taking()
+        self.send(Leaving())
+
+    def restart_session(self) -> None:
+        """Attach anew, as a newcomer: what was held is lost (its worker died)."""
+        if self._session_scope is not None:
+            self._session_scope.cancel()
+
+
+def _first(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
+    """The telling error of a group: a closed link is mostly the echo of another one."""
+    leaves: list[SwarmError] = []
+    queue: list[BaseException] = [group]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue.extend(error.exceptions)
+        elif isinstance(error, SwarmError):
+            leaves.append(error)
+    telling = [error for error in leaves if not isinstance(error, LinkClosed)]
+    return (telling or leaves)[0]

@@ -1,0 +1,24 @@
+"""`python -m swarm_client.worker --fd N`, started by the daemon; see `protocol`."""
+
+from __future__ import annotations
+
+import argparse
+
+from swarm_client.child import become_child, inherited_link
+from swarm_client.worker.protocol import worker_requests
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="swarm_client.worker")
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket of the daemon")
+    arguments = parser.parse_args()
+    become_child()
+    # Only now: importing torch takes seconds, in which the daemon may already have died.
+    from swarm_client.worker.loop import serve
+
+    # The socket is left to the system to close: its end then tells the daemon that the exit
+    # status is there.
+    serve(inherited_link(arguments.fd, worker_requests))
+
+
+main()

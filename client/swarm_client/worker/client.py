@@ -1,0 +1,438 @@
+"""The daemon's handle on one stage worker: trio, never torch.
+
+Owns the slots through which payloads pass, the matching of answers to callers, and what callers
+see when the worker dies (`WorkerDied`, at once, in every one of them). Does not own scheduling
+(the worker's loop) nor restarting a dead worker (the daemon's supervisor).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+from swarm_client import shared_memory
+from swarm_client.child import Child, start_child
+from swarm_client.worker import protocol
+from swarm_client.worker.errors import RequestFailed, WorkerDied
+from swarm_client.worker.output import Buffer, Output, SlotPool
+from swarm_client.worker.sizes import StageSizes, stage_sizes
+from swarm_shared.errors import FrameError, LinkClosed
+from swarm_shared.manifest import Manifest
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+
+WORKER_MODULE = "swarm_client.worker"
+
+KEPT_BUDGET_BYTES = 512 * 2**20
+"""Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""
+
+EXIT_STATUS_SECONDS = 2.0
+"""How long callers wait for the exit status of a worker whose socket has ended."""
+
+AnswerT = TypeVar("AnswerT", bound=protocol.Numbered)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """One unanswered request. `slot` is given back by the reader when the caller has left."""
+
+    event: trio.Event = field(default_factory=trio.Event)
+    answer: protocol.WorkerAnswer | None = None
+    on_abandoned: Callable[[], None] | None = None
+    abandoned: bool = False
+
+
+class StageWorker:
+    """Many tasks may call at once. Made by `open_worker`."""
+
+    def __init__(
+        self, child: Child[protocol.WorkerAnswer], manifest: Manifest, stage: StageIndex
+    ) -> None:
+        self.stage = stage
+        self.sizes: StageSizes = stage_sizes(manifest, stage)
+        self._tokens = manifest.tokens_per_microbatch
+        self._child = child
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, _Waiter] = {}
+        # Unbounded, and yet bounded: by the slots, and by callers who await each control answer.
+        self._outbox, self._outbox_reader = trio.open_memory_channel[protocol.Numbered](math.inf)
+        microbatches = manifest.limits.stage_queue
+        self.slot_count = 2 * microbatches
+        self._forward_slots = SlotPool(range(microbatches))
+        self._backward_slots = SlotPool(range(microbatches, self.slot_count))
+        self._slots: shared_memory.Segment | None = None
+        self._configured: protocol.Configured | None = None
+        self._death: str | None = None
+        self._dead = trio.Event()
+
+    # ---- what it is
+
+    @property
+    def configured(self) -> protocol.Configured:
+        """Names and sizes of the worker's shared memory."""
+        assert self._configured is not None
+        return self._configured
+
+    @property
+    def own_elements(self) -> int:
+        return self.configured.own_elements
+
+    @property
+    def tied_elements(self) -> int:
+        return self.configured.tied_elements
+
+    @property
+    def gradients_name(self) -> str:
+        return self.configured.gradients_name
+
+    @property
+    def result_name(self) -> str:
+        return self.configured.result_name
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def wait_died(self) -> WorkerDied:
+        """Return when the worker has ended, with the error that callers get."""
+        await self._dead.wait()
+        return self._died()
+
+    # ---- computations
+
+    async def forward(
+        self, step: Step, microbatch: MicrobatchIndex, accumulate: bool, parts: Sequence[Buffer]
+    ) -> Output:
+        """Run one microbatch forward (on the last stage backward too); see `Output`.
+
+        `parts` are written one after another: the input, on the last stage then the targets.
+        Cancelling the call discards the microbatch.
+        """
+
+        def build(request: int, slot: int, nbytes: int) -> protocol.Forward:
+            return protocol.Forward(
+                request=request, step=step, microbatch=microbatch, accumulate=accumulate,
+                slot=slot, nbytes=nbytes,
+            )  # fmt: skip
+
+        return await self._compute(self._forward_slots, build, parts)
+
+    async def backward(self, handle: Output, payload: Buffer) -> Output:
+        """Run the backward pass of an earlier forward, given the gradient of its output.
+
+        `handle` is that forward's Output; release it before or after, as the sender needs it.
+        Cancelling the call discards the microbatch; if it had just been computed, it stays in
+        the accumulator, and `accumulated` tells.
+        """
+
+        def build(request: int, slot: int, nbytes: int) -> protocol.Backward:
+            return protocol.Backward(
+                request=request, forward=handle.request, slot=slot, nbytes=nbytes
+            )
+
+        try:
+            return await self._compute(self._backward_slots, build, (payload,))
+        except trio.Cancelled:
+            self.discard(handle)
+            raise
+
+    async def evaluate(self, parts: Sequence[Buffer]) -> Output:
+        """Forward only; on the last stage the Output has loss_sum and no payload."""
+
+        def build(request: int, slot: int, nbytes: int) -> protocol.Evaluate:
+            return protocol.Evaluate(request=request, slot=slot, nbytes=nbytes)
+
+        return await self._compute(self._forward_slots, build, parts)
+
+    def discard(self, handle: Output) -> None:
+        """No backward will follow this forward: free what is kept for it, and its slot."""
+        handle.release()
+        self._post(protocol.Discard(request=handle.request))
+
+    # ---- control
+
+    async def uncommit(self, step: Step, microbatches: Iterable[MicrobatchIndex]) -> bool:
+        """Take microbatches out of the accumulator; False when that cannot be done."""
+        request = protocol.Uncommit(
+            request=self._number(), step=step, microbatches=tuple(microbatches)
+        )
+        return (await self._call(request, protocol.Uncommitted)).ok
+
+    async def reset_accumulator(self) -> None:
+        request = protocol.ResetAccumulator(request=self._number())
+        await self._call(request, protocol.AccumulatorReset)
+
+    async def accumulated(self) -> protocol.AccumulatedAre:
+        """The step and the microbatches in the accumulator, sorted."""
+        request = protocol.Accumulated(request=self._number())
+        return await self._call(request, protocol.AccumulatedAre)
+
+    async def prepare_round(self, step: Step) -> tuple[MicrobatchIndex, ...]:
+        """Fill the `gradients` segment; returns the microbatches that are in it."""
+        request = protocol.PrepareRound(request=self._number(), step=step)
+        return (await self._call(request, protocol.RoundPrepared)).microbatches
+
+    async def norm(self, step: Step, step_tokens: int) -> protocol.NormDone:
+        """Squared norms of the averaged gradient that is in the `result` segment."""
+        request = protocol.Norm(request=self._number(), step=step, step_tokens=step_tokens)
+        return await self._call(request, protocol.NormDone)
+
+    async def apply(
+        self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
+    ) -> protocol.Applied:
+        """Clip, step, and empty the accumulator; the worker is then at version `step`."""
+        request = protocol.Apply(
+            request=self._number(), step=step, step_tokens=step_tokens,
+            global_norm=global_norm, learning_rate=learning_rate,
+        )  # fmt: skip
+        return await self._call(request, protocol.Applied)
+
+    async def save_state(self, path: Path, version: Version) -> int:
+        """Write parameters and optimizer state atomically; returns the bytes written."""
+        request = protocol.SaveState(request=self._number(), path=str(path), version=version)
+        return (await self._call(request, protocol.StateSaved)).nbytes
+
+    async def load_state(self, path: Path, version: Version) -> protocol.StateLoaded:
+        request = protocol.LoadState(request=self._number(), path=str(path), version=version)
+        return await self._call(request, protocol.StateLoaded)
+
+    async def adopt_fresh(self, version: Version) -> protocol.StateLoaded:
+        """Start again from the manifest's seed."""
+        request = protocol.AdoptFresh(request=self._number(), version=version)
+        return await self._call(request, protocol.StateLoaded)
+
+    # ---- machinery
+
+    def _number(self) -> int:
+        return next(self._numbers)
+
+    def _died(self) -> WorkerDied:
+        """A new exception for each caller: a shared one would collect all their tracebacks."""
+        assert self._death is not None
+        return WorkerDied(self._death)
+
+    def _post(self, message: protocol.Numbered) -> None:
+        # After a death there is nobody to tell, and nothing left to free.
+        with suppress(trio.ClosedResourceError, trio.BrokenResourceError):
+            self._outbox.send_nowait(message)
+
+    async def _call(self, request: protocol.Numbered, expected: type[AnswerT]) -> AnswerT:
+        answer = await self._exchange(request, _Waiter())
+        if not isinstance(answer, expected):
+            raise FrameError(
+                f"the stage worker answered {answer.kind!r} where {expected.__name__} was due; "
+                "please report this as a bug"
+            )
+        return answer
+
+    async def _exchange(self, request: protocol.Numbered, waiter: _Waiter) -> protocol.WorkerAnswer:
+        if self._death is not None:
+            raise self._died()
+        self._waiters[request.request] = waiter
+        self._post(request)
+        try:
+            await waiter.event.wait()
+        except trio.Cancelled:
+            if waiter.on_abandoned is not None:
+                self._post(protocol.Discard(request=request.request))
+                if waiter.answer is not None or self._death is not None:
+                    waiter.on_abandoned()
+            waiter.abandoned = True
+            raise
+        if waiter.answer is None:
+            raise self._died()
+        if isinstance(waiter.answer, protocol.Failed):
+            if waiter.on_abandoned is not None:
+                waiter.on_abandoned()
+            raise RequestFailed(waiter.answer.code, waiter.answer.message)
+        return waiter.answer
+
+    async def _compute(
+        self,
+        pool: SlotPool,
+        build: Callable[[int, int, int], protocol.ComputeRequest],
+        parts: Sequence[Buffer],
+    ) -> Output:
+        try:
+            slot = await pool.take()
+        except trio.EndOfChannel:
+            raise self._died() from None
+
+        def give_back() -> None:
+            pool.give(slot)
+
+        try:
+            nbytes = self._fill(slot, parts)
+        except RequestFailed:
+            give_back()
+            raise
+        request = build(self._number(), slot, nbytes)
+        answer = await self._exchange(request, _Waiter(on_abandoned=give_back))
+        return self._output(answer, slot, give_back)
+
+    def _view(self, slot: int, nbytes: int) -> memoryview:
+        assert self._slots is not None
+        start = slot * self.sizes.slot_bytes
+        return self._slots.buffer[start : start + nbytes]
+
+    def _fill(self, slot: int, parts: Sequence[Buffer]) -> int:
+        views = [memoryview(part).cast("B") for part in parts]
+        nbytes = sum(view.nbytes for view in views)
+        if nbytes > self.sizes.slot_bytes:
+            raise RequestFailed(
+                "bad_input",
+                f"a payload of {nbytes} bytes does not fit stage {self.stage}'s slots "
+                f"of {self.sizes.slot_bytes} bytes",
+            )
+        with self._view(slot, nbytes) as target:
+            start = 0
+            for view in views:
+                target[start : start + view.nbytes] = view
+                start += view.nbytes
+        return nbytes
+
+    def _output(
+        self, answer: protocol.WorkerAnswer, slot: int, give_back: Callable[[], None]
+    ) -> Output:
+        match answer:
+            case protocol.ForwardDone():
+                return Output(
+                    answer.request, self._view(slot, answer.nbytes), self._tokens,
+                    answer.seconds, _release=give_back,
+                )  # fmt: skip
+            case protocol.BackwardDone():
+                payload = self._view(slot, answer.nbytes) if answer.nbytes else None
+                return Output(
+                    answer.request, payload, answer.tokens, answer.seconds,
+                    answer.loss_sum, answer.added, give_back,
+                )  # fmt: skip
+            case protocol.EvaluateDone():
+                give_back()
+                return Output(answer.request, None, answer.tokens, answer.seconds, answer.loss_sum)
+            case _:
+                give_back()
+                raise FrameError(
+                    f"the stage worker answered a computation with {answer.kind!r}; "
+                    "please report this as a bug"
+                )
+
+    # ---- background tasks, run by open_worker
+
+    async def _send_all(self) -> None:
+        with suppress(LinkClosed):  # the reader sees the end too, and reports it
+            async for message in self._outbox_reader:
+                await self._child.link.send(message)
+
+    async def _receive_all(self) -> None:
+        reason = ""
+        try:
+            while (answer := await self._child.link.receive()) is not None:
+                waiter = self._waiters.pop(answer.request, None)
+                if waiter is None:
+                    continue
+                waiter.answer = answer
+                waiter.event.set()
+                if waiter.abandoned and waiter.on_abandoned is not None:
+                    waiter.on_abandoned()
+        except FrameError as error:
+            reason = f" ({error})"
+            self._child.kill()
+        status: int | None = None
+        with trio.move_on_after(EXIT_STATUS_SECONDS):
+            status = await self._child.wait()
+        self._child.kill()  # harmless if it is dead, as it should be: its socket has ended
+        self._fail_everybody(status, reason)
+
+    def _fail_everybody(self, status: int | None, reason: str) -> None:
+        how = "" if status is None else f" with exit status {status}"
+        self._death = (
+            f"the compute process of stage {self.stage} has ended{how}{reason}; its log is "
+            f"{self._child.log_path}"
+        )
+        self._dead.set()
+        self._outbox.close()
+        self._forward_slots.close()
+        self._backward_slots.close()
+        for waiter in self._waiters.values():
+            waiter.event.set()
+        self._waiters.clear()
+
+    async def _configure(
+        self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
+        kept_budget_bytes: int, namespace: str,
+    ) -> None:  # fmt: skip
+        request = protocol.Configure(
+            request=self._number(), manifest_json=manifest.model_dump_json(), stage=self.stage,
+            device=device, threads=threads, graph_budget_bytes=graph_budget_bytes,
+            kept_budget_bytes=kept_budget_bytes, slot_bytes=self.sizes.slot_bytes,
+            slot_count=self.slot_count, namespace=namespace,
+        )  # fmt: skip
+        self._configured = await self._call(request, protocol.Configured)
+
+    def _attach(self, attached: list[shared_memory.Segment]) -> None:
+        configured = self.configured
+        for name in (configured.slots_name, configured.gradients_name, configured.result_name):
+            attached.append(shared_memory.attach(name))
+        self._slots = attached[0]
+
+
+@asynccontextmanager
+async def open_worker(
+    manifest: Manifest,
+    stage: StageIndex,
+    device: str,
+    threads: int,
+    graph_budget_bytes: int,
+    namespace: str,
+    log_path: Path,
+    *,
+    kept_budget_bytes: int = KEPT_BUDGET_BYTES,
+) -> AsyncIterator[StageWorker]:
+    """Start a worker for one stage at version 0; on leaving, it is dead and its memory gone.
+
+    `namespace` begins the names of its shared memory and is not used by another live worker.
+    WorkerDied or RequestFailed if it cannot start (no such device, not enough memory).
+    """
+    attached: list[shared_memory.Segment] = []
+    try:
+        async with start_child(
+            WORKER_MODULE, (), incoming=protocol.worker_answers, log_path=log_path,
+            environment={"OMP_NUM_THREADS": str(threads)},
+        ) as child:  # fmt: skip
+            worker = StageWorker(child, manifest, stage)
+            async with _quiet_nursery() as nursery:
+                nursery.start_soon(worker._receive_all)
+                nursery.start_soon(worker._send_all)
+                await worker._configure(
+                    manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
+                )
+                worker._attach(attached)
+                yield worker
+                nursery.cancel_scope.cancel()
+    finally:
+        # The worker removes its segments itself, unless it was killed.
+        for segment in attached:
+            segment.unlink()
+            segment.close()
+        shared_memory.unlink_stale(f"{namespace}.")
+
+
+@asynccontextmanager
+async def _quiet_nursery() -> AsyncIterator[trio.Nursery]:
+    """A nursery that raises what its block raised as it is, not wrapped in a group.
+
+    For tasks that end quietly: then a group of one is the block's own exception.
+    """
+    try:
+        async with trio.open_nursery() as nursery:
+            yield nursery
+    except BaseExceptionGroup as group:
+        if len(group.exceptions) == 1:
+            raise group.exceptions[0] from None
+        raise

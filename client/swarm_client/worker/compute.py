@@ -1,0 +1,313 @@
+"""The torch side of a stage worker, without any process around it.
+
+Owns one stage's module, the microbatches between their forward and backward pass, the
+accumulator, and the optimizer step. Does not own slots, messages or order: one call is one
+computation, and the caller (`loop`) says which comes next.
+
+A graph is kept from forward to backward while `graph_budget_bytes` lasts. What one graph takes is
+measured on the first forward: the storages that autograd saves, but for the parameters. Beyond
+the budget only the input stays and the backward pass computes the forward again (Chen et al.
+2016, arXiv 1604.06174).
+
+Every gradient is computed apart, checked for finiteness and only then added, so that what fails
+leaves no trace. That costs one more copy of the parameters' size in memory during a backward
+pass, and one read of it.
+
+Shape suffixes: B sequences, T positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_client.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.sizes import stage_sizes
+from swarm_client.worker.transfer import (
+    DeviceCopier,
+    MicrobatchInput,
+    PayloadCodec,
+    all_finite,
+    is_finite,
+)
+from swarm_shared.manifest import Manifest
+from swarm_shared.model import FlatLayout, Stage, build_stage
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The output activation_BTD, on the stage's device."""
+
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult:
+    """input_gradient_BTD on the stage's device (None on stage 0), and what was accumulated."""
+
+    input_gradient: Tensor | None
+    added: bool
+    loss_sum: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A forward pass; `kept` says whether autograd remembers it. `entry` is the leaf that the
+    input's gradient is taken at: None on stage 0, and where nothing is kept."""
+
+    entry: Tensor | None
+    output: Tensor
+    kept: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A microbatch between its forward and its backward pass."""
+
+    microbatch: MicrobatchIndex
+    accumulate: bool
+    inputs: MicrobatchInput | None
+    graph: _Graph | None
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves in its scope: every storage once, parameters not at all."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.total = 0
+        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        # Detached: an output that its own node saves would otherwise hold itself for ever.
+        return tensor.detach()
+
+
+class StageRunner:
+    """One stage at one parameter version. Not thread-safe; everything is synchronous."""
+
+    def __init__(
+        self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
+        graph_budget_bytes: int, kept_budget_bytes: int,
+    ) -> None:  # fmt: skip
+        self.manifest = manifest
+        self.stage_index = stage_index
+        self.sizes = stage_sizes(manifest, stage_index)
+        self.stage: Stage = build_stage(manifest, stage_index, device)
+        self.layout = FlatLayout.of(self.stage)
+        self.accumulator = Accumulator(self.layout, device, kept_budget_bytes)
+        self.version = Version(0)
+        self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
+        self.copier = DeviceCopier(device, self.sizes.slot_bytes)
+        self.graph_bytes: int | None = None
+        """What one kept graph takes; known after the first forward."""
+        self._graph_budget_bytes = graph_budget_bytes
+        self._parameters = [parameter for _, parameter in self.stage.all_parameters()]
+        self._flights: dict[int, _Flight] = {}
+
+    # ---- what a worker is asked to compute
+
+    def forward(
+        self, request: int, step: Step, microbatch: MicrobatchIndex, accumulate: bool,
+        payload: memoryview,
+    ) -> ForwardResult | BackwardResult:  # fmt: skip
+        """One microbatch forward; on the last stage its backward pass follows at once.
+
+        RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
+        """
+        self.check_step(step)
+        if request in self._flights:
+            raise RequestFailed("bad_input", f"request number {request} is in flight already")
+        inputs = self.codec.read_input(payload)
+        if self.stage.is_last:
+            return self._forward_backward(microbatch, accumulate, inputs)
+        needs_backward = accumulate or not self.stage.is_first
+        graph = self._run_within_budget(inputs) if needs_backward else self._run(inputs, False)
+        output = graph.output.detach()
+        if not is_finite(output):
+            raise RequestFailed(
+                "not_finite",
+                f"stage {self.stage_index}'s output for microbatch {microbatch} holds infinities "
+                "or NaNs",
+            )
+        self._flights[request] = _Flight(
+            microbatch,
+            accumulate,
+            inputs if needs_backward else None,
+            graph if graph.kept else None,
+        )
+        return ForwardResult(output)
+
+    def backward(self, forward_request: int, payload: memoryview) -> BackwardResult:
+        """The backward pass of an earlier forward.
+
+        A payload that is refused leaves the microbatch in flight, so that another gradient may
+        come; once computing has begun it is in flight no more, whatever happens.
+        """
+        flight = self._flights.get(forward_request)
+        if flight is None:
+            raise RequestFailed(
+                "unknown_microbatch",
+                "this microbatch is not in flight any more: it was discarded, or its step is over",
+            )
+        output_gradient = self.codec.read_gradient(payload)
+        del self._flights[forward_request]
+        if flight.inputs is None:
+            return BackwardResult(None, added=False)
+        graph = flight.graph or self._run(flight.inputs, keep_graph=True)
+        flight.graph = None
+        return self._finish(
+            flight.microbatch,
+            flight.accumulate,
+            graph,
+            self.copier.to_device(output_gradient),
+            KeptMicrobatch(flight.inputs, output_gradient),
+        )
+
+    def evaluate(self, payload: memoryview) -> ForwardResult | float:
+        """Output activation or, on the last stage, the loss summed over tokens."""
+        output = self._run(self.codec.read_input(payload), keep_graph=False).output
+        if self.stage.is_last:
+            return self._finite_loss(output)
+        if not is_finite(output):
+            raise RequestFailed(
+                "not_finite", f"stage {self.stage_index}'s output holds infinities or NaNs"
+            )
+        return ForwardResult(output)
+
+    def discard(self, forward_request: int) -> None:
+        self._flights.pop(forward_request, None)
+
+    def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
+        """Take microbatches out of the accumulator; False, and nothing changed, if one of them
+        cannot be computed again. Ones that are not in it are skipped."""
+        if step != self.version + 1:
+            return False
+        wanted = sorted({index for index in microbatches if index in self.accumulator})
+        kept = [self.accumulator.kept(index) for index in wanted]
+        if not wanted:
+            return True
+        if set(wanted) == set(self.accumulator.microbatches()):
+            self.accumulator.reset()
+            return True
+        total: list[Tensor] = []
+        for microbatch in kept:
+            if microbatch is None:
+                return False
+        for microbatch in kept:
+            assert microbatch is not None
+            gradients = self._gradients_again(microbatch)
+            if not total:
+                total = gradients
+            elif gradients:
+                torch._foreach_add_(total, gradients)
+        self.accumulator.subtract(wanted, total)
+        return True
+
+    def reset(self) -> None:
+        """Empty the accumulator and forget what is in flight."""
+        self.accumulator.reset()
+        self._flights.clear()
+
+    def check_step(self, step: Step) -> None:
+        if step != self.version + 1:
+            raise RequestFailed(
+                "wrong_step",
+                f"this worker has parameters of version {self.version} and works on step "
+                f"{self.version + 1}, not {step}",
+            )
+
+    # ---- one pass
+
+    def _run(self, inputs: MicrobatchInput, keep_graph: bool) -> _Graph:
+        entry = self.copier.to_device(inputs.inputs)
+        targets_BT = inputs.targets_BT  # noqa: N806
+        if targets_BT is not None:
+            targets_BT = self.copier.to_device(targets_BT)  # noqa: N806
+        if not keep_graph:
+            with torch.no_grad():
+                return _Graph(None, self.stage(entry, targets_BT), kept=False)
+        if self.stage.is_first:
+            return _Graph(None, self.stage(entry, targets_BT), kept=True)
+        # A new tensor over the same memory: the kept input stays free of autograd.
+        entry = entry.detach().requires_grad_()
+        return _Graph(entry, self.stage(entry, targets_BT), kept=True)
+
+    def _run_within_budget(self, inputs: MicrobatchInput) -> _Graph:
+        if self.graph_bytes is None:
+            saved = _SavedBytes(self._parameters)
+            with saved:
+                graph = self._run(inputs, keep_graph=True)
+            self.graph_bytes = saved.total
+            if saved.total > self._graph_budget_bytes:
+                graph = _Graph(None, graph.output.detach(), kept=False)
+            return graph
+        graphs = 1 + sum(flight.graph is not None for flight in self._flights.values())
+        fits = graphs * self.graph_bytes <= self._graph_budget_bytes
+        return self._run(inputs, keep_graph=fits)
+
+    def _forward_backward(
+        self, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput
+    ) -> BackwardResult:
+        needs_backward = not self.stage.is_first or accumulate
+        graph = self._run(inputs, keep_graph=needs_backward)
+        loss_sum = self._finite_loss(graph.output)
+        if not needs_backward:
+            return BackwardResult(None, False, loss_sum)
+        kept = KeptMicrobatch(inputs, None)
+        result = self._finish(microbatch, accumulate, graph, None, kept)
+        return BackwardResult(result.input_gradient, result.added, loss_sum)
+
+    def _finish(
+        self, microbatch: MicrobatchIndex, accumulate: bool, graph: _Graph,
+        output_gradient: Tensor | None, kept: KeptMicrobatch,
+    ) -> BackwardResult:  # fmt: skip
+        add = accumulate and microbatch not in self.accumulator
+        input_gradient, gradients = self._differentiate(graph, output_gradient, add)
+        if add:
+            self.accumulator.add(microbatch, gradients, kept)
+        return BackwardResult(input_gradient, add)
+
+    def _differentiate(
+        self, graph: _Graph, output_gradient: Tensor | None, with_parameters: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradients of the input and, if asked for, of all parameters; checked."""
+        wanted: list[Tensor] = [] if graph.entry is None else [graph.entry]
+        if with_parameters:
+            wanted += self._parameters
+        if not wanted:
+            return None, []
+        gradients = list(torch.autograd.grad(graph.output, wanted, output_gradient))
+        if not all_finite(gradients):
+            raise RequestFailed(
+                "not_finite",
+                f"a gradient of stage {self.stage_index} holds infinities or NaNs; it was not "
+                "added to the step's",
+            )
+        if graph.entry is None:
+            return None, gradients
+        return gradients[0], gradients[1:]
+
+    def _gradients_again(self, kept: KeptMicrobatch) -> list[Tensor]:
+        graph = self._run(kept.inputs, keep_graph=True)
+        output_gradient = None
+        if kept.output_gradient is not None:
+            output_gradient = self.copier.to_device(kept.output_gradient)
+        gradients = torch.autograd.grad(graph.output, self._parameters, output_gradient)
+        return list(gradients)
+
+    def _finite_loss(self, loss: Tensor) -> float:
+        loss_sum = float(loss.detach())
+        if not math.isfinite(loss_sum):
+            raise RequestFailed("not_finite", f"the loss of a microbatch is {loss_sum}")
+        return loss_sum

@@ -1,0 +1,340 @@
+"""The compute loop: messages in, computations in the right order, answers out.
+
+Owns the order of work (protocol rule 4), the shared memory of one worker, and the translation of
+what can go wrong in a request into a Failed answer. Anything else that goes wrong is a bug: it
+ends the process with a traceback in its log, and the daemon starts another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from swarm_client import shared_memory
+from swarm_client.child import SyncLink
+from swarm_client.worker import protocol
+from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.steps import StepRunner
+from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
+from swarm_shared.manifest import Manifest
+
+WorkerLink = SyncLink[protocol.WorkerRequest]
+RequestT = TypeVar("RequestT", bound=protocol.Numbered)
+
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
+
+
+class WorkerMemory:
+    """The three segments of one worker."""
+
+    def __init__(self, namespace: str, slots_bytes: int, slot_bytes: int, elements: int) -> None:
+        self.segments: list[shared_memory.Segment] = []
+        try:
+            self.slots = self._create(f"{namespace}.slots", slots_bytes)
+            # A flat vector of a stage without parameters is empty; a segment cannot be.
+            self.gradients_segment = self._create(f"{namespace}.gradients", max(4, 4 * elements))
+            self.result_segment = self._create(f"{namespace}.result", max(4, 4 * elements))
+        except BaseException:
+            self.unlink()
+            raise
+        self.slot_bytes = slot_bytes
+        self.gradients = _flat(self.gradients_segment, elements)
+        self.result = _flat(self.result_segment, elements)
+
+    def _create(self, name: str, nbytes: int) -> shared_memory.Segment:
+        segment = shared_memory.create(name, nbytes)
+        self.segments.append(segment)
+        return segment
+
+    def slot(self, slot: int, nbytes: int | None = None) -> memoryview:
+        """One slot, or the first `nbytes` of it."""
+        start = slot * self.slot_bytes
+        end = start + self.slot_bytes
+        if end > self.slots.nbytes:
+            raise RequestFailed("bad_input", f"there is no slot {slot}")
+        if nbytes is None:
+            return self.slots.buffer[start:end]
+        if nbytes > self.slot_bytes:
+            raise RequestFailed(
+                "bad_input", f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
+            )
+        return self.slots.buffer[start : start + nbytes]
+
+    def unlink(self) -> None:
+        for segment in self.segments:
+            segment.unlink()
+
+
+def _flat(segment: shared_memory.Segment, elements: int) -> Tensor:
+    return torch.frombuffer(segment.buffer, dtype=torch.float32)[:elements]
+
+
+class ComputeLoop:
+    """Serves one daemon with one stage until the link ends."""
+
+    def __init__(
+        self, link: WorkerLink, runner: StageRunner, memory: WorkerMemory,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._link = link
+        self._runner = runner
+        self._steps = StepRunner(runner)
+        self._memory = memory
+        self._clock = clock
+        self._backwards: deque[protocol.Backward] = deque()
+        self._forwards: deque[protocol.Forward | protocol.Evaluate] = deque()
+
+    def fingerprint_digest(self) -> str:
+        return self._steps.fingerprint().digest
+
+    def run(self) -> None:
+        """Return when the daemon has closed the link."""
+        try:
+            while self._drain():
+                if self._backwards:
+                    request: protocol.ComputeRequest = self._backwards.popleft()
+                else:
+                    request = self._forwards.popleft()
+                self._link.send(_answer(request, self._compute))
+        except LinkClosed:
+            return
+
+    def _drain(self) -> bool:
+        """Take in all messages; wait for one when nothing is queued. False at the end."""
+        while self._link.has_message() or not (self._backwards or self._forwards):
+            message = self._link.receive()
+            if message is None:
+                return False
+            match message:
+                case protocol.Backward():
+                    self._backwards.append(message)
+                case protocol.Forward() | protocol.Evaluate():
+                    self._forwards.append(message)
+                case protocol.Discard():
+                    self._discard(message.request)
+                case _:
+                    self._link.send(_answer(message, self._control))
+        return True
+
+    def _discard(self, number: int) -> None:
+        self._runner.discard(number)
+        for queue in (self._backwards, self._forwards):
+            for queued in queue:
+                if queued.request == number:
+                    queue.remove(queued)  # type: ignore[arg-type]
+                    self._link.send(
+                        protocol.Failed(
+                            request=number, code="discarded", message="given up by the daemon"
+                        )
+                    )
+                    return
+
+    # ---- computations
+
+    def _compute(self, request: protocol.ComputeRequest) -> protocol.Numbered:
+        started = self._clock()
+        payload = self._memory.slot(request.slot, request.nbytes)
+        result: ForwardResult | BackwardResult | float
+        match request:
+            case protocol.Forward():
+                result = self._runner.forward(
+                    request.request, request.step, request.microbatch, request.accumulate, payload
+                )
+            case protocol.Backward():
+                result = self._runner.backward(request.forward, payload)
+            case protocol.Evaluate():
+                result = self._runner.evaluate(payload)
+        return self._answer_of(request, result, started)
+
+    def _answer_of(
+        self,
+        request: protocol.ComputeRequest,
+        result: ForwardResult | BackwardResult | float,
+        started: float,
+    ) -> protocol.Numbered:
+        tokens = self._runner.manifest.tokens_per_microbatch
+        match result:
+            case ForwardResult():
+                nbytes = self._write(result.output, request.slot)
+                return protocol.ForwardDone(
+                    request=request.request, nbytes=nbytes, seconds=self._clock() - started
+                )
+            case BackwardResult():
+                nbytes = 0
+                if result.input_gradient is not None:
+                    nbytes = self._write(result.input_gradient, request.slot)
+                return protocol.BackwardDone(
+                    request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
+                    loss_sum=result.loss_sum, seconds=self._clock() - started,
+                )  # fmt: skip
+            case float():
+                return protocol.EvaluateDone(
+                    request=request.request, loss_sum=result, tokens=tokens,
+                    seconds=self._clock() - started,
+                )  # fmt: skip
+
+    def _write(self, tensor: Tensor, slot: int) -> int:
+        host = self._runner.copier.to_host(tensor)
+        return self._runner.codec.write(host, self._memory.slot(slot))
+
+    # ---- control
+
+    def _control(self, request: protocol.Numbered) -> protocol.Numbered:
+        number = request.request
+        match request:
+            case protocol.Uncommit():
+                ok = self._runner.uncommit(request.step, request.microbatches)
+                return protocol.Uncommitted(request=number, ok=ok)
+            case protocol.ResetAccumulator():
+                self._runner.reset()
+                return protocol.AccumulatorReset(request=number)
+            case protocol.Accumulated():
+                return protocol.AccumulatedAre(
+                    request=number,
+                    step=self._runner.version + 1,
+                    microbatches=self._runner.accumulator.microbatches(),
+                )
+            case protocol.PrepareRound():
+                microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
+                return protocol.RoundPrepared(request=number, microbatches=microbatches)
+            case protocol.Norm():
+                norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
+                return protocol.NormDone(
+                    request=number, own_squared=norms.own, tied_squared=norms.tied,
+                    finite=norms.finite,
+                )  # fmt: skip
+            case protocol.Apply():
+                print_ = self._steps.apply(
+                    request.step, request.step_tokens, request.global_norm,
+                    request.learning_rate, self._memory.result,
+                )  # fmt: skip
+                return protocol.Applied(
+                    request=number, version=self._runner.version, digest=print_.digest,
+                    norm=print_.norm,
+                )  # fmt: skip
+            case _:
+                return self._state(number, request)
+
+    def _state(self, number: int, request: protocol.Numbered) -> protocol.Numbered:
+        match request:
+            case protocol.SaveState():
+                nbytes = self._steps.save(Path(request.path), request.version)
+                return protocol.StateSaved(request=number, path=request.path, nbytes=nbytes)
+            case protocol.LoadState():
+                digest = self._steps.load(Path(request.path), request.version).digest
+            case protocol.AdoptFresh():
+                digest = self._steps.adopt_fresh(request.version).digest
+            case _:
+                raise RequestFailed(
+                    "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
+                )
+        return protocol.StateLoaded(request=number, version=self._runner.version, digest=digest)
+
+
+def _answer(
+    request: RequestT, carry_out: Callable[[RequestT], protocol.Numbered]
+) -> protocol.Numbered:
+    """The answer, or Failed for what is the request's (or the machine's) fault."""
+    number = request.request
+    try:
+        return carry_out(request)
+    except RequestFailed as error:
+        return protocol.Failed(request=number, code=error.code, message=str(error))
+    except CapacityError as error:
+        return protocol.Failed(request=number, code="out_of_memory", message=str(error))
+    except SwarmError as error:
+        return protocol.Failed(request=number, code="bad_input", message=str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        message = f"the device's memory is full ({str(error).splitlines()[0][:300]})"
+    # Outside of the handler, whose traceback holds the tensors that have to go first.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return protocol.Failed(request=number, code="out_of_memory", message=message)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return _CPU_OUT_OF_MEMORY in str(error)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise RequestFailed(
+                "device",
+                f"the device {name} is not there: this machine's torch sees {seen} CUDA devices; "
+                "choose another with --device, or install the driver",
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def serve(link: WorkerLink) -> None:
+    """The life of a worker: Configure, then work until the daemon closes the link."""
+    request = link.receive()
+    if not isinstance(request, protocol.Configure):
+        return
+    made: list[tuple[ComputeLoop, WorkerMemory]] = []
+    try:
+        link.send(_answer(request, lambda configure: _configure(link, configure, made)))
+        for loop, _ in made:
+            loop.run()
+    except LinkClosed:
+        return
+    finally:
+        for _, memory in made:
+            memory.unlink()
+
+
+def _configure(
+    link: WorkerLink,
+    request: protocol.Configure,
+    made: list[tuple[ComputeLoop, WorkerMemory]],
+) -> protocol.Numbered:
+    torch.set_num_threads(request.threads)
+    manifest = Manifest.model_validate_json(request.manifest_json)
+    if request.stage >= manifest.stage_count:
+        raise RequestFailed(
+            "bad_input",
+            f"there is no stage {request.stage}; the manifest has {manifest.stage_count} stages",
+        )
+    runner = StageRunner(
+        manifest, request.stage, _device(request.device), request.graph_budget_bytes,
+        request.kept_budget_bytes,
+    )  # fmt: skip
+    if request.slot_bytes < runner.sizes.slot_bytes:
+        raise RequestFailed(
+            "bad_input",
+            f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
+            f"{runner.sizes.slot_bytes}",
+        )
+    memory = WorkerMemory(
+        request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
+        runner.layout.count,
+    )  # fmt: skip
+    loop = ComputeLoop(link, runner, memory)
+    made.append((loop, memory))
+    return protocol.Configured(
+        request=request.request,
+        version=runner.version,
+        digest=loop.fingerprint_digest(),
+        own_elements=runner.layout.own_count,
+        tied_elements=runner.layout.tied_count,
+        slots_name=memory.slots.name,
+        gradients_name=memory.gradients_segment.name,
+        result_name=memory.result_segment.name,
+        input_bytes=runner.sizes.input_bytes,
+        output_bytes=runner.sizes.output_bytes,
+    )

@@ -1,0 +1,54 @@
+"""Where the coordinator listens and what it tells others to dial.
+
+Owns the words of `listen_host`, and the order in which addresses are handed out: those that the
+organiser announces, then this machine's own, loopback last.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import psutil
+
+from swarm_shared.errors import ConfigurationError
+
+MAX_ADDRESSES = 16
+"""Each makes the invite nine characters longer; a machine with more has containers."""
+
+
+def listen_address(host: str, port: int) -> str:
+    """The multiaddr to listen on; ConfigurationError when `host` is not an IP address."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"run.toml: [network] listen_host must be an IP address of this machine, or 0.0.0.0 "
+            f"for all of them, not {host!r}"
+        ) from error
+    return f"/ip{ip.version}/{ip}/tcp/{port}"
+
+
+def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> tuple[str, ...]:
+    """What an invite carries. On loopback nobody else can dial in, so that nothing else helps."""
+    ip = ipaddress.ip_address(host)
+    own = [f"/ip{ip.version}/{ip}/tcp/{port}"]
+    if ip.is_unspecified:
+        own = [f"/ip{a.version}/{a}/tcp/{port}" for a in interface_addresses(ip.version)]
+    return tuple(dict.fromkeys([*announced, *own]))[:MAX_ADDRESSES]
+
+
+def interface_addresses(
+    version: int,
+) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """This machine's addresses of one IP version, the most useful first."""
+    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
+    for interface in psutil.net_if_addrs().values():
+        for address in interface:
+            try:
+                ip = ipaddress.ip_address(address.address)
+            except ValueError:  # a hardware address, or a link-local one with its zone
+                continue
+            if ip.version == version and not ip.is_link_local:
+                found.add(ip)
+    return sorted(found, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))

@@ -1,0 +1,245 @@
+"""Close, norm, apply: how a complete table becomes one optimizer step, or none at all.
+
+Part of the pure core (design: the life of a step). Two phases: every member of every stage
+averages and reports; only then is the decision made durable and everybody told to apply. A
+failure before that aborts the attempt, and the accumulators are still there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from swarm_coordinator import membership
+from swarm_coordinator.events import AppliedStep, Persist, StageShare
+from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
+from swarm_shared.messages import AbortRound, Applied, Apply, Carrier, Close, Reduction, RoundReport
+from swarm_shared.schedule import learning_rate
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Version
+
+ABORT_BACKOFF_SECONDS = 0.5
+"""Pause after a failed attempt, doubled per attempt up to the maximum below."""
+ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
+
+FINGERPRINT_NORM_TOLERANCE = 1e-5
+"""Relative difference of parameter norms that unlike devices may show; like ones agree bitwise."""
+
+
+def start_close(run: RunState, now: float) -> None:
+    """Name each stage's group and tell each member exactly what it may count."""
+    step = run.step
+    assert step is not None
+    step.attempt += 1
+    groups = {
+        StageIndex(s): tuple(sorted(p.peer for p in run.ready_peers(s))) for s in run.stage_indices
+    }
+    committed: dict[PeerId, list[MicrobatchIndex]] = {}
+    for (microbatch, _), cell in step.table.items():
+        committed.setdefault(cell.peer, []).append(microbatch)
+    members = {peer: stage for stage, group in groups.items() for peer in group}
+    run.phase = RunPhase.CLOSING
+    step.closing = Closing(members, now)
+    for peer, stage in members.items():
+        run.send(
+            peer,
+            Close(
+                step=step.step,
+                attempt=step.attempt,
+                committed=tuple(sorted(committed.get(peer, ()))),
+                reductions=_reductions(run, groups, stage),
+            ),
+        )
+
+
+def _reductions(
+    run: RunState, groups: dict[StageIndex, tuple[PeerId, ...]], stage: StageIndex
+) -> tuple[Reduction, ...]:
+    own = Reduction(
+        part="own", members=groups[stage], carrier=_carrier(run, groups[stage], (stage,))
+    )
+    first, last = StageIndex(0), run.last_stage
+    tied = run.manifest.model.tie_embeddings and first != last and stage in (first, last)
+    if not tied:
+        return (own,)
+    both = tuple(sorted(groups[first] + groups[last]))
+    carrier = _carrier(run, both, (first, last))
+    return (own, Reduction(part="tied", members=both, carrier=carrier))
+
+
+def _carrier(run: RunState, members: tuple[PeerId, ...], stages: tuple[StageIndex, ...]) -> Carrier:
+    reachable = all(run.peers[peer].carrier is not None for peer in members)
+    failed = any(stage in run.carrier_failures for stage in stages)
+    return Carrier.HIVEMIND if len(members) > 1 and reachable and not failed else Carrier.LIBP2P
+
+
+def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    step = run.step
+    if step is None or step.closing is None or run.phase is not RunPhase.CLOSING:
+        return
+    if message.step != step.step or message.attempt != step.attempt:
+        return
+    if peer.peer not in step.closing.members:
+        return
+    if not message.ok:
+        _attempt_failed(run, peer, message, now)
+        return
+    step.closing.reports[peer.peer] = (message.own_squared, message.tied_squared)
+    if step.closing.reports.keys() == step.closing.members.keys():
+        _decide(run, now)
+
+
+def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    step = run.step
+    assert step is not None
+    stage = peer.stage
+    if message.carrier_failed and stage is not None:
+        run.carrier_failures.add(stage)
+    if message.reset:
+        for cell in [c for c, held in step.table.items() if held.peer == peer.peer]:
+            del step.table[cell]
+    for microbatch in message.missing:
+        if stage is not None:
+            cell_key = (microbatch, stage)
+            held = step.table.get(cell_key)
+            if held is not None and held.peer == peer.peer:
+                del step.table[cell_key]
+    culprit = f", it names {short(message.culprit)}" if message.culprit else ""
+    abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
+
+
+def abort(run: RunState, reason: str, now: float) -> None:
+    """End this attempt for everybody; nothing has been applied anywhere."""
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
+    for member in step.closing.members:
+        if member in run.peers:
+            run.send(member, AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]))
+    pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** (step.attempt - 1))
+    step.close_not_before = max(step.close_not_before, now + pause)
+    step.closing = None
+    run.phase = RunPhase.COLLECT
+    run.note(f"attempt {step.attempt} to close step {step.step} failed: {reason}")
+
+
+def member_lost(run: RunState, peer: PeerId, now: float) -> None:
+    """A peer died: before the decision this aborts the attempt, after it the others go on."""
+    step = run.step
+    if step is None or step.closing is None or peer not in step.closing.members:
+        return
+    if run.phase is RunPhase.CLOSING:
+        abort(run, f"{short(peer)} is gone", now)
+    elif run.phase is RunPhase.APPLYING:
+        del step.closing.members[peer]
+        finish_when_applied(run, now)
+
+
+def _decide(run: RunState, now: float) -> None:
+    """All have averaged: make the step durable, then tell everybody to apply it."""
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
+    total = 0.0
+    for stage in run.stage_indices:
+        squares = {
+            step.closing.reports[peer]
+            for peer, index in step.closing.members.items()
+            if index == stage
+        }
+        own, tied = max(squares)
+        if len(squares) > 1 and not all(_close(own, other[0]) for other in squares):
+            abort(run, f"replicas of stage {stage} averaged to different gradients", now)
+            return
+        total += own + (tied if stage == 0 else 0.0)
+    applied = _applied_step(run, math.sqrt(total), now)
+    run.commands.append(Persist(applied))
+    run.version = Version(step.step)
+    run.last_applied = applied
+    run.phase = RunPhase.APPLYING
+    for member in step.closing.members:
+        run.send(
+            member,
+            Apply(
+                step=step.step,
+                attempt=step.attempt,
+                global_norm=applied.global_norm,
+                learning_rate=applied.learning_rate,
+            ),
+        )
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-30)
+
+
+def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
+    step = run.step
+    assert step is not None
+    last = run.last_stage
+    losses = [cell for (_, stage), cell in step.table.items() if stage == last]
+    tokens = sum(cell.tokens for cell in losses)
+    shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
+    per_microbatch = run.manifest.tokens_per_microbatch
+    return AppliedStep(
+        step=step.step,
+        attempt=step.attempt,
+        # fsum: the mean must not depend on the order in which receipts arrived.
+        loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
+        tokens=tokens,
+        seconds=now - step.began_at,
+        global_norm=norm,
+        learning_rate=learning_rate(run.manifest.optimizer, run.manifest.training.steps, step.step),
+        shares=tuple(
+            StageShare(peer, stage, count, count * per_microbatch)
+            for (peer, stage), count in sorted(shares.items())
+        ),
+    )
+
+
+def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
+    if message.step != run.version:
+        if peer.phase is PeerPhase.SYNCING:
+            peer.source_asked = False  # it caught up with a step that is already history
+        return
+    step = run.step
+    closing = step.closing if step is not None else None
+    if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
+        peer.version = Version(message.step)
+        closing.applied[peer.peer] = (message.digest, message.norm)
+        finish_when_applied(run, now)
+    elif peer.phase is PeerPhase.SYNCING and peer.version == run.version - 1:
+        # It had missed the word to apply while the coordinator was away.
+        peer.version, peer.phase = Version(message.step), PeerPhase.READY
+        run.roster_dirty = True
+
+
+def finish_when_applied(run: RunState, now: float) -> None:
+    """When every living member has applied, compare replicas and open the way to the next step."""
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
+    closing = step.closing
+    if closing.applied.keys() != closing.members.keys():
+        return
+    run.step = None
+    run.phase = RunPhase.WAITING
+    run.snapshots.clear()
+    run.roster_dirty = True
+    for stage in run.stage_indices:
+        prints = {p: closing.applied[p] for p, index in closing.members.items() if index == stage}
+        _compare_replicas(run, StageIndex(stage), prints, now)
+
+
+def _compare_replicas(
+    run: RunState, stage: StageIndex, prints: dict[PeerId, tuple[str, float]], now: float
+) -> None:
+    if len(set(prints.values())) <= 1:
+        return
+    (_, majority_norm), _ = Counter(prints.values()).most_common(1)[0]
+    for peer_id, (_, norm) in prints.items():
+        peer = run.peers.get(peer_id)
+        if peer is None:
+            continue
+        if not math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE):
+            run.note(f"{short(peer_id)} of stage {stage} differs from the majority", peer_id)
+            membership.resync(run, peer, "its parameters differed from the majority's", now)

@@ -1,0 +1,169 @@
+"""What a run has done so far, read from its database, beside a running coordinator or without one.
+
+Owns the reading for people and for other programs (`history --json`, the demo's summary). Never
+writes. Superseded rows, those that a rollback took out, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm_coordinator.database import open_read_only, storage_errors
+from swarm_coordinator.events import Restored
+from swarm_coordinator.records import number, read_restored
+from swarm_shared.types import PeerId, StageIndex, Step
+
+HISTORY_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryStep:
+    step: Step
+    loss: float
+    tokens: int
+    seconds: float
+    written_at: float
+    """Unix seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one peer counted in one stage, over all steps that belong to the run."""
+
+    peer: PeerId
+    name: str | None
+    stage: StageIndex
+    steps: int
+    microbatches: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTotal:
+    """Bytes over one link, as the reporting peer counted them over all its starts."""
+
+    reporter: PeerId
+    remote: PeerId
+    protocol: str
+    sent: int
+    received: int
+
+
+@dataclass(frozen=True, slots=True)
+class KnownPeer:
+    peer: PeerId
+    name: str | None
+    first_seen: float
+    last_seen: float
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryNote:
+    text: str
+    peer: PeerId | None
+    written_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    restored: Restored
+    steps: tuple[HistoryStep, ...]
+    contributions: tuple[Contribution, ...]
+    links: tuple[LinkTotal, ...]
+    peers: tuple[KnownPeer, ...]
+    notes: tuple[HistoryNote, ...]
+
+    @property
+    def heldout_loss(self) -> float | None:
+        return self.restored.heldout_loss
+
+
+def history(database: Path) -> History:
+    """Everything the run's database tells. StorageError when there is none or it is damaged."""
+    connection = open_read_only(database)
+    try:
+        with storage_errors(database):
+            # One transaction: all parts show the same moment, whatever is written meanwhile.
+            connection.execute("BEGIN")
+            return History(
+                restored=read_restored(connection),
+                steps=_steps(connection),
+                contributions=_contributions(connection),
+                links=_links(connection),
+                peers=tuple(
+                    KnownPeer(PeerId(row[0]), *row[1:])
+                    for row in connection.execute(
+                        "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
+                    )
+                ),
+                notes=_notes(connection),
+            )
+    finally:
+        connection.close()
+
+
+def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
+    """The form in which `history`, `reference` and `demo` write steps. NaN is null in JSON."""
+    return {
+        "version": HISTORY_FORMAT,
+        "steps": [
+            {
+                "step": step.step,
+                "loss": step.loss if math.isfinite(step.loss) else None,
+                "tokens": step.tokens,
+                "seconds": step.seconds,
+            }
+            for step in steps
+        ],
+    }
+
+
+def _steps(connection: sqlite3.Connection) -> tuple[HistoryStep, ...]:
+    rows = connection.execute(
+        "SELECT step, loss, tokens, seconds, written_at FROM applied_steps "
+        "WHERE superseded_by IS NULL ORDER BY step"
+    )
+    return tuple(
+        HistoryStep(Step(step), number(loss), tokens, seconds, written_at)
+        for step, loss, tokens, seconds, written_at in rows
+    )
+
+
+def _contributions(connection: sqlite3.Connection) -> tuple[Contribution, ...]:
+    rows = connection.execute(
+        "SELECT p.peer, p.name, s.stage, count(*), sum(s.microbatches), sum(s.tokens) "
+        "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
+        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
+        "GROUP BY s.peer, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, s.peer"
+    )
+    return tuple(
+        Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
+        for peer, name, stage, steps, microbatches, tokens in rows
+    )
+
+
+def _links(connection: sqlite3.Connection) -> tuple[LinkTotal, ...]:
+    rows = connection.execute(
+        "SELECT p.peer, l.remote, l.protocol, l.sent_before + l.sent, "
+        "l.received_before + l.received FROM links l JOIN peers p ON p.id = l.reporter "
+        "ORDER BY l.reporter, l.protocol, l.remote"
+    )
+    return tuple(
+        LinkTotal(PeerId(reporter), PeerId(remote), protocol, sent, received)
+        for reporter, remote, protocol, sent, received in rows
+    )
+
+
+def _notes(connection: sqlite3.Connection) -> tuple[HistoryNote, ...]:
+    rows = connection.execute(
+        "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
+        "ORDER BY n.id"
+    )
+    return tuple(
+        HistoryNote(text, PeerId(peer) if peer else None, written_at)
+        for text, peer, written_at in rows
+    )

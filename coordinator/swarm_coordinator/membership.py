@@ -1,0 +1,376 @@
+"""Who takes part and with which stage: attaching, losing, assigning, syncing, leaving.
+
+Part of the pure core: changes a RunState and queues commands, does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from swarm_coordinator import progress
+from swarm_coordinator.events import CloseSession, PeerAttached, Persist, RolledBack
+from swarm_coordinator.state import (
+    PeerPhase,
+    PeerState,
+    RunPhase,
+    RunState,
+    Snapshots,
+    display,
+)
+from swarm_shared.errors import CapacityError
+from swarm_shared.messages import (
+    Apply,
+    AssignStage,
+    Goodbye,
+    PeerRecord,
+    Refused,
+    Roster,
+    SaveSnapshot,
+    SnapshotReady,
+    Welcome,
+)
+from swarm_shared.placement import most_underserved_stage
+from swarm_shared.types import Generation, PeerId, StageIndex, Version
+
+SNAPSHOT_HOLDERS = 3
+"""Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
+
+MAXIMUM_HOLDS = 3
+"""Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
+
+JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
+"""Phases in which parameters stand still, so that a download can end in time."""
+
+REATTACH_GRACE_SECONDS = 10.0
+"""How long a stage may be without any peer before the run falls back to a checkpoint: peers that
+lost the coordinator re-attach within this time and still hold newer state."""
+
+
+def attach(run: RunState, event: PeerAttached, now: float) -> None:
+    """Take a client in, whether new, restarted, or back with the stage it holds."""
+    hello = event.hello
+    if event.peer in run.peers:
+        # Whatever the older attachment held is either told again in this Hello or gone.
+        remove(run, event.peer, "attached anew", now, announce=False)
+    peer = PeerState(
+        peer=event.peer,
+        session=event.session,
+        certificate=event.certificate,
+        name=hello.name,
+        addresses=hello.addresses,
+        carrier=hello.carrier,
+        device=hello.device,
+        memory_bytes=hello.memory_bytes,
+        trainer=hello.trainer,
+        wanted_stage=hello.wanted_stage,
+        last_heard=now,
+    )
+    run.peers[event.peer] = peer
+    current = (
+        hello.stage is not None
+        and 0 <= hello.stage < run.manifest.stage_count
+        and hello.version == run.version
+        and run.version > 0
+    )
+    must_apply = _still_has_to_apply(run, peer, event)
+    run.send(
+        event.peer,
+        Welcome(
+            generation=Generation(run.generation),
+            certificate=event.certificate,
+            manifest=run.manifest_envelope,
+            stages=run.stage_rows(),
+            directory=_directory(run),
+            keep=current or must_apply,
+        ),
+    )
+    if must_apply:
+        _send_missed_apply(run, peer, hello.stage)
+    elif current:
+        peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
+        run.roster_dirty = True
+        run.note(f"{display(peer)} is back with stage {peer.stage}", peer.peer)
+        for receipt in event.receipts:
+            progress.commit(run, receipt)
+    else:
+        run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
+
+
+def _still_has_to_apply(run: RunState, peer: PeerState, event: PeerAttached) -> bool:
+    """A peer that averaged the last applied step and lost the coordinator before it was told."""
+    hello, last = event.hello, run.last_applied
+    return (
+        last is not None
+        and last.step == run.version
+        and hello.stage is not None
+        and 0 <= hello.stage < run.manifest.stage_count
+        and hello.version == run.version - 1
+        and hello.averaged_attempt == last.attempt
+    )
+
+
+def _send_missed_apply(run: RunState, peer: PeerState, stage: StageIndex | None) -> None:
+    last = run.last_applied
+    assert last is not None
+    assert stage is not None
+    peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
+    peer.source_asked = True
+    run.send(
+        peer.peer,
+        Apply(
+            step=last.step,
+            attempt=last.attempt,
+            global_norm=last.global_norm,
+            learning_rate=last.learning_rate,
+        ),
+    )
+    run.note(f"{display(peer)} is back and still has to apply step {last.step}", peer.peer)
+
+
+def _directory(run: RunState) -> tuple[str, ...]:
+    """p2pd addresses of some peers, through which a newcomer enters hivemind's DHT."""
+    found: list[str] = []
+    for peer in run.peers.values():
+        if peer.carrier is not None:
+            found.extend(f"{a}/p2p/{peer.carrier.peer}" for a in peer.carrier.addresses[:2])
+        if len(found) >= 8:
+            break
+    return tuple(found[:8])
+
+
+def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: float) -> None:
+    """Grant a newcomer's own choice, or correct it: two newcomers may have chosen at once."""
+    rows = run.stage_rows()
+    if peer.stage is not None:
+        return
+    wanted = peer.wanted_stage
+    if wanted is not None:
+        if not 0 <= wanted < run.manifest.stage_count:
+            count = run.manifest.stage_count
+            refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {count - 1}")
+            return
+        assign(run, peer, wanted, "the volunteer chose this stage", now)
+        return
+    try:
+        stage = most_underserved_stage(rows, peer.memory_bytes)
+    except CapacityError as error:
+        refuse(run, peer, str(error))
+        return
+    if stage == proposal:
+        reason = "the most under-served stage that fits"
+    else:
+        reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
+    assign(run, peer, stage, reason, now)
+
+
+def refuse(run: RunState, peer: PeerState, reason: str) -> None:
+    run.send(peer.peer, Refused(code="capacity", reason=reason))
+    run.commands.append(CloseSession(peer.peer, reason))
+    run.note(f"{display(peer)} was refused: {reason}", peer.peer)
+    del run.peers[peer.peer]
+
+
+def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
+    """Give a stage to a peer; where its state comes from is settled by `find_sources`."""
+    peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
+    peer.source_asked, peer.holds = False, 0
+    _hold(run, peer, now)
+    run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
+    find_sources(run, now)
+
+
+def _hold(run: RunState, peer: PeerState, now: float) -> None:
+    """Let the close wait for this newcomer, a few times at most: it may never manage."""
+    peer.holds += 1
+    if peer.holds <= MAXIMUM_HOLDS:
+        peer.hold_until = now + run.manifest.limits.join_hold_seconds
+
+
+def find_sources(run: RunState, now: float) -> None:
+    """Tell every syncing peer where to get its stage from, as soon as that is known."""
+    for peer in list(run.peers.values()):
+        if peer.phase is not PeerPhase.SYNCING or peer.source_asked or peer.stage is None:
+            continue
+        if run.version == 0:
+            _assign_from(run, peer, "fresh", (), ("", 0, ""), now)
+        elif _from_checkpoint(run, peer, now):
+            continue
+        elif run.phase in JOINING_PHASES:
+            _from_replicas(run, peer, now)
+
+
+def _assign_from(
+    run: RunState,
+    peer: PeerState,
+    source: str,
+    holders: tuple[PeerRecord, ...],
+    item: tuple[str, int, str],
+    now: float,
+) -> None:
+    assert peer.stage is not None
+    peer.source_asked, peer.version = True, run.version
+    run.send(
+        peer.peer,
+        AssignStage(
+            stage=peer.stage,
+            version=run.version,
+            source="fresh" if source == "fresh" else "snapshot",
+            item=item[0],
+            bytes=item[1],
+            sha256=item[2],
+            holders=holders,
+        ),
+    )
+
+
+def _from_checkpoint(run: RunState, peer: PeerState, now: float) -> bool:
+    checkpoint = run.checkpoint
+    if checkpoint is None or checkpoint.version != run.version:
+        return False
+    stored = next((s for s in checkpoint.stages if s.stage == peer.stage), None)
+    if stored is None:
+        return False
+    item = (stored.item, stored.bytes, stored.sha256)
+    _assign_from(run, peer, "snapshot", (run.coordinator,), item, now)
+    return True
+
+
+def _from_replicas(run: RunState, peer: PeerState, now: float) -> None:
+    assert peer.stage is not None
+    holders = [p for p in run.ready_peers(peer.stage) if p is not peer]
+    if not holders:
+        return
+    snapshots = run.snapshots.get(peer.stage)
+    if (
+        snapshots is None
+        or snapshots.version != run.version
+        or not (snapshots.asked & {p.peer for p in holders})
+    ):
+        snapshots = run.snapshots[peer.stage] = Snapshots(run.version, now)
+        for holder in holders[:SNAPSHOT_HOLDERS]:
+            snapshots.asked.add(holder.peer)
+            run.send(holder.peer, SaveSnapshot(version=run.version, stage=peer.stage))
+        return
+    present = {h.peer: h for h in holders if h.peer in snapshots.ready}
+    outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
+    if not present or (outstanding and now - snapshots.asked_at < 2.0):
+        return
+    # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
+    item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
+    records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
+    _assign_from(run, peer, "snapshot", records, item, now)
+
+
+def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
+    snapshots = run.snapshots.get(message.stage)
+    if (
+        snapshots is not None
+        and snapshots.version == message.version == run.version
+        and peer.peer in snapshots.asked
+        and peer.stage == message.stage
+    ):
+        snapshots.ready[peer.peer] = (message.item, message.bytes, message.sha256)
+        find_sources(run, now)
+
+
+def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, now: float) -> None:
+    """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    if peer.stage != stage or peer.phase is not PeerPhase.SYNCING:
+        return
+    if version != run.version or run.phase not in JOINING_PHASES:
+        peer.source_asked = False
+        _hold(run, peer, now)
+        find_sources(run, now)
+        return
+    peer.phase, peer.version = PeerPhase.READY, version
+    run.roster_dirty = True
+    run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+
+
+def remove(
+    run: RunState, peer_id: PeerId, reason: str, now: float, *, announce: bool = True
+) -> None:
+    """A peer is gone: what it had accumulated died with it, its leases go to others."""
+    peer = run.peers.pop(peer_id, None)
+    if peer is None:
+        return
+    run.roster_dirty = True
+    if announce:
+        stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
+        run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer_id)
+    run.pending_masks = [m for m in run.pending_masks if m.peer != peer_id]
+    progress.forget_peer(run, peer_id, now)
+
+
+def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
+    """A replica that differs is replaced from the others, never silently kept."""
+    assert peer.stage is not None
+    stage = peer.stage
+    progress.forget_peer(run, peer.peer, now)
+    run.roster_dirty = True
+    assign(run, peer, stage, reason, now)
+
+
+def recover_lost_stages(run: RunState, now: float) -> None:
+    """Fall back to the last checkpoint when a stage's newer state is gone for good.
+
+    Only when every stage has somebody to hold it, and after a grace in which peers that only
+    lost the coordinator come back with newer state.
+    """
+    if run.version == 0 or run.phase not in (RunPhase.WAITING, RunPhase.COLLECT):
+        return
+    for stage in run.stage_indices:
+        if run.ready_peers(stage):
+            run.lost_since.pop(StageIndex(stage), None)
+        else:
+            run.lost_since.setdefault(StageIndex(stage), now)
+    if run.checkpoint is not None and run.checkpoint.version == run.version:
+        return  # newcomers get the stage from the checkpoint, nothing is lost
+    overdue = [s for s, since in run.lost_since.items() if now - since >= REATTACH_GRACE_SECONDS]
+    candidates = {p.stage for p in run.peers.values() if p.stage is not None}
+    if overdue and all(stage in candidates for stage in run.stage_indices):
+        _roll_back(run, overdue, now)
+
+
+def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
+    version = run.checkpoint.version if run.checkpoint is not None else Version(0)
+    names = ", ".join(str(stage) for stage in sorted(lost))
+    reason = f"every peer of stage {names} is gone"
+    run.note(f"{reason}: the run goes back from step {run.version} to its checkpoint at {version}")
+    run.commands.append(Persist(RolledBack(version, reason)))
+    run.version = version
+    run.last_applied = None
+    run.step = None
+    run.snapshots.clear()
+    run.pending_checkpoint = None
+    run.pending_masks.clear()
+    run.lost_since.clear()
+    run.phase = RunPhase.WAITING
+    run.roster_dirty = True
+    for peer in list(run.peers.values()):
+        if peer.stage is not None:
+            assign(run, peer, peer.stage, "back to the checkpoint", now)
+
+
+def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:
+    run.send(peer.peer, Goodbye(reason=reason))
+    run.commands.append(CloseSession(peer.peer, reason))
+    remove(run, peer.peer, reason, now)
+
+
+def publish_roster(run: RunState) -> None:
+    """Send the roster to everybody when it has changed, before any work that relies on it."""
+    if not run.roster_dirty or run.phase is RunPhase.APPLYING:
+        return  # while a step is applied, versions differ; the roster follows at its end
+    run.roster_dirty = False
+    run.roster_serial += 1
+    members = [
+        p
+        for p in run.peers.values()
+        if p.stage is not None and p.phase is PeerPhase.READY and p.version == run.version
+    ]
+    roster = Roster(
+        serial=run.roster_serial, peers=tuple(run.record_of(member) for member in members)
+    )
+    for peer in run.peers.values():
+        run.send(peer.peer, roster)

@@ -1,0 +1,124 @@
+"""The same run in one plain torch process: what the swarm's losses are compared with.
+
+Owns the single-process training loop and the evaluation. Imports only the model and its
+schedule: no networking, no state machine, so that agreement with the swarm means something.
+
+Shape suffixes: B sequences, T positions.
+"""
+
+# ruff: noqa: N806 (shape suffixes on tensors)
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm_shared.clock import Clock, monotonic
+from swarm_shared.errors import DataError
+from swarm_shared.manifest import Manifest
+from swarm_shared.model.gradients import FlatLayout, bind_gradients, global_norm, squared_norm
+from swarm_shared.model.initialise import build_whole
+from swarm_shared.model.llama import Stage
+from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.schedule import clip_factor, learning_rate
+
+Tokens = npt.NDArray[np.integer[Any]]
+Microbatch = tuple[Tokens, Tokens]
+"""(inputs_BT, targets_BT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int
+    loss: float
+    """Mean over the step's tokens of the cross entropy in nats, before the update."""
+    tokens: int
+    seconds: float
+
+
+def train_reference(
+    manifest: Manifest,
+    samples: Callable[[int], Sequence[Microbatch]],
+    steps: int,
+    on_step: Callable[[StepRecord], None],
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    clock: Clock = monotonic,
+) -> Stage:
+    """Train the whole model from version 0 for `steps` steps; the trained model.
+
+    `samples(step)` gives the microbatches of a step. The learning rate follows the manifest's
+    number of steps, so that fewer `steps` are a prefix of the run.
+    """
+    with _compute_threads(threads):
+        stage = build_whole(manifest, device)
+        optimizer = make_optimizer(stage, manifest.optimizer)
+        layout = FlatLayout.of(stage)
+        gradient = layout.new_flat(stage.device)
+        bind_gradients(stage, layout, gradient)
+        for step in range(1, steps + 1):
+            started = clock()
+            loss_sum, tokens = _accumulate(stage, samples(step))
+            gradient.div_(tokens)
+            norm = global_norm([squared_norm(gradient, layout, count_tied=True)])
+            apply_step(
+                stage,
+                optimizer,
+                layout,
+                gradient,
+                learning_rate(manifest.optimizer, manifest.training.steps, step),
+                clip_factor(norm, manifest.optimizer.clip_norm),
+            )
+            gradient.zero_()
+            on_step(StepRecord(step, loss_sum / tokens, tokens, clock() - started))
+        return stage
+
+
+def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
+    """Mean cross entropy per token in nats, without training."""
+    loss_sum, tokens = 0.0, 0
+    with torch.no_grad():
+        for microbatch in microbatches:
+            inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+            loss_sum += float(stage(inputs_BT, targets_BT))
+            tokens += targets_BT.numel()
+    if tokens == 0:
+        raise DataError("there is nothing to evaluate: at least one microbatch is needed")
+    return loss_sum / tokens
+
+
+def _accumulate(stage: Stage, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+    """Add the gradients of all microbatches; the sum of losses and the number of tokens."""
+    loss_sum, tokens = 0.0, 0
+    for microbatch in microbatches:
+        inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+        loss = stage(inputs_BT, targets_BT)
+        loss.backward()
+        loss_sum += float(loss.detach())
+        tokens += targets_BT.numel()
+    if tokens == 0:
+        raise DataError("a step without microbatches: at least one is needed")
+    return loss_sum, tokens
+
+
+def _to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs_BT, targets_BT = (
+        torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in microbatch
+    )
+    return inputs_BT.to(device), targets_BT.to(device)
+
+
+@contextlib.contextmanager
+def _compute_threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,152 @@
+"""Attachments of clients: one outbox each, one writer, and the order that the core relies on.
+
+Owns the table of sessions and what happens to a client that does not read. What clients say is
+turned into events by `control`; what they are told is the pure core's decision.
+
+A new attachment becomes the target of `send` only when the core has been told of it, so that no
+word meant for the older attachment reaches the newer one before its Welcome.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+import trio
+
+from swarm_coordinator.events import Session as SessionNumber
+from swarm_shared.errors import LinkClosed, NetworkError
+from swarm_shared.messages import CoordinatorMessage, encode
+from swarm_shared.network import FramedStream
+from swarm_shared.types import PeerId
+
+log = logging.getLogger(__name__)
+
+MAX_OUTBOX_MESSAGES = 4096
+MAX_OUTBOX_BYTES = 64 * 2**20
+"""A roster of ten thousand peers has about ten megabytes; a reader that is six behind is none."""
+
+SEND_SECONDS = 30.0
+"""A client that takes nothing for so long is cut off; it says Hello again when it can."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One attachment of one client."""
+
+    number: SessionNumber
+    peer: PeerId
+    stream: FramedStream
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    cut_reason: str | None = None
+    written: trio.Event = field(default_factory=trio.Event)
+    """The writer has ended: everything was sent, or the session is lost."""
+    _outbox: deque[bytes] = field(default_factory=deque)
+    _outbox_bytes: int = 0
+    _finishing: bool = False
+    _wake: trio.Event = field(default_factory=trio.Event)
+
+    def send(self, message: bytes) -> None:
+        """Queue a message; never blocks. Too many waiting end the session."""
+        if self._finishing or self.cut_reason is not None:
+            return
+        full = len(self._outbox) >= MAX_OUTBOX_MESSAGES
+        if full or (self._outbox and self._outbox_bytes + len(message) > MAX_OUTBOX_BYTES):
+            self.cut("it does not read what it is sent")
+            return
+        self._outbox.append(message)
+        self._outbox_bytes += len(message)
+        self._wake.set()
+
+    def finish(self) -> None:
+        """End the session after what is in the outbox has been sent."""
+        self._finishing = True
+        self._wake.set()
+
+    def cut(self, reason: str) -> None:
+        """End the session now."""
+        if self.cut_reason is None:
+            self.cut_reason = reason
+            log.info("session %d with %s is cut off: %s", self.number, self.peer, reason)
+        self.scope.cancel()
+
+    async def write_all(self) -> None:
+        """Carry the outbox to the client until the session ends. Raises nothing of its own."""
+        try:
+            while self._outbox or not self._finishing:
+                if not self._outbox:
+                    self._wake = trio.Event()
+                    await self._wake.wait()
+                    continue
+                message = self._outbox.popleft()
+                self._outbox_bytes -= len(message)
+                await self.stream.send(message, timeout_seconds=SEND_SECONDS)
+            await self.stream.close()
+        except LinkClosed as error:
+            log.debug("session %d with %s: %s", self.number, self.peer, error)
+        except NetworkError as error:
+            self.cut(str(error))
+        finally:
+            self.written.set()
+        self.scope.cancel()
+
+
+class Sessions:
+    """All attachments, and which one speaks for its peer."""
+
+    def __init__(self) -> None:
+        self._current: dict[PeerId, Session] = {}
+        self._open: dict[SessionNumber, Session] = {}
+        self._counter = 0
+        self._last: tuple[CoordinatorMessage, bytes] | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, peer: PeerId, stream: FramedStream) -> Session:
+        """A new attachment; nobody's target yet."""
+        self._counter += 1
+        session = Session(SessionNumber(self._counter), peer, stream)
+        self._open[session.number] = session
+        return session
+
+    def make_current(self, number: SessionNumber, peer: PeerId) -> None:
+        """From now on this attachment speaks for its peer; an older one is closed."""
+        older = self._current.pop(peer, None)
+        if older is not None:
+            older.cut("the client attached anew")
+        session = self._open.get(number)
+        if session is not None:
+            self._current[peer] = session
+
+    def ended(self, session: Session) -> None:
+        self._open.pop(session.number, None)
+        if self._current.get(session.peer) is session:
+            del self._current[session.peer]
+
+    def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
+        """Into the outbox of the peer's attachment; dropped when it has none."""
+        session = self._current.get(peer)
+        if session is not None:
+            session.send(self._encoded(message))
+
+    def finish(self, peer: PeerId) -> None:
+        session = self._current.pop(peer, None)
+        if session is not None:
+            session.finish()
+
+    async def finish_all(self, timeout_seconds: float) -> None:
+        """End every session after what is in its outbox, within the time given."""
+        waiting = list(self._open.values())
+        for session in waiting:
+            session.finish()
+        with trio.move_on_after(timeout_seconds):
+            for session in waiting:
+                await session.written.wait()
+
+    def _encoded(self, message: CoordinatorMessage) -> bytes:
+        # The same roster goes to everybody, one peer after the other: encode it once.
+        if self._last is None or self._last[0] is not message:
+            self._last = (message, encode(message))
+        return self._last[1]

@@ -1,0 +1,338 @@
+"""`run.toml`: what the organiser edits.
+
+Owns the sections and their defaults, reading them with one clear sentence for every mistake,
+writing a commented file, and naming what a changed file would change in a run whose manifest is
+already signed. Does not touch the disk, and does not decide stage boundaries or make data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from swarm_coordinator.corpus import PYTHON_STDLIB
+from swarm_shared.errors import ConfigurationError
+from swarm_shared.manifest import LimitsConfig, Manifest, OptimizerConfig, TrainingConfig
+from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Preset, preset
+
+FILE_NAME = "run.toml"
+DEFAULT_PRESET = "tiny"
+DEFAULT_SEED = 1
+
+
+class RunSection(FrozenModel):
+    name: str = Field(min_length=1, max_length=100)
+    seed: int = Field(ge=0, lt=2**63)
+
+
+class ModelSection(FrozenModel):
+    """A preset, and what is different from it; the sizes are checked as one ModelConfig."""
+
+    preset: str
+    vocabulary_size: int | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    layers: int | None = None
+    heads: int | None = None
+    key_value_heads: int | None = None
+    sequence_length: int | None = None
+    rope_theta: float | None = None
+    norm_epsilon: float | None = None
+    tie_embeddings: bool | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        return ModelConfig.model_validate(
+            preset(self.preset).model.model_dump()
+            | self.model_dump(exclude={"preset"}, exclude_none=True)
+        )
+
+
+class StagesSection(FrozenModel):
+    count: int = Field(ge=1, le=512)
+
+
+class DataSection(FrozenModel):
+    source: str = Field(min_length=1)
+    tokenizer: Literal["bytes", "bpe"]
+    heldout_share: float = Field(default=0.05, gt=0, le=0.5)
+    shards_url: str = Field(default="", pattern=r"^(https?://\S+)?$")
+
+
+class TrainingSection(FrozenModel):
+    steps: int = Field(ge=1)
+    microbatches_per_step: int = Field(ge=1, le=65_536)
+    sequences_per_microbatch: int = Field(ge=1, le=65_536)
+    dtype: ComputeDtype = "float32"
+    evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
+
+
+class NetworkSection(FrozenModel):
+    listen_host: str = Field(default="0.0.0.0", min_length=1)
+    listen_port: int = Field(default=0, ge=0, le=65_535)
+    announce: tuple[str, ...] = ()
+
+
+class CheckpointSection(FrozenModel):
+    every_steps: int = Field(default=50, ge=1)
+    keep: int = Field(default=3, ge=1)
+
+
+class AdmissionSection(FrozenModel):
+    mode: Literal["open", "token"] = "open"
+
+
+class RunSettings(FrozenModel):
+    """All of run.toml, with every default filled in."""
+
+    run: RunSection
+    model: ModelSection
+    stages: StagesSection
+    data: DataSection
+    training: TrainingSection
+    optimizer: OptimizerConfig
+    network: NetworkSection = NetworkSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    limits: LimitsConfig = LimitsConfig()
+    admission: AdmissionSection = AdmissionSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.limits.dead_after_seconds <= self.limits.heartbeat_seconds:
+            raise ValueError(
+                "[limits] dead_after_seconds must be longer than heartbeat_seconds, "
+                "or every peer counts as dead between two heartbeats"
+            )
+        return self
+
+    @property
+    def training_config(self) -> TrainingConfig:
+        return TrainingConfig(seed=self.run.seed, **self.training.model_dump())
+
+
+_SECTIONS: dict[str, type[FrozenModel]] = {
+    "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
+    "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
+    "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
+}  # fmt: skip
+
+
+def parse_run_toml(text: str, where: str = FILE_NAME) -> RunSettings:
+    """The settings in a file's text; ConfigurationError names what is wrong in `where`."""
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(
+            f"{where} is not TOML: {error}; correct it there: text needs quotes, and every "
+            "setting a line `name = value`"
+        ) from error
+    return settings_from(values, where)
+
+
+def default_settings(
+    preset_name: str,
+    *,
+    name: str = "my-run",
+    source: str = PYTHON_STDLIB,
+    stages: int | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> RunSettings:
+    """A preset's settings; `overrides` maps dotted names (`training.steps`) to values."""
+    values: dict[str, dict[str, object]] = {
+        "run": {"name": name}, "model": {"preset": preset_name}, "data": {"source": source},
+    }  # fmt: skip
+    if stages is not None:
+        values["stages"] = {"count": stages}
+    for dotted, value in (overrides or {}).items():
+        section, dot, key = dotted.partition(".")
+        if not dot:
+            raise ConfigurationError(
+                f"{dotted!r} names no setting; write SECTION.NAME, for example training.steps"
+            )
+        values.setdefault(section, {})[key] = value
+    return settings_from(values, "the settings given")
+
+
+def settings_from(values: Mapping[str, object], where: str) -> RunSettings:
+    """Checks names, fills defaults from the preset, checks values."""
+    sections = _checked_names(values, where)
+    chosen = preset(_preset_name(sections, where))
+    filled = _with_defaults(sections, chosen)
+    try:
+        settings = RunSettings.model_validate(filled, strict=True)
+    except ValidationError as error:
+        raise ConfigurationError(_sentences(error, where)) from error
+    try:
+        _ = settings.model.config
+    except ValidationError as error:
+        raise ConfigurationError(_sentences(error, where, section="model")) from error
+    return settings
+
+
+def _checked_names(values: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
+    sections: dict[str, dict[str, object]] = {}
+    for section, content in values.items():
+        if section not in _SECTIONS:
+            shape = "section" if isinstance(content, Mapping) else "setting outside a section"
+            raise ConfigurationError(
+                f"{where}: there is no {shape} {section!r}{_nearest(section, _SECTIONS, '[{}]')}"
+            )
+        if not isinstance(content, Mapping):
+            raise ConfigurationError(
+                f"{where}: {section} must be a section; write [{section}] on a line of its own"
+            )
+        known = _SECTIONS[section].model_fields
+        for key, value in content.items():
+            if key not in known:
+                raise ConfigurationError(
+                    f"{where}: [{section}] has no setting {key!r}{_nearest(key, known)}"
+                )
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ConfigurationError(
+                    f"{where}: [{section}] {key} must be a finite number, not {value}"
+                )
+        # TOML knows lists only, strict checking wants the tuple that it is.
+        sections[section] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in content.items()
+        }
+    return sections
+
+
+def _nearest(name: str, known: Mapping[str, object], form: str = "'{}'") -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"; did you mean {form.format(near[0])}?"
+    return f"; it may have {', '.join(known)}"
+
+
+def _preset_name(sections: Mapping[str, Mapping[str, object]], where: str) -> str:
+    name = sections.get("model", {}).get("preset", DEFAULT_PRESET)
+    if not isinstance(name, str):
+        raise ConfigurationError(f"{where}: [model] preset must be text in quotes, not {name!r}")
+    return name
+
+
+def _with_defaults(
+    sections: Mapping[str, Mapping[str, object]], chosen: Preset
+) -> dict[str, dict[str, object]]:
+    """What the file says, over the defaults that depend on the preset or on another setting."""
+    defaults: dict[str, dict[str, object]] = {
+        "run": {"name": "my-run", "seed": DEFAULT_SEED},
+        "model": {"preset": DEFAULT_PRESET},
+        "stages": {"count": chosen.stages},
+        "data": {"source": PYTHON_STDLIB, "tokenizer": chosen.tokenizer},
+        "training": {
+            "steps": chosen.steps,
+            "microbatches_per_step": chosen.microbatches_per_step,
+            "sequences_per_microbatch": chosen.sequences_per_microbatch,
+        },
+        "optimizer": {"learning_rate": chosen.learning_rate},
+    }
+    filled = {name: defaults.get(name, {}) | dict(sections.get(name, {})) for name in _SECTIONS}
+    steps = filled["training"]["steps"]
+    if isinstance(steps, int):
+        filled["optimizer"].setdefault("warmup_steps", default_warmup_steps(steps))
+    return filled
+
+
+def default_warmup_steps(steps: int) -> int:
+    return max(2, steps // 20)
+
+
+def _sentences(error: ValidationError, where: str, section: str | None = None) -> str:
+    """Every complaint as a sentence, in the words of run.toml and not of the checking library."""
+    return "; ".join(
+        _sentence(detail, where, section)
+        for detail in error.errors(include_url=False)
+        # What depends on a section that is wrong itself.
+        if detail["type"] != "missing"
+    )
+
+
+def _plain(bound: float) -> str:
+    return str(int(bound)) if bound == int(bound) else str(bound)
+
+
+_WHOLE = "must be a whole number"
+_RULES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "int_type": lambda _: _WHOLE,
+    "int_from_float": lambda _: _WHOLE,
+    "int_parsing_size": lambda _: "must be a smaller number",
+    "float_type": lambda _: "must be a number",
+    "bool_type": lambda _: "must be true or false",
+    "string_type": lambda _: "must be text in quotes",
+    "tuple_type": lambda _: "must be a list, like []",
+    "literal_error": lambda context: f"must be {context['expected']}",
+    "greater_than_equal": lambda context: f"must be at least {_plain(context['ge'])}",
+    "greater_than": lambda context: f"must be more than {_plain(context['gt'])}",
+    "less_than_equal": lambda context: f"must be at most {_plain(context['le'])}",
+    "less_than": lambda context: f"must be less than {_plain(context['lt'])}",
+    "string_unicode": lambda _: "must be text in UTF-8",
+    "string_too_short": lambda context: f"must have at least {context['min_length']} character",
+    "string_too_long": lambda context: f"must have at most {context['max_length']} characters",
+    "string_pattern_mismatch": lambda _: "must be an address that begins with http:// or https://",
+}
+
+
+def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
+    path = ([section] if section else []) + [str(part) for part in detail["loc"]]
+    context = dict(detail.get("ctx") or {})
+    if detail["type"] == "value_error":
+        place = f"[{path[0]}] " if path else ""
+        return f"{where}: {place}{context['error']}"
+    name = f"[{path[0]}] {path[1]}" if len(path) > 1 else path[0]
+    if len(path) > 2:
+        name = f"each part of {name}"
+    rule = _RULES.get(detail["type"])
+    wanted = rule(context) if rule else f"is not accepted ({detail['msg']}); it is"
+    shown = repr(detail["input"])
+    return f"{where}: {name} {wanted}, not {shown if len(shown) < 60 else shown[:57] + '...'}"
+
+
+def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]:
+    """Settings that the signed manifest fixes and that run.toml now says otherwise.
+
+    `[data] source` and `heldout_share` are not in the manifest; `stored_run` compares them with
+    what the run folder's data was made from.
+    """
+    pairs: list[tuple[str, object, object]] = [
+        ("[run] name", settings.run.name, manifest.name),
+        ("[stages] count", settings.stages.count, manifest.stage_count),
+        ("[data] tokenizer", settings.data.tokenizer, manifest.data.tokenizer),
+        ("[checkpoint] every_steps", settings.checkpoint.every_steps, manifest.checkpoint_steps),
+    ]
+    for section, now, fixed in (
+        ("model", settings.model.config, manifest.model),
+        ("training", settings.training_config, manifest.training),
+        ("optimizer", settings.optimizer, manifest.optimizer),
+        ("limits", settings.limits, manifest.limits),
+    ):
+        for field in type(now).model_fields:
+            home = "run" if field == "seed" else section
+            pairs.append((f"[{home}] {field}", getattr(now, field), getattr(fixed, field)))
+    return [
+        f"{name} is {now!r} in {FILE_NAME} but {fixed!r} in the run's manifest"
+        for name, now, fixed in pairs
+        if now != fixed
+    ]
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """`training.steps=20` of a command line as ("training.steps", 20); a bare word is text."""
+    name, equals, spelt = text.partition("=")
+    if not equals or "." not in name:
+        raise ConfigurationError(
+            f"{text!r} is not a setting; write SECTION.NAME=VALUE, for example training.steps=20"
+        )
+    try:
+        parsed = tomllib.loads(f"value = {spelt.strip()}")
+    except tomllib.TOMLDecodeError:
+        return name.strip(), spelt.strip()
+    return name.strip(), parsed["value"]

@@ -1,0 +1,130 @@
+"""Writes a run.toml that explains itself.
+
+Owns the comments of the file and TOML's spelling of values. Every setting is there, so that a
+person needs no manual; sizes of the model that follow from the preset are shown as comments.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+from swarm_coordinator.settings import RunSettings
+from swarm_shared.model_config import PRESETS, FrozenModel, preset
+
+_HEAD = f"""\
+# A run of swarmtrain, as its organiser describes it.
+#
+# The manifest that volunteers receive was made from this file and signed by
+# `swarm-coordinator init`. What is marked (fixed) is part of it: changed later, it needs
+# the manifest to be made anew, and `swarm-coordinator start` says so. The rest is read at
+# every start.
+#
+# Presets: {", ".join(PRESETS)}.
+"""
+
+_SECTIONS: dict[str, str] = {
+    "run": "Who the run is.",
+    "model": "The model: a preset, and what you want different. (fixed)",
+    "stages": "Into how many parts the model is cut; each volunteer holds one. (fixed)",
+    "data": "Training text. (fixed)",
+    "training": "How long, and how much at a time. (fixed)",
+    "optimizer": "AdamW with linear warm-up, cosine decay and global-norm clipping. (fixed)",
+    "network": "Where volunteers reach the coordinator.",
+    "checkpoint": "Saved states, from which a run continues after everything is gone.",
+    "limits": "Bounds that every peer keeps to, so that nobody decides over its memory. (fixed)",
+    "admission": "Who may join.",
+}
+
+_SETTINGS: dict[str, str] = {
+    "run.name": "Shown to volunteers. (fixed)",
+    "run.seed": "Decides the initial parameters and the order of the data. (fixed)",
+    "model.preset": "",
+    "model.vocabulary_size": "Token ids; a bpe tokenizer is trained to this size.",
+    "model.hidden_size": "Width of the model, a multiple of 2 * heads.",
+    "model.intermediate_size": "Width of the feed-forward layers.",
+    "model.layers": "",
+    "model.heads": "Attention heads.",
+    "model.key_value_heads": "Heads that keys and values have; a divisor of heads.",
+    "model.sequence_length": "Tokens the model sees at once.",
+    "model.rope_theta": "Base of the rotary positions.",
+    "model.norm_epsilon": "",
+    "model.tie_embeddings": "Whether input embedding and output head share their weights.",
+    "stages.count": "Stages without a layer are possible at the ends only.",
+    "data.source": 'Path of a text file, a folder of text files, a .jsonl with a field "text", '
+    'a folder of ready shards, or "python-stdlib".',
+    "data.tokenizer": '"bytes", or "bpe": byte pairs learned from the training text.',
+    "data.heldout_share": "Part of the text that is kept aside to measure progress on.",
+    "data.shards_url": "Web folder that also has the files of data/, so that volunteers need not "
+    'get them from the coordinator; "" for none.',
+    "training.steps": "Optimizer steps of the whole run.",
+    "training.microbatches_per_step": "Averaged into one step; the unit of work volunteers share.",
+    "training.sequences_per_microbatch": "",
+    "training.dtype": '"float32", or "bfloat16" for computing in half the memory.',
+    "training.evaluation_microbatches": "Held-out microbatches measured after the last step.",
+    "optimizer.learning_rate": "At its highest, after the warm-up.",
+    "optimizer.minimum_learning_rate_ratio": "The last step's rate over the highest.",
+    "optimizer.warmup_steps": "Steps over which the rate rises from zero.",
+    "optimizer.beta1": "",
+    "optimizer.beta2": "",
+    "optimizer.epsilon": "",
+    "optimizer.weight_decay": "On matrices only.",
+    "optimizer.clip_norm": "Bound on the gradient norm of the whole model.",
+    "network.listen_host": 'Address to listen at; "0.0.0.0" is every IPv4 one.',
+    "network.listen_port": "0 picks a free port at the first start and keeps it.",
+    "network.announce": "More addresses under which volunteers reach you, for example "
+    '["/dns4/train.example.org/tcp/4711"] behind a router.',
+    "checkpoint.every_steps": "(fixed)",
+    "checkpoint.keep": "Older checkpoints than so many are deleted.",
+    "limits.heartbeat_seconds": "How often a peer says that it lives.",
+    "limits.dead_after_seconds": "Silence after which a peer counts as dead.",
+    "limits.receipt_interval_seconds": "How long finished work may wait to be reported.",
+    "limits.edge_credits": "Microbatches one sender may have outstanding at one receiver.",
+    "limits.stage_queue": "Microbatches one peer holds at once, over all senders.",
+    "limits.join_hold_seconds": "How long a step waits for a newcomer that is downloading.",
+    "limits.round_stall_seconds": "An all-reduce without progress for so long has failed.",
+    "limits.lease_seconds": "Time a trainer has for a microbatch.",
+    "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
+    "admission.mode": '"open": whoever has the invite. "token": the invite carries a secret.',
+}
+
+
+def render_run_toml(settings: RunSettings) -> str:
+    """The text of a run.toml that says exactly `settings`."""
+    lines = [_HEAD]
+    for section, about in _SECTIONS.items():
+        content: FrozenModel = getattr(settings, section)
+        lines += [_comment(about), f"[{section}]"]
+        for field in type(content).model_fields:
+            lines += _setting(settings, section, field, getattr(content, field))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _setting(settings: RunSettings, section: str, field: str, value: object) -> list[str]:
+    about = _SETTINGS.get(f"{section}.{field}", "")
+    lines = [_comment(about)] if about else []
+    if value is None:
+        # Only a size of the model can be unset: it follows from the preset.
+        value = getattr(preset(settings.model.preset).model, field)
+        return [*lines, f"# {field} = {toml_value(value)}"]
+    return [*lines, f"{field} = {toml_value(value)}"]
+
+
+def _comment(text: str) -> str:
+    return textwrap.fill(text, 88, initial_indent="# ", subsequent_indent="# ")
+
+
+def toml_value(value: object) -> str:
+    """TOML's spelling of a value of run.toml."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, str):
+        # A JSON string is a TOML basic string, but for DEL, which TOML wants escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    assert isinstance(value, tuple), f"no TOML for {value!r}"
+    return "[" + ", ".join(toml_value(item) for item in value) + "]"

@@ -1,0 +1,140 @@
+"""status.json: what the coordinator says about itself, whole at any moment, once a second.
+
+Owns the file's form and the words of `swarm-coordinator status`. Reading it needs no running
+coordinator; whether one is running is told by the run folder's lock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+
+from swarm_coordinator.state import RunState
+from swarm_coordinator.transition import status_of
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.clock import Clock
+from swarm_shared.errors import StorageError
+from swarm_shared.messages import LinkBytes
+from swarm_shared.types import PeerId
+
+STATUS_FORMAT = 1
+MAX_LINKS = 500
+"""The largest ones; all of them are in the database."""
+
+
+class StatusFile:
+    """Writes the file; a failure is reported once and never ends the run."""
+
+    def __init__(
+        self, path: Path, state: RunState, addresses: tuple[str, ...], wall_clock: Clock
+    ) -> None:
+        self._path = path
+        self._state = state
+        self._addresses = addresses
+        self._wall_clock = wall_clock
+        self.failures = 0
+
+    async def write(
+        self,
+        now: float,
+        links: Mapping[PeerId, tuple[LinkBytes, ...]],
+        ended: Mapping[str, int],
+        sessions: int = 0,
+        *,
+        running: bool = True,
+    ) -> None:
+        document = {
+            "format": STATUS_FORMAT,
+            "running": running,
+            "pid": os.getpid(),
+            "time": self._wall_clock(),
+            "addresses": self._addresses,
+            **status_of(self._state, now),
+            "sessions": sessions,
+            "sessions_ended": dict(ended),
+            "links": link_table(links),
+        }
+        content = json.dumps(finite(document), indent=1).encode()
+        try:
+            await anyio.to_thread.run_sync(partial(write_atomically, self._path, content))
+        except StorageError:
+            # A full disk must not stop a run that can still train; the file just gets old.
+            self.failures += 1
+
+
+def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, Any]]:
+    rows = [
+        {"reporter": reporter, **link.model_dump()}
+        for reporter, reported in links.items()
+        for link in reported
+    ]
+    rows.sort(key=lambda row: row["sent"] + row["received"], reverse=True)
+    return rows[:MAX_LINKS]
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null instead."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """The last status written; None when the run has never been started."""
+    try:
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{path} cannot be read ({error}); delete it, it is made anew"
+        ) from error
+    if not isinstance(document, dict):
+        raise StorageError(f"{path} holds something else than a status; delete it")
+    return document
+
+
+def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list[str]:
+    """The status for a person."""
+    age_seconds = max(0.0, now - float(document["time"]))
+    state = "running" if running else f"not running (last seen {_duration(age_seconds)} ago)"
+    lines = [f"{document['run']}: {state}, {document['phase']}"]
+    if running and document.get("waiting_for"):
+        lines.append(f"  waiting for: {document['waiting_for']}")
+    loss = document.get("loss")
+    step = f"  step {document['version']} of {document['steps']} applied"
+    lines.append(step + (f", loss {loss:.4f}" if loss is not None else ""))
+    if running and document.get("tokens_per_second"):
+        lines.append(f"  {document['tokens_per_second']:,.0f} tokens/s in the last step")
+    if document.get("heldout_loss") is not None:
+        lines.append(f"  held-out loss {document['heldout_loss']:.4f}")
+    checkpoint = document.get("checkpoint_version")
+    lines.append(f"  checkpoint: {'none yet' if checkpoint is None else f'step {checkpoint}'}")
+    if running:
+        for row in document.get("stages", []):
+            lines.append(f"  stage {row['stage']}: {row['peers']} peer(s)")
+        for peer in document.get("peers", []):
+            name = peer.get("name") or f"…{peer['peer'][-8:]}"
+            stage = "no stage" if peer["stage"] is None else f"stage {peer['stage']}"
+            lines.append(
+                f"    {name}: {stage}, {peer['phase']}, "
+                f"{peer['microbatches_per_second']:.2f} microbatches/s, {peer['device']}"
+            )
+    return lines
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -1,0 +1,218 @@
+"""What the coordinator must never forget: its interface, and SQLite behind it.
+
+Owns the writer thread, durability and what a restart begins from. The schema is in `database`,
+reading for people in `history`.
+
+One thread owns the only writing connection, and with it every write and every WAL checkpoint:
+SQLite libraries before 3.51.3 can lose a WAL when several connections write and checkpoint; the
+run folder's lock keeps a second coordinator away. Records that wait together are committed
+together (group commit); a `write` returns when its commit is on the disk (`synchronous=FULL`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import trio
+
+from swarm_coordinator.database import open_for_writing, translate
+from swarm_coordinator.events import CheckpointRecord, Restored
+from swarm_coordinator.records import Record, insert, read_checkpoints, read_restored
+from swarm_shared.clock import Clock, wall
+from swarm_shared.errors import StorageError, SwarmError
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_GROUP_RECORDS = 256
+"""Records in one commit at most: a commit of so many still takes about a millisecond."""
+
+
+class Store(Protocol):
+    """Where a run's durable records go. `write` is for decisions, `post` for everything else."""
+
+    def next_generation(self) -> int:
+        """A number that no earlier start of this run had; durable when it is returned."""
+
+    def restore(self) -> Restored:
+        """What the run knows: the pure core begins from it."""
+
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """All that belong to the run's history, the newest first."""
+
+    async def write(self, record: Record) -> None:
+        """Returns when the record is durable; StorageError when it cannot be made so."""
+
+    def post(self, record: Record) -> None:
+        """Write soon. Lost when the process dies first; a failure is logged, never raised."""
+
+    def close(self) -> None:
+        """Write what was posted and let go of the files."""
+
+
+@dataclass(slots=True)
+class _Job:
+    """Work for the writer thread; `done` is called there, exactly once."""
+
+    work: Callable[[sqlite3.Connection], Any]
+    done: Callable[[Any, SwarmError | None], None]
+
+
+class SqliteStore:
+    """The `Store` of a run folder. `open` it before the event loop or inside it."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._generation = 0
+        self._closed = False
+        self._failures = 0
+        self._opened: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
+
+    @classmethod
+    def open(cls, path: Path, clock: Clock = wall) -> SqliteStore:
+        """The store at `path`, made when it is not there. StorageError when it cannot be had."""
+        store = cls(path, clock)
+        store._thread.start()
+        store._opened.result()
+        return store
+
+    @property
+    def failures(self) -> int:
+        """Posted records that could not be written."""
+        return self._failures
+
+    def next_generation(self) -> int:
+        now = self._clock()
+
+        def begin(connection: sqlite3.Connection) -> int:
+            row = connection.execute(
+                "INSERT INTO generations SELECT coalesce(max(generation), 0) + 1, ? "
+                "FROM generations RETURNING generation",
+                (now,),
+            ).fetchone()
+            return int(row[0])
+
+        self._generation = self._ask(begin)
+        return self._generation
+
+    def restore(self) -> Restored:
+        return self._ask(read_restored)
+
+    def checkpoints(self) -> list[CheckpointRecord]:
+        return self._ask(read_checkpoints)
+
+    async def write(self, record: Record) -> None:
+        token = trio.lowlevel.current_trio_token()
+        finished = trio.Event()
+        failure: list[SwarmError] = []
+
+        def done(_: Any, error: SwarmError | None) -> None:
+            if error is not None:
+                failure.append(error)
+            # The loop may have ended while the thread was writing: nobody waits any more.
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(finished.set)
+
+        self._submit(_Job(self._insertion(record), done))
+        await finished.wait()
+        if failure:
+            raise failure[0]
+
+    def post(self, record: Record) -> None:
+        if self._closed:
+            return
+
+        def done(_: Any, error: SwarmError | None) -> None:
+            if error is not None:
+                self._failures += 1
+                log.error("a %s could not be stored: %s", type(record).__name__, error)
+
+        self._submit(_Job(self._insertion(record), done))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _insertion(self, record: Record) -> Callable[[sqlite3.Connection], None]:
+        generation, now = self._generation, self._clock()
+        return lambda connection: insert(connection, record, generation, now)
+
+    def _submit(self, job: _Job) -> None:
+        if self._closed:
+            raise StorageError(f"{self._path} is closed already")
+        self._jobs.put(job)
+
+    def _ask(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
+        answer: Future[_T] = Future()
+
+        def done(result: Any, error: SwarmError | None) -> None:
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)
+
+        self._submit(_Job(work, done))
+        return answer.result()
+
+    # ------------------------------------------------------------ the writer thread
+
+    def _run(self) -> None:
+        try:
+            connection = open_for_writing(self._path)
+        except SwarmError as error:
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(None)
+        with contextlib.closing(connection):
+            while self._serve(connection):
+                pass
+
+    def _serve(self, connection: sqlite3.Connection) -> bool:
+        """Commit what waits, together. False when the store is to be closed."""
+        jobs: list[_Job] = []
+        job = self._jobs.get()
+        while job is not None:
+            jobs.append(job)
+            if len(jobs) == _GROUP_RECORDS or self._jobs.empty():
+                break
+            job = self._jobs.get()
+        if jobs and not self._commit(connection, jobs) and len(jobs) > 1:
+            # One bad record must not take its neighbours down: each on its own now.
+            for single in jobs:
+                self._commit(connection, [single], final=True)
+        return job is not None
+
+    def _commit(
+        self, connection: sqlite3.Connection, jobs: list[_Job], final: bool = False
+    ) -> bool:
+        """One transaction; its jobs are answered when it succeeded or is not tried again."""
+        results: list[Any] = []
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            results = [job.work(connection) for job in jobs]
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OverflowError, ValueError) as error:
+            # The last two: a number or a text that SQLite's binding cannot express.
+            if connection.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    connection.execute("ROLLBACK")
+            if final or len(jobs) == 1:
+                jobs[0].done(None, translate(self._path, error))
+            return False
+        for job, result in zip(jobs, results, strict=True):
+            job.done(result, None)
+        return True

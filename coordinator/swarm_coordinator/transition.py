@@ -1,0 +1,387 @@
+"""The coordinator as a state machine: `transition(state, event, now)` returns commands.
+
+Rules, in the order in which they are applied after every event:
+
+    WAITING     every stage has a ready peer               → COLLECT (or EVALUATING at the end)
+    COLLECT     the table is complete, nobody is syncing   → CLOSING
+    CLOSING     every member has averaged                  → durable, then APPLYING
+                a member failed or died                    → COLLECT, next attempt
+    APPLYING    every living member has applied            → WAITING
+    EVALUATING  all held-out microbatches have a loss      → checkpoint → FINISHED
+    any         the organiser stops                        → checkpoint → STOPPING
+
+No I/O, no clock, no randomness: the same events at the same times give the same commands, which
+is what the simulator and the tests rely on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import assert_never
+
+from swarm_coordinator import checkpointing, closing, membership, progress
+from swarm_coordinator.events import (
+    CheckpointFailed,
+    CheckpointStored,
+    CloseSession,
+    Command,
+    EvaluationRecord,
+    Event,
+    LeaseResolved,
+    MessageReceived,
+    PeerAttached,
+    Persist,
+    ReceiptsVerified,
+    Restored,
+    RunFinished,
+    SessionLost,
+    Stopped,
+    StopRequested,
+    Tick,
+)
+from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    Applied,
+    Goodbye,
+    Heartbeat,
+    Leaving,
+    MaskRequest,
+    PeerRecord,
+    Ready,
+    RoundReport,
+    SnapshotFailed,
+    SnapshotReady,
+    StageRequest,
+    SyncFailed,
+)
+from swarm_shared.types import PeerId, Step
+
+STOP_SECONDS = 30.0
+"""After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
+
+
+def begin(
+    manifest: Manifest,
+    manifest_envelope: str,
+    coordinator: PeerRecord,
+    restored: Restored,
+    now: float,
+) -> RunState:
+    """The state a coordinator starts with, from its manifest and what its store remembers."""
+    return RunState(
+        manifest=manifest,
+        manifest_envelope=manifest_envelope,
+        coordinator=coordinator,
+        generation=restored.generation,
+        version=restored.version,
+        started_at=now,
+        last_applied=restored.last_applied,
+        checkpoint=restored.checkpoint,
+        # A run whose steps were raised after its end is evaluated again at its new end.
+        heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
+    )
+
+
+def transition(run: RunState, event: Event, now: float) -> list[Command]:
+    """Advance the run by one event at `now` (monotonic seconds)."""
+    _dispatch(run, event, now)
+    _advance(run, now)
+    membership.publish_roster(run)
+    _order_roster_first(run)
+    commands, run.commands = run.commands, []
+    return commands
+
+
+def _order_roster_first(run: RunState) -> None:
+    """Rosters go before the work that relies on them, and after Welcome and records."""
+    rosters = [c for c in run.commands if _kind(c) == "roster"]
+    if not rosters:
+        return
+    rest = [c for c in run.commands if _kind(c) != "roster"]
+    relying = {"lease", "close", "mask"}
+    at = next((i for i, c in enumerate(rest) if _kind(c) in relying), len(rest))
+    run.commands = rest[:at] + rosters + rest[at:]
+
+
+def _kind(command: Command) -> str:
+    message = getattr(command, "message", None)
+    return getattr(message, "kind", "")
+
+
+def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None:
+    """The peer, if these words come from its current attachment."""
+    state = run.peers.get(peer)
+    return state if state is not None and state.session == session else None
+
+
+def _dispatch(run: RunState, event: Event, now: float) -> None:
+    if isinstance(event, Tick):
+        _notice_the_dead(run, now)
+    elif isinstance(event, PeerAttached):
+        membership_lost(run, event.peer, now)
+        membership.attach(run, event, now)
+    elif isinstance(event, CheckpointStored):
+        checkpointing.store_done(run, event)
+    elif isinstance(event, CheckpointFailed):
+        checkpointing.store_failed(run, event.version, event.reason)
+    elif isinstance(event, StopRequested):
+        run.stop_requested_at = run.stop_requested_at or now
+    elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
+        peer = _session_peer(run, event.peer, event.session)
+        if peer is not None:
+            _from_peer(run, peer, event, now)
+    else:
+        assert_never(event)
+
+
+def _from_peer(
+    run: RunState,
+    peer: PeerState,
+    event: SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived,
+    now: float,
+) -> None:
+    peer.last_heard = now
+    if isinstance(event, SessionLost):
+        drop(run, peer.peer, "it left" if peer.leaving else "its connection ended", now)
+    elif isinstance(event, ReceiptsVerified):
+        for receipt in event.receipts:
+            if receipt.peer == peer.peer:
+                progress.commit(run, receipt)
+    elif isinstance(event, LeaseResolved):
+        progress.lease_resolved(run, event, now)
+    else:
+        _message(run, peer, event, now)
+
+
+def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
+    message = event.message
+    if isinstance(message, Heartbeat):
+        peer.microbatches_per_second = message.microbatches_per_second
+        peer.queued = message.queued
+    elif isinstance(message, StageRequest):
+        membership.choose_stage(run, peer, message.stage, now)
+    elif isinstance(message, MaskRequest):
+        progress.ask_mask(run, peer, message, now)
+    elif isinstance(message, RoundReport):
+        closing.report(run, peer, message, now)
+    elif isinstance(message, Applied):
+        closing.applied(run, peer, message, now)
+    elif isinstance(message, Ready):
+        membership.ready(run, peer, message.stage, message.version, now)
+    elif isinstance(message, SyncFailed):
+        run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+        peer.source_asked = False
+        run.snapshots.pop(message.stage, None)
+    elif isinstance(message, SnapshotReady):
+        checkpointing.snapshot_ready(run, peer, message)
+        membership.snapshot_ready(run, peer, message, now)
+    elif isinstance(message, SnapshotFailed):
+        pending = run.pending_checkpoint
+        if pending is not None and pending.holders.get(message.stage) == peer.peer:
+            checkpointing.store_failed(run, message.version, message.reason)
+    elif isinstance(message, Leaving) and not peer.leaving:
+        peer.leaving = True
+        run.roster_dirty = True
+        run.note(f"{peer.name or 'a peer'} wants to leave", peer.peer)
+
+
+def drop(run: RunState, peer: PeerId, reason: str, now: float) -> None:
+    """A peer is gone: its cells, its leases, and the attempt that it was part of."""
+    membership.remove(run, peer, reason, now)
+    closing.member_lost(run, peer, now)
+
+
+def membership_lost(run: RunState, peer: PeerId, now: float) -> None:
+    """An older attachment of a peer that attaches anew ends its part in a running close."""
+    if peer in run.peers:
+        closing.member_lost(run, peer, now)
+
+
+def _notice_the_dead(run: RunState, now: float) -> None:
+    limit = run.manifest.limits.dead_after_seconds
+    for peer in list(run.peers.values()):
+        if now - peer.last_heard > limit:
+            run.commands.append(CloseSession(peer.peer, "silent for too long"))
+            drop(run, peer.peer, f"silent for more than {limit:g} s", now)
+
+
+def _advance(run: RunState, now: float) -> None:
+    """Apply the rules until nothing changes any more."""
+    progress.answer_masks(run, now)
+    checkpointing.check(run, now)
+    membership.recover_lost_stages(run, now)
+    membership.find_sources(run, now)
+    if run.phase is RunPhase.COLLECT:
+        _collect(run, now)
+    elif run.phase is RunPhase.CLOSING:
+        step = run.step
+        assert step is not None
+        assert step.closing is not None
+        if now - step.closing.began_at > run.manifest.limits.lease_seconds:
+            closing.abort(run, "it took too long", now)
+    elif run.phase is RunPhase.EVALUATING:
+        _evaluate(run, now)
+    if run.stop_requested_at is not None:
+        _stop(run, now)
+    if run.phase is RunPhase.WAITING:
+        _release_leavers(run, now)
+        _next(run, now)
+
+
+def _collect(run: RunState, now: float) -> None:
+    step = run.step
+    assert step is not None
+    _release_idle_leavers(run, now)
+    if run.stop_requested_at is not None:
+        return
+    if not progress.complete(run):
+        progress.lease_open_microbatches(run, now)
+    elif now >= step.close_not_before and not _newcomer_holds(run, now):
+        closing.start_close(run, now)
+
+
+def _newcomer_holds(run: RunState, now: float) -> bool:
+    """A newcomer that is downloading this version may hold the close, for a bounded time."""
+    return any(
+        p.phase is PeerPhase.SYNCING and not p.leaving and now < p.hold_until
+        for p in run.peers.values()
+    )
+
+
+def _next(run: RunState, now: float) -> None:
+    """From WAITING to the next step, to the evaluation, or to the end."""
+    if run.stop_requested_at is not None:
+        return
+    at_end = run.version >= run.manifest.training.steps
+    if (checkpointing.due(run) or at_end) and not checkpointing.stored(run):
+        checkpointing.request(run, now)
+    wanted = 1 if run.training_began else run.manifest.limits.starting_peers_per_stage
+    short_of = [s for s in run.stage_indices if len(run.working_peers(s)) < wanted]
+    evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
+    if at_end and evaluated:
+        _finish(run)
+    elif short_of or not run.trainers():
+        names = ", ".join(str(s) for s in short_of)
+        run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
+    elif at_end:
+        progress.begin_evaluation(run, now)
+    else:
+        progress.begin_step(run, now)
+
+
+def _evaluate(run: RunState, now: float) -> None:
+    step = run.step
+    assert step is not None
+    if len(step.evaluations) < progress.microbatch_count(run):
+        progress.lease_open_microbatches(run, now)
+        return
+    tokens = sum(count for _, count in step.evaluations.values())
+    loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
+    run.heldout_loss = loss
+    run.commands.append(Persist(EvaluationRecord(run.version, loss, tokens)))
+    run.note(f"held-out loss after step {run.version}: {loss:.4f}")
+    run.step = None
+    run.phase = RunPhase.WAITING
+
+
+def _finish(run: RunState) -> None:
+    """The last version is on disk, or cannot be: say so, and let everybody go."""
+    if not checkpointing.stored(run) and run.checkpoint_refused_version != run.version:
+        run.waiting_reason = "writing the last checkpoint"
+        return
+    if checkpointing.stored(run):
+        run.commands.append(Persist(RunFinished(run.version)))
+        run.note(f"the run is finished after {run.version} steps")
+    else:
+        run.note("the run reached its last step, but its last checkpoint could not be stored")
+    run.phase = RunPhase.FINISHED
+    for peer in run.peers.values():
+        run.send(peer.peer, Goodbye(finished=True, reason="the run is finished"))
+        run.commands.append(CloseSession(peer.peer, "the run is finished"))
+    run.peers.clear()
+    run.commands.append(Stopped())
+
+
+def _release_leavers(run: RunState, now: float) -> None:
+    """Between steps a leaver may go, its work is in; the last of its stage leaves a checkpoint."""
+    for peer in [p for p in run.peers.values() if p.leaving]:
+        if peer.stage is None or peer.phase is not PeerPhase.READY:
+            membership.say_goodbye(run, peer, "left before taking part", now)
+            continue
+        others = [p for p in run.ready_peers(peer.stage) if not p.leaving]
+        if others or checkpointing.stored(run) or run.checkpoint_refused_version == run.version:
+            membership.say_goodbye(run, peer, "left after its work was counted", now)
+        else:
+            checkpointing.request(run, now)
+
+
+def _release_idle_leavers(run: RunState, now: float) -> None:
+    """In the middle of a step a leaver may go at once if it holds nothing of the step."""
+    step = run.step
+    assert step is not None
+    busy = {cell.peer for cell in step.table.values()}
+    for peer in [p for p in run.peers.values() if p.leaving and p.peer not in busy]:
+        alone = peer.stage is not None and len(run.ready_peers(peer.stage)) <= 1
+        if peer.phase is not PeerPhase.READY or not alone:
+            membership.say_goodbye(run, peer, "left with nothing in flight", now)
+
+
+def _stop(run: RunState, now: float) -> None:
+    """Ctrl-C at the coordinator: a step in its close ends first, then a checkpoint, then out."""
+    assert run.stop_requested_at is not None
+    if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
+        return
+    late = now - run.stop_requested_at > STOP_SECONDS
+    if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and not late:
+        return
+    if not checkpointing.stored(run) and not late and checkpointing.request(run, now):
+        return
+    run.phase = RunPhase.STOPPING
+    for peer in run.peers.values():
+        run.send(peer.peer, Goodbye(reason="the coordinator is stopping"))
+        run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
+    run.note(f"stopped after step {run.version}")
+    run.commands.append(Stopped())
+
+
+def status_of(run: RunState, now: float) -> dict[str, object]:
+    """What `status` shows: plain JSON values only."""
+    step = run.step
+    done = len(step.table) if step is not None else 0
+    last = run.last_applied
+    return {
+        "run": run.manifest.name,
+        "phase": run.phase.value,
+        "waiting_for": run.waiting_reason if run.phase is RunPhase.WAITING else "",
+        "generation": run.generation,
+        "version": run.version,
+        "steps": run.manifest.training.steps,
+        "step": step.step if step is not None else Step(run.version),
+        "cells_done": done,
+        "cells_total": run.manifest.training.microbatches_per_step * run.manifest.stage_count,
+        "loss": last.loss if last is not None else None,
+        "tokens_per_second": last.tokens / last.seconds if last and last.seconds > 0 else None,
+        "heldout_loss": run.heldout_loss,
+        "checkpoint_version": run.checkpoint.version if run.checkpoint else None,
+        "uptime_seconds": now - run.started_at,
+        "healthy": all(run.ready_peers(stage) for stage in run.stage_indices),
+        "stages": [
+            {"stage": stage, "peers": len(run.ready_peers(stage))} for stage in run.stage_indices
+        ],
+        "peers": [
+            {
+                "peer": peer.peer,
+                "name": peer.name,
+                "stage": peer.stage,
+                "phase": peer.phase.value,
+                "version": peer.version,
+                "leaving": peer.leaving,
+                "device": peer.device,
+                "microbatches_per_second": peer.microbatches_per_second,
+                "queued": peer.queued,
+                "silent_seconds": round(now - peer.last_heard, 1),
+            }
+            for peer in run.peers.values()
+        ],
+    }

@@ -1,0 +1,1 @@
+"""What both sides of a swarm share: values, signatures, the wire, the model."""

@@ -1,0 +1,13 @@
+"""Time as a parameter: production passes these functions, tests pass their own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]
+"""Returns seconds; only differences mean anything."""
+
+monotonic: Clock = time.monotonic
+wall: Clock = time.time
+"""Seconds since the Unix epoch; used in certificates, never for measuring durations."""

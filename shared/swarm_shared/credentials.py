@@ -1,0 +1,132 @@
+"""What peers sign: membership certificates, receipts and carrier bindings (design: trust).
+
+Owns the signed values and the rules by which they hold. Signing itself is in `signing`; who is
+let in is the coordinator's decision. All times are Unix seconds, passed in.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from swarm_shared.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.identity import Identity
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.signing import open_message, sign_message
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+
+MEMBERSHIP_DOMAIN = "swarmtrain-membership-1"
+RECEIPT_DOMAIN = "swarmtrain-receipt-1"
+CARRIER_DOMAIN = "swarmtrain-carrier-1"
+
+CLOCK_SKEW_SECONDS = 120.0
+"""How far two clocks may be apart. Home machines without NTP drift by minutes; certificates
+live for hours, so that two minutes more give a revoked peer little."""
+
+MAX_CREDENTIAL_BYTES = 4096
+"""The largest of these messages has about 600 bytes."""
+
+Role = Literal["volunteer", "coordinator"]
+
+
+class MembershipCertificate(FrozenModel):
+    """The organiser's word that `peer` belongs to the run; shown on every protocol."""
+
+    peer: PeerId
+    run: RunId
+    generation: Generation = Field(ge=0)
+    not_before: float = Field(ge=0, allow_inf_nan=False)
+    expires: float = Field(ge=0, allow_inf_nan=False)
+    role: Role
+
+
+class Receipt(FrozenModel):
+    """`peer`'s word that it has accumulated one stage of one microbatch."""
+
+    run: RunId
+    generation: Generation = Field(ge=0)
+    step: Step = Field(ge=1)
+    microbatch: MicrobatchIndex = Field(ge=0)
+    stage: StageIndex = Field(ge=0)
+    peer: PeerId
+    samples: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    loss_sum: float | None = Field(default=None, allow_inf_nan=False)
+    """Summed over the tokens; only the last stage knows it."""
+
+
+class CarrierBinding(FrozenModel):
+    """`peer`'s word that the p2pd daemon with `carrier_peer_id` is its own."""
+
+    peer: PeerId
+    carrier_peer_id: str = Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")
+    expires: float = Field(ge=0, allow_inf_nan=False)
+
+
+def sign_certificate(organiser: Identity, certificate: MembershipCertificate) -> bytes:
+    return sign_message(organiser, certificate, MEMBERSHIP_DOMAIN)
+
+
+def check_certificate(
+    envelope: bytes, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
+) -> MembershipCertificate:
+    """The certificate, when it lets `remote_peer` take part in `run` at `now`.
+
+    Raises AdmissionError with the reason otherwise. `remote_peer` must come from the
+    connection, which proves it; a certificate is no secret and proves nothing alone.
+    """
+    try:
+        certificate, _ = open_message(
+            envelope, MembershipCertificate, MEMBERSHIP_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
+        )
+    except (FrameError, SignatureError) as error:
+        raise AdmissionError(f"{remote_peer} shows no certificate of this run: {error}") from error
+    if certificate.run != run:
+        raise AdmissionError(
+            f"{remote_peer} is a member of run {certificate.run[:12]}, not of {run[:12]}"
+        )
+    if certificate.peer != remote_peer:
+        raise AdmissionError(f"{remote_peer} shows the certificate of {certificate.peer}")
+    if now < certificate.not_before - CLOCK_SKEW_SECONDS:
+        wait_seconds = certificate.not_before - now
+        raise AdmissionError(
+            f"the certificate of {remote_peer} is valid only in {wait_seconds:.0f} s; "
+            f"check the clocks of both machines"
+        )
+    if now > certificate.expires + CLOCK_SKEW_SECONDS:
+        raise AdmissionError(
+            f"the certificate of {remote_peer} expired {now - certificate.expires:.0f} s ago; "
+            f"it must ask the coordinator for a new one"
+        )
+    return certificate
+
+
+def sign_receipt(identity: Identity, receipt: Receipt) -> bytes:
+    assert receipt.peer == identity.peer_id, "a peer signs its own receipts"
+    return sign_message(identity, receipt, RECEIPT_DOMAIN)
+
+
+def open_receipt(envelope: bytes) -> Receipt:
+    """The receipt, signed by the peer it names. FrameError or SignatureError otherwise."""
+    receipt, signer = open_message(
+        envelope, Receipt, RECEIPT_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
+    )
+    if signer != receipt.peer:
+        raise SignatureError(f"{signer} signed a receipt in the name of {receipt.peer}")
+    return receipt
+
+
+def sign_carrier_binding(identity: Identity, binding: CarrierBinding) -> bytes:
+    assert binding.peer == identity.peer_id, "a peer binds its own carrier"
+    return sign_message(identity, binding, CARRIER_DOMAIN)
+
+
+def open_carrier_binding(envelope: bytes, peer: PeerId, now: float) -> CarrierBinding:
+    """The binding, signed by `peer` and not expired. FrameError or SignatureError otherwise."""
+    binding, _ = open_message(envelope, CarrierBinding, CARRIER_DOMAIN, peer, MAX_CREDENTIAL_BYTES)
+    if binding.peer != peer:
+        raise SignatureError(f"{peer} signed a carrier binding in the name of {binding.peer}")
+    if now > binding.expires + CLOCK_SKEW_SECONDS:
+        raise SignatureError(f"the carrier binding of {peer} has expired")
+    return binding

@@ -1,0 +1,126 @@
+"""Which sequences a microbatch is made of: a pure function of the manifest and the index.
+
+Owns the order of the training data. Any trainer, and the reference, make the same arrays from
+the same (seed, step, microbatch index), with nothing shared but the manifest and the shards.
+
+Every epoch visits every slot once, in an order of its own, without holding a permutation in
+memory: a keyed Feistel network (Luby & Rackoff 1988) over the next even power of two, walked
+along its cycle until it lands inside the range (Black & Rogaway 2002). It is not meant to
+resist an attacker; it only has to be a permutation and look unordered.
+
+Legend: B sequences of a microbatch, T tokens of a sequence.
+"""
+
+# ruff: noqa: N803, N806 (shape suffixes)
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm_shared.data.shards import Split, TokenStream, slots_in
+from swarm_shared.errors import DataError, ProtocolError
+from swarm_shared.manifest import DataConfig, Manifest
+
+Int64 = npt.NDArray[np.int64]
+Uint64 = npt.NDArray[np.uint64]
+
+_ROUNDS = 6
+
+
+def microbatch(
+    stream: TokenStream, manifest: Manifest, step: int, index: int
+) -> tuple[Int64, Int64]:
+    """The (inputs_BT, targets_BT) of one microbatch; targets are the inputs shifted by one."""
+    return _arrays(stream, manifest, "train", training_slots(manifest, step, index))
+
+
+def heldout_microbatch(stream: TokenStream, manifest: Manifest, index: int) -> tuple[Int64, Int64]:
+    """The held-out sequences in order; past the last one they begin again.
+
+    `stream` is the held-out split, whose files hold no training token, so nothing is shared.
+    """
+    if index < 0:
+        raise ProtocolError(f"there is no held-out microbatch {index}; they count from 0")
+    count = split_slots(manifest.data, "heldout", manifest.model.sequence_length)
+    size = manifest.training.sequences_per_microbatch
+    slots_B = (index * size + np.arange(size, dtype=np.int64)) % count
+    return _arrays(stream, manifest, "heldout", slots_B)
+
+
+def training_slots(manifest: Manifest, step: int, index: int) -> Int64:
+    """The slots of the training split that make up one microbatch; needs no shard to be here."""
+    training = manifest.training
+    if step < 1 or not 0 <= index < training.microbatches_per_step:
+        raise ProtocolError(
+            f"there is no microbatch {index} of step {step}: steps count from 1, and each has "
+            f"{training.microbatches_per_step} microbatches counted from 0"
+        )
+    count = split_slots(manifest.data, "train", manifest.model.sequence_length)
+    size = training.sequences_per_microbatch
+    first = ((step - 1) * training.microbatches_per_step + index) * size
+    samples_B = first + np.arange(size, dtype=np.int64)
+    slots_B = np.empty(size, dtype=np.int64)
+    for epoch in range(first // count, (first + size - 1) // count + 1):
+        mine = samples_B // count == epoch
+        slots_B[mine] = permuted(samples_B[mine] % count, count, training.seed, epoch)
+    return slots_B
+
+
+def split_slots(data: DataConfig, split: Split, sequence_length: int) -> int:
+    """How many sequences a split holds, by its description alone."""
+    count = sum(slots_in(shard.tokens, sequence_length) for shard in data.split(split))
+    if count == 0:
+        raise DataError(
+            f"the {split} data holds no sequence of {sequence_length} tokens and the one after "
+            "them; add text, or lower [model] sequence_length"
+        )
+    return count
+
+
+def permuted(positions: Int64, count: int, seed: int, epoch: int) -> Int64:
+    """Where a permutation of 0 … count - 1, chosen by (seed, epoch), sends each position."""
+    half_bits = max(1, ((count - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    values = _feistel(positions.astype(np.uint64), keys, half_bits)
+    # Fewer than 3 of 4 values lie outside on average, and each walk comes back to its own cycle.
+    while (outside := values >= count).any():
+        values[outside] = _feistel(values[outside], keys, half_bits)
+    return values.astype(np.int64)
+
+
+def _feistel(values: Uint64, keys: list[np.uint64], half_bits: int) -> Uint64:
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right ^ key) & mask)
+    return (left << shift) | right
+
+
+def _mixed(values: Uint64) -> Uint64:
+    """SplitMix64's finaliser (Steele et al. 2014): every input bit reaches every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
+    message = (
+        b"swarmtrain sample order 1" + seed.to_bytes(8, "little") + epoch.to_bytes(8, "little")
+    )
+    digest = hashlib.blake2b(message, digest_size=8 * _ROUNDS).digest()
+    return [
+        np.uint64(int.from_bytes(digest[start : start + 8], "little"))
+        for start in range(0, 8 * _ROUNDS, 8)
+    ]
+
+
+def _arrays(
+    stream: TokenStream, manifest: Manifest, split: Split, slots_B: Int64
+) -> tuple[Int64, Int64]:
+    length = manifest.model.sequence_length
+    assert stream.slots(length) == split_slots(manifest.data, split, length), "another split"
+    tokens_BS = stream.sequences(slots_B, length)
+    return np.ascontiguousarray(tokens_BS[:, :-1]), np.ascontiguousarray(tokens_BS[:, 1:])

@@ -1,0 +1,107 @@
+"""Every error that this project raises on purpose.
+
+    SwarmError                     exit 1    something failed; the message says what to do
+    ├── UsageError                 exit 2    the command's words are wrong
+    ├── ConfigurationError         exit 3    run.toml or settings: unknown key, impossible value
+    ├── InviteError                exit 4    the invite is damaged, or for another network
+    ├── DataError                  exit 5    training data is missing, empty, damaged, not text
+    ├── CapacityError              exit 6    no volunteer's (or this machine's) memory can hold it
+    ├── StorageError               exit 7    disk full, unwritable folder, damaged checkpoint
+    ├── NetworkError               exit 8    port in use, coordinator unreachable, link lost
+    │   ├── LinkClosed                       the other side ended the stream
+    │   └── LinkTimeout                      the other side did not answer in time
+    ├── AdmissionError             exit 9    the run refuses this peer, or the peer is banned
+    ├── VersionError               exit 10   the two sides speak different versions
+    └── ProtocolError              exit 11   the remote side sent something that is not allowed
+        ├── FrameError                       a frame that is too long, cut short or not decodable
+        └── SignatureError                   a signature, certificate or hash that does not hold
+
+A message says what was seen, what is needed and what to do. The command line prints it as one
+sentence and exits with `exit_code`; a traceback never reaches a user for any of these.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SwarmError(Exception):
+    """Base of all errors that are expected to happen and are explained to a person."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UsageError(SwarmError):
+    """The words of a command are wrong."""
+
+    exit_code = 2
+
+
+class ConfigurationError(SwarmError):
+    """A setting has an unknown name or an impossible value."""
+
+    exit_code = 3
+
+
+class InviteError(SwarmError):
+    """An invite that is damaged or not an invite."""
+
+    exit_code = 4
+
+
+class DataError(SwarmError):
+    """Training data that is missing, empty, damaged or not text."""
+
+    exit_code = 5
+
+
+class CapacityError(SwarmError):
+    """Something does not fit any memory on offer."""
+
+    exit_code = 6
+
+
+class StorageError(SwarmError):
+    """The disk is full, a folder cannot be written, or a stored file is damaged."""
+
+    exit_code = 7
+
+
+class NetworkError(SwarmError):
+    """A peer cannot be reached or a port cannot be had."""
+
+    exit_code = 8
+
+
+class LinkClosed(NetworkError):
+    """The other side ended the stream, or the connection under it is gone."""
+
+
+class LinkTimeout(NetworkError):
+    """The other side did not answer within the time given."""
+
+
+class AdmissionError(SwarmError):
+    """The run refuses this peer."""
+
+    exit_code = 9
+
+
+class VersionError(SwarmError):
+    """The two sides speak different versions."""
+
+    exit_code = 10
+
+
+class ProtocolError(SwarmError):
+    """The remote side sent something that is not allowed: its fault, never ours."""
+
+    exit_code = 11
+
+
+class FrameError(ProtocolError):
+    """A frame that is too long, cut short, or not decodable."""
+
+
+class SignatureError(ProtocolError):
+    """A signature, certificate or hash that does not hold."""

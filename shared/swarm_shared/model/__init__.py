@@ -1,0 +1,49 @@
+"""The trained model, its optimizer and its state: the one place, with the tensor codecs, that
+imports torch. `swarm_shared.schedule` and `swarm_shared.partition` hold what needs no torch.
+"""
+
+from __future__ import annotations
+
+from swarm_shared.model.gradients import (
+    FlatLayout,
+    bind_gradients,
+    copy_gradients_to,
+    global_norm,
+    load_gradients_from,
+    squared_norm,
+)
+from swarm_shared.model.initialise import build_stage, build_whole, initialise
+from swarm_shared.model.llama import Stage, check_token_values
+from swarm_shared.model.optimizer import Fingerprint, apply_step, fingerprint, make_optimizer
+from swarm_shared.model.profile import profile_layers
+from swarm_shared.model.state import (
+    StoredState,
+    load_state,
+    open_state,
+    save_state,
+    state_to_tensors,
+)
+
+__all__ = [
+    "Fingerprint",
+    "FlatLayout",
+    "Stage",
+    "StoredState",
+    "apply_step",
+    "bind_gradients",
+    "build_stage",
+    "build_whole",
+    "check_token_values",
+    "copy_gradients_to",
+    "fingerprint",
+    "global_norm",
+    "initialise",
+    "load_gradients_from",
+    "load_state",
+    "make_optimizer",
+    "open_state",
+    "profile_layers",
+    "save_state",
+    "squared_norm",
+    "state_to_tensors",
+]

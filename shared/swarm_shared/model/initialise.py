@@ -1,0 +1,97 @@
+"""Initial values, and building stages from a manifest.
+
+Owns the map (seed, parameter name, shape) -> values. It is bitwise the same on every machine
+and for every way of cutting the model, so peers of version 0 need not exchange parameters.
+
+torch's own normal sampler cannot promise that: it takes logarithms and cosines whose last bits
+depend on the processor's vector unit and the C library. Here random bits come from Philox
+(Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; a counter and a key, exact
+integers, stream fixed by numpy's compatibility policy) and 16 of them pick one of 65,536
+equally likely quantiles of the normal distribution. Only a table look-up and one float32
+multiplication, both exact everywhere, touch the values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from swarm_shared.manifest import Manifest, StageRange
+from swarm_shared.model.llama import Stage
+
+STANDARD_DEVIATION = 0.02
+RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+_QUANTILES = 1 << 16
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def initialise(stage: Stage, seed: int) -> None:
+    """Fill every parameter of `stage` in place.
+
+    Matrices are normal with standard deviation 0.02; those that write into the residual
+    stream are smaller by sqrt(2 · layers) (Radford et al. 2019, GPT-2), so that the stream's
+    variance does not grow with depth. Norms start at one.
+    """
+    with torch.no_grad():
+        for name, parameter in stage.named_parameters():
+            if parameter.ndim < 2:
+                parameter.fill_(1.0)
+                continue
+            deviation = STANDARD_DEVIATION
+            if name.endswith(RESIDUAL_OUTPUTS):
+                deviation /= math.sqrt(2 * stage.config.layers)
+            _fill_normal(parameter, deviation, seed, name)
+
+
+def build_stage(manifest: Manifest, stage_index: int, device: torch.device | str = "cpu") -> Stage:
+    """Stage `stage_index` of the run at version 0."""
+    assert 0 <= stage_index < manifest.stage_count
+    with torch.device(device):
+        stage = Stage(
+            manifest.model,
+            manifest.stages[stage_index],
+            is_first=stage_index == 0,
+            is_last=stage_index == manifest.stage_count - 1,
+            dtype=manifest.training.dtype,
+        )
+    initialise(stage, manifest.training.seed)
+    return stage
+
+
+def build_whole(manifest: Manifest, device: torch.device | str = "cpu") -> Stage:
+    """The uncut model of the run at version 0."""
+    everything = StageRange(first_layer=0, end_layer=manifest.model.layers)
+    with torch.device(device):
+        stage = Stage(
+            manifest.model, everything, is_first=True, is_last=True, dtype=manifest.training.dtype
+        )
+    initialise(stage, manifest.training.seed)
+    return stage
+
+
+def _fill_normal(parameter: torch.Tensor, deviation: float, seed: int, name: str) -> None:
+    """Chunked, so that a table of billions of values needs little memory besides itself."""
+    if parameter.is_meta:
+        return
+    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+    source = np.random.Philox(key=int.from_bytes(key, "little"))
+    flat = parameter.view(-1)
+    scaled = (_normal_quantiles() * np.float32(deviation)).astype(np.float32)
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        count = min(_CHUNK_ELEMENTS, flat.numel() - start)
+        words = np.asarray(source.random_raw(-(-count // 4)), dtype="<u8")
+        values = torch.from_numpy(scaled[words.view("<u2")[:count]])
+        flat[start : start + count].copy_(values)
+
+
+@cache
+def _normal_quantiles() -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Midpoint quantiles; rounding to float32 hides the last bits of the C library's log."""
+    normal = NormalDist()
+    table = [normal.inv_cdf((index + 0.5) / _QUANTILES) for index in range(_QUANTILES)]
+    return np.array(table, dtype=np.float32)

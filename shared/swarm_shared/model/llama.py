@@ -1,0 +1,315 @@
+"""The model: a Llama decoder, cut into stages.
+
+Owns the arithmetic of forward passes and the names of parameters. Does not own initial values
+(`initialise`), the optimizer, or how activations travel. The family is Llama (Touvron et al.
+2023, arXiv 2302.13971): RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864) in the
+half-split convention of Hugging Face, SwiGLU (arXiv 2002.05202), grouped-query attention
+(arXiv 2305.13245).
+
+Parameter names equal those of Hugging Face's LlamaForCausalLM and carry global layer indices,
+so that an export is a plain merge of the stages' states.
+
+In bfloat16 the parameters stay float32 and the residual stream is bfloat16 everywhere, inside a
+stage as on its borders: where the model is cut never changes what it computes.
+
+Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary,
+N heads, K key/value heads, H head size.
+"""
+
+# ruff: noqa: N803, N806, N815 (shape suffixes on tensors)
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F  # noqa: N812 (torch's own convention)
+from torch import Tensor, nn
+
+from swarm_shared.errors import ProtocolError
+from swarm_shared.manifest import StageRange
+from swarm_shared.model_config import ComputeDtype, ModelConfig
+
+EMBEDDING_NAME = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
+
+TORCH_DTYPES: dict[ComputeDtype, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+class Linear(nn.Module):
+    """A matrix without bias; its values are left to `initialise`, so none are drawn here."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square normalisation, always in float32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.epsilon = epsilon
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        wide_BTD = x_BTD.float()
+        scale = torch.rsqrt(wide_BTD.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return (self.weight * (wide_BTD * scale)).to(x_BTD.dtype)
+
+
+class Rotary(nn.Module):
+    """Tables of the rotary position embedding for every position of the longest sequence."""
+
+    cos_TH: Tensor
+    sin_TH: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        exponent = torch.arange(0, config.head_size, 2, dtype=torch.float32) / config.head_size
+        frequency = 1.0 / (config.rope_theta**exponent)
+        position = torch.arange(config.sequence_length, dtype=torch.float32)
+        angle_TH = torch.outer(position, frequency).repeat(1, 2)
+        self.register_buffer("cos_TH", angle_TH.cos(), persistent=False)
+        self.register_buffer("sin_TH", angle_TH.sin(), persistent=False)
+
+    def forward(self, x_BNTH: Tensor) -> Tensor:
+        positions = x_BNTH.shape[-2]
+        first, second = x_BNTH.chunk(2, dim=-1)
+        rotated = torch.cat((-second, first), dim=-1)
+        turned = x_BNTH * self.cos_TH[:positions] + rotated * self.sin_TH[:positions]
+        return turned.to(x_BNTH.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention; several query heads share one key/value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_size = config.head_size
+        self.grouped = config.key_value_heads != config.heads
+        narrow = config.key_value_heads * config.head_size
+        self.q_proj = Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = Linear(config.hidden_size, narrow)
+        self.v_proj = Linear(config.hidden_size, narrow)
+        self.o_proj = Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        heads = (*x_BTD.shape[:2], -1, self.head_size)
+        q_BNTH = rotary(self.q_proj(x_BTD).view(heads).transpose(1, 2))
+        k_BKTH = rotary(self.k_proj(x_BTD).view(heads).transpose(1, 2))
+        v_BKTH = self.v_proj(x_BTD).view(heads).transpose(1, 2)
+        mixed_BNTH = F.scaled_dot_product_attention(
+            q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=self.grouped
+        )
+        output: Tensor = self.o_proj(mixed_BNTH.transpose(1, 2).flatten(2))
+        return output
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gated_BTF = F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        output: Tensor = self.down_proj(gated_BTF)
+        return output
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = FeedForward(config)
+        self.input_layernorm = RmsNorm(config.hidden_size, config.norm_epsilon)
+        self.post_attention_layernorm = RmsNorm(config.hidden_size, config.norm_epsilon)
+
+    def forward(self, x_BTD: Tensor, rotary: Rotary) -> Tensor:
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotary)
+        output: Tensor = x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+        return output
+
+
+class Embedding(nn.Module):
+    """The token table; on the last stage of a split tied model it serves as the head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocabulary_size, config.hidden_size))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        return F.embedding(tokens_BT, self.weight)
+
+
+class Body(nn.Module):
+    """The part that Hugging Face calls `model`; a stage holds a slice of it."""
+
+    def __init__(
+        self, config: ModelConfig, stage_range: StageRange, is_first: bool, is_last: bool
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = (
+            Embedding(config) if is_first or (is_last and config.tie_embeddings) else None
+        )
+        self.layers = nn.ModuleDict(
+            {
+                str(index): DecoderLayer(config)
+                for index in range(stage_range.first_layer, stage_range.end_layer)
+            }
+        )
+        self.norm = RmsNorm(config.hidden_size, config.norm_epsilon) if is_last else None
+
+
+class Stage(nn.Module):
+    """Consecutive layers of the model; the whole model is the stage that is first and last."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        stage_range: StageRange,
+        is_first: bool,
+        is_last: bool,
+        dtype: ComputeDtype = "float32",
+    ) -> None:
+        super().__init__()
+        assert stage_range.end_layer <= config.layers
+        self.config = config
+        self.stage_range = stage_range
+        self.is_first = is_first
+        self.is_last = is_last
+        self.compute_dtype = TORCH_DTYPES[dtype]
+        self.model = Body(config, stage_range, is_first, is_last)
+        self.lm_head = (
+            Linear(config.hidden_size, config.vocabulary_size)
+            if is_last and not config.tie_embeddings
+            else None
+        )
+        self.rotary = Rotary(config)
+
+    @property
+    def holds_tied_replica(self) -> bool:
+        """Whether the token table also lives in another stage (both ends of a split tied model)."""
+        return self.config.tie_embeddings and self.is_first != self.is_last
+
+    @property
+    def device(self) -> torch.device:
+        return self.rotary.cos_TH.device
+
+    def own_parameters(self) -> NamedParameters:
+        """Parameters that this stage alone holds, in a fixed order."""
+        return [
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if not (self.holds_tied_replica and name == EMBEDDING_NAME)
+        ]
+
+    def tied_parameters(self) -> NamedParameters:
+        """Parameters replicated in the first and last stage; their gradients must be summed."""
+        return [
+            (name, parameter)
+            for name, parameter in self.named_parameters()
+            if self.holds_tied_replica and name == EMBEDDING_NAME
+        ]
+
+    def all_parameters(self) -> NamedParameters:
+        """Own parameters, then tied ones: the order of every flat vector."""
+        return self.own_parameters() + self.tied_parameters()
+
+    def forward(self, inputs: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """Token ids (first stage) or activations in; activations out.
+
+        The last stage answers with the sum over tokens of the cross entropy in nats, or with
+        the float32 logits where there are no targets.
+        """
+        x_BTD = self.hidden(inputs)
+        if not self.is_last:
+            return x_BTD
+        logits_BTV = self.head(x_BTD)
+        if targets_BT is None:
+            return logits_BTV
+        check_tokens_shape(targets_BT, self.config.sequence_length)
+        if targets_BT.shape != inputs.shape[:2]:
+            raise ProtocolError(
+                f"targets have shape {tuple(targets_BT.shape)}; that of the inputs, "
+                f"{tuple(inputs.shape[:2])}, is needed"
+            )
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
+
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """The residual stream after this stage's layers, before norm and head."""
+        with self._autocast():
+            x_BTD = self._enter(inputs)
+            for layer in self.model.layers.values():
+                x_BTD = layer(x_BTD, self.rotary)
+            return x_BTD
+
+    def head(self, x_BTD: Tensor) -> Tensor:
+        """Float32 logits from the residual stream; last stage only."""
+        assert self.model.norm is not None, "only the last stage has a head"
+        table = self.lm_head if self.lm_head is not None else self.model.embed_tokens
+        assert table is not None
+        with self._autocast():
+            return F.linear(self.model.norm(x_BTD), table.weight).float()
+
+    def _enter(self, inputs: Tensor) -> Tensor:
+        if self.is_first:
+            check_tokens_shape(inputs, self.config.sequence_length)
+            assert self.model.embed_tokens is not None
+            embedded: Tensor = self.model.embed_tokens(inputs).to(self.compute_dtype)
+            return embedded
+        check_activations(inputs, self.config, self.compute_dtype)
+        return inputs
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.compute_dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def check_tokens_shape(tokens_BT: Tensor, longest: int) -> None:
+    """Shape and dtype only: reading values would stall a GPU (see `check_token_values`)."""
+    shape = tuple(tokens_BT.shape)
+    if len(shape) != 2 or not 1 <= shape[1] <= longest or tokens_BT.dtype != torch.int64:
+        raise ProtocolError(
+            f"token ids have shape {shape} and dtype {tokens_BT.dtype}; (sequences, 1 to "
+            f"{longest}) and int64 are needed"
+        )
+
+
+def check_token_values(tokens_BT: Tensor, vocabulary_size: int) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Call it on the CPU, before ids or targets from a remote go to a GPU: an id out of range
+    aborts a CUDA context, and a negative target would silently drop out of the loss.
+    """
+    if tokens_BT.numel() == 0:
+        raise ProtocolError("a microbatch without tokens; at least one is needed")
+    low, high = (int(bound) for bound in torch.aminmax(tokens_BT))
+    if low < 0 or high >= vocabulary_size:
+        raise ProtocolError(
+            f"token ids from {low} to {high}; the vocabulary holds 0 to {vocabulary_size - 1}"
+        )
+
+
+def check_activations(x_BTD: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
+    shape = tuple(x_BTD.shape)
+    fits = len(shape) == 3 and 1 <= shape[1] <= config.sequence_length
+    if not fits or shape[2] != config.hidden_size or x_BTD.dtype != dtype:
+        raise ProtocolError(
+            f"activations have shape {shape} and dtype {x_BTD.dtype}; (sequences, up to "
+            f"{config.sequence_length}, {config.hidden_size}) and {dtype} are needed"
+        )

@@ -1,0 +1,135 @@
+"""The optimizer step and the fingerprint of its result.
+
+Owns AdamW (Loshchilov & Hutter, arXiv 1711.05101) as the manifest configures it, and the digest
+by which replicas are compared. The rate and the clip factor come from `swarm_shared.schedule`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_shared.manifest import OptimizerConfig
+from swarm_shared.model.gradients import FlatLayout, ordered_sum_of_squares
+from swarm_shared.model.llama import Stage
+
+_WINDOW_ELEMENTS = 1 << 18
+_GOLDEN = -7046029254386353131
+"""0x9E3779B97F4A7C15 as a signed integer: an odd multiplier that spreads positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """`digest` is equal if and (practically) only if all parameters are equal to the bit;
+    `norm` lets unlike devices be compared within a tolerance."""
+
+    digest: str
+    norm: float
+
+
+def make_optimizer(stage: Stage, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all parameters of the stage, its state allocated at once.
+
+    The fused kernels: four times faster than foreach on a CPU, and measured bitwise equal for
+    any number of threads and any alignment, which replicas depend on.
+    """
+    parameters = [parameter for _, parameter in stage.all_parameters()]
+    groups = [
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for parameter in parameters if parameter.ndim < 2],
+            "weight_decay": 0.0,
+        },
+    ]
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+    # Eager state: a stage at version 0 downloads and checkpoints like any other.
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        }
+    return optimizer
+
+
+def apply_step(
+    stage: Stage,
+    optimizer: torch.optim.AdamW,
+    layout: FlatLayout,
+    flat_mean_gradient: Tensor,
+    learning_rate: float,
+    clip_factor: float,
+) -> None:
+    """One AdamW step with the mean gradient (per token), clipped.
+
+    `flat_mean_gradient` lies on the stage's device and is scaled in place; the parameters'
+    own `.grad`, bound to an accumulator or not, are the same afterwards as before.
+    """
+    if clip_factor != 1.0:
+        flat_mean_gradient.mul_(clip_factor)
+    parameters = [parameter for _, parameter in stage.all_parameters()]
+    accumulated = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, view in zip(parameters, layout.views(flat_mean_gradient), strict=True):
+            parameter.grad = view
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, accumulated, strict=True):
+            parameter.grad = gradient
+
+
+def fingerprint(stage: Stage) -> Fingerprint:
+    """Digest and norm of all parameters.
+
+    Per parameter: two sums of the bit patterns as integers, one plain and one weighted by
+    position, modulo 2^64; exact, so neither device nor order of summation matters. It detects
+    accidents, not malice: sums can be forged.
+    """
+    sums: list[Tensor] = []
+    squares: list[Tensor] = []
+    names: list[str] = []
+    with torch.no_grad():
+        weights = _position_weights(stage.device)
+        for name, parameter in stage.all_parameters():
+            names.append(f"{name}:{tuple(parameter.shape)}")
+            flat = parameter.view(-1)
+            sums.append(_bit_sums(flat, weights))
+            squares.append(ordered_sum_of_squares(flat))
+        exact = torch.stack(sums).tolist()
+        norm = math.sqrt(math.fsum(torch.stack(squares).tolist()))
+    text = ";".join(
+        f"{name}={plain},{weighted}" for name, (plain, weighted) in zip(names, exact, strict=True)
+    )
+    return Fingerprint(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), norm)
+
+
+def _position_weights(device: torch.device) -> Tensor:
+    """One odd integer per position of a window, irregular enough that no simple edit cancels."""
+    weights = torch.arange(_WINDOW_ELEMENTS, dtype=torch.int64, device=device)
+    weights.mul_(_GOLDEN)
+    weights ^= weights >> 29
+    return weights.mul_(_GOLDEN).bitwise_or_(1)
+
+
+def _bit_sums(flat: Tensor, weights: Tensor) -> Tensor:
+    totals = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for index, window in enumerate(torch.split(flat.view(torch.int32), _WINDOW_ELEMENTS)):
+        bits = window.to(torch.int64)
+        totals[0] += bits.sum()
+        totals[1] += (bits * weights[: bits.numel()]).sum() * (2 * index + 1)
+    return totals

@@ -1,0 +1,154 @@
+"""A stage's state: named tensors, files that are never half-written, strict loading.
+
+Owns the names (`<parameter>`, `optimizer.exp_avg.<parameter>`, `optimizer.exp_avg_sq.<parameter>`,
+`optimizer.step`), the safetensors files and the checks on what comes in. Does not own which
+checkpoint is current, nor the hashes that a run keeps of them. No pickle anywhere.
+
+The writer is ours, not the library's: it holds one tensor at a time in memory, sorts by name,
+so that equal states make equal bytes, and a full disk is a plain OSError to `atomic_file`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from swarm_shared.atomic_file import atomic_file
+from swarm_shared.errors import ProtocolError, StorageError
+from swarm_shared.model.llama import Stage
+
+FIRST_MOMENT = "optimizer.exp_avg."
+SECOND_MOMENT = "optimizer.exp_avg_sq."
+STEP_NAME = "optimizer.step"
+OPTIMIZER_PREFIX = "optimizer."
+
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+_WRITE_BYTES = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """The contents of a state file; the tensors may be mapped from the file, read them only."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def state_to_tensors(stage: Stage, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Everything training goes on from. No copies: valid until the next `apply_step`."""
+    tensors: dict[str, Tensor] = {}
+    steps: set[int] = set()
+    for name, parameter in stage.all_parameters():
+        state = optimizer.state[parameter]
+        tensors[name] = parameter.detach()
+        tensors[FIRST_MOMENT + name] = state["exp_avg"]
+        tensors[SECOND_MOMENT + name] = state["exp_avg_sq"]
+        steps.add(int(state["step"].item()))
+    assert len(steps) <= 1, "all parameters step together"
+    tensors[STEP_NAME] = torch.tensor(steps.pop() if steps else 0, dtype=torch.int64)
+    return tensors
+
+
+def load_state(stage: Stage, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+    """Take over `tensors`, from a peer or a file. All checks precede the first change."""
+    expected = state_to_tensors(stage, optimizer)
+    _check_names(expected, tensors)
+    for name, target in expected.items():
+        _check_tensor(name, target, tensors[name])
+    step = int(tensors[STEP_NAME].item())
+    if not 0 <= step < 1 << 24:
+        raise ProtocolError(
+            f"the state's optimizer step is {step}; 0 to 16777215 is needed: fetch the state "
+            "from another peer"
+        )
+    with torch.no_grad():
+        for name, target in expected.items():
+            if name != STEP_NAME:
+                target.copy_(tensors[name])
+        for _, parameter in stage.all_parameters():
+            optimizer.state[parameter]["step"].fill_(float(step))
+
+
+def save_state(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write `path` as safetensors, all or nothing. Equal inputs make equal bytes."""
+    with atomic_file(path) as file:
+        _write_safetensors(file, tensors, metadata)
+
+
+def open_state(path: Path) -> StoredState:
+    """Read a state file; its contents are checked by `load_state`, not here."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return StoredState(tensors, dict(file.metadata() or {}))
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"{path} cannot be read as a stage's state ({error}); use an older checkpoint or "
+            "download the stage again"
+        ) from error
+
+
+def _write_safetensors(
+    file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """The format: length of the header (u64), header (JSON, padded to 8 bytes), raw values."""
+    assert sys.byteorder == "little", "safetensors holds little-endian values"
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))}
+    position = 0
+    for name, tensor in sorted(tensors.items()):
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for _, tensor in sorted(tensors.items()):
+        values = tensor.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy()
+        for start in range(0, len(values), _WRITE_BYTES):
+            file.write(values[start : start + _WRITE_BYTES].data)
+
+
+def _check_names(expected: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> None:
+    missing = sorted(expected.keys() - seen.keys())
+    unknown = sorted(seen.keys() - expected.keys())
+    if missing or unknown:
+        example = f"{missing[0]!r} is missing" if missing else f"{unknown[0]!r} is unknown"
+        raise ProtocolError(
+            f"the state is not this stage's: {len(missing)} names missing and {len(unknown)} "
+            f"unknown ({example}); fetch the state of the right stage"
+        )
+
+
+def _check_tensor(name: str, target: Tensor, seen: Tensor) -> None:
+    if seen.shape != target.shape or seen.dtype != target.dtype:
+        raise ProtocolError(
+            f"the state's {name!r} has shape {tuple(seen.shape)} and dtype {seen.dtype}; "
+            f"{tuple(target.shape)} and {target.dtype} are needed"
+        )
+    if not seen.is_floating_point():
+        return
+    # min and max are NaN if any element is: one pass without a temporary mask.
+    low, high = (float(bound) for bound in torch.aminmax(seen))
+    finite = low > float("-inf") and high < float("inf")
+    if not finite or (name.startswith(SECOND_MOMENT) and low < 0):
+        raise ProtocolError(
+            f"the state's {name!r} holds values from {low} to {high}, which training cannot "
+            "have made; fetch the state from another peer"
+        )

@@ -1,0 +1,25 @@
+"""The one door to py-libp2p: authenticated peers, framed streams.
+
+    async with open_node(identity, ["/ip4/0.0.0.0/tcp/4001"]) as node:
+        node.serve("/swarmtrain/echo/1", handler, FrameLimits(max_payload_bytes=2**20))
+        stream = await node.open_stream(peer, "/swarmtrain/echo/1", limits, addresses=[...])
+        await stream.send(header, payload)
+        frame = await stream.receive(timeout_seconds=10)
+
+Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
+"""
+
+from swarm_shared.network.node import Handler, Node, open_node
+from swarm_shared.network.stream import FramedStream
+from swarm_shared.network.traffic import LinkTraffic
+from swarm_shared.wire import Frame, FrameLimits
+
+__all__ = [
+    "Frame",
+    "FrameLimits",
+    "FramedStream",
+    "Handler",
+    "LinkTraffic",
+    "Node",
+    "open_node",
+]

@@ -1,0 +1,168 @@
+"""Builds the py-libp2p host: TCP, Noise and yamux, and nothing else.
+
+Owns what is switched off or replaced in py-libp2p 0.8.1, each with its reason. By default it
+also offers a plaintext protocol (in which anyone can claim any peer ID), TLS, mplex, dials
+peers on its own accord and answers identify requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import libp2p.network.connection.swarm_connection as swarm_connection_module
+from libp2p.abc import IMuxedConn, INetStream, ISecureConn
+from libp2p.crypto.ed25519 import Ed25519PrivateKey
+from libp2p.crypto.keys import KeyPair
+from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
+from libp2p.custom_types import TProtocol
+from libp2p.host.basic_host import BasicHost
+from libp2p.io.abc import ReadWriteCloser
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.config import ConnectionConfig, RetryConfig
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.swarm import Swarm
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import PeerStore
+from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
+from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL
+from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.upgrader import TransportUpgrader
+from multiaddr import Multiaddr
+
+from swarm_shared.identity import Identity
+from swarm_shared.network.tcp import BufferedTcp, BufferedTcpStream
+from swarm_shared.network.yamux import YamuxConnection
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 10.0
+NEGOTIATE_SECONDS = 10.0
+MAX_PENDING_HANDSHAKES = 128
+"""Connections that have not yet proved who they are; more are refused at once."""
+
+StreamHandler = Callable[[INetStream], Awaitable[None]]
+
+
+def build_host(identity: Identity, max_connections: int) -> BasicHost:
+    """A host with the identity's key that has not been started."""
+    _quieten_libp2p()
+    private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
+    key_pair = KeyPair(private_key, private_key.get_public_key())
+    peer_id = ID.from_pubkey(key_pair.public_key)
+    peerstore = PeerStore()
+    peerstore.add_key_pair(peer_id, key_pair)
+    noise = NoiseTransport(key_pair, noise_privkey=create_x25519_key_pair().private_key)
+    upgrader = NoiseYamuxUpgrader(
+        secure_transports_by_protocol={NOISE_PROTOCOL: noise},
+        muxer_transports_by_protocol={TProtocol(YAMUX_PROTOCOL): Yamux},
+        negotiate_timeout=int(HANDSHAKE_SECONDS),
+    )
+    # No resource manager: its default limits connections to 60 a minute per peer and 1000
+    # streams in all, waits instead of refusing, and keeps counts of streams that ended.
+    swarm = NodeSwarm(
+        peer_id,
+        peerstore,
+        upgrader,
+        transports=[BufferedTcp()],
+        retry_config=RetryConfig(max_retries=0),
+        connection_config=_connection_config(max_connections),
+    )
+    host = BasicHost(swarm, disable_identify_address_discovery=True)
+    # Identify and ping: nobody asks for them, and their handlers let a remote write into the
+    # peer store. Without them the host also does not open identify streams by itself.
+    for protocol in list(host.multiselect.handlers):
+        host.multiselect.handlers.pop(protocol)
+    swarm.notifees.clear()
+    return host
+
+
+def _connection_config(max_connections: int) -> ConnectionConfig:
+    return ConnectionConfig(
+        max_connections=max_connections,
+        # Zero: never dial anybody unasked.
+        min_connections=0,
+        low_watermark=0,
+        high_watermark=max_connections,
+        # Two ends that dial each other at once keep both connections. What exceeds this is
+        # trimmed by fewest streams, so it must never reach one in use.
+        max_connections_per_peer=8,
+        dial_timeout=HANDSHAKE_SECONDS,
+        inbound_upgrade_timeout=HANDSHAKE_SECONDS,
+        outbound_upgrade_timeout=HANDSHAKE_SECONDS,
+        outbound_stream_protocol_negotiation_timeout=NEGOTIATE_SECONDS,
+        inbound_stream_protocol_negotiation_timeout=NEGOTIATE_SECONDS,
+    )
+
+
+class NoiseYamuxUpgrader(TransportUpgrader):  # type: ignore[misc]
+    """Negotiates as py-libp2p does, then runs our muxer (see `yamux`).
+
+    py-libp2p's registry of muxers cannot do it: for yamux it makes its own class always.
+    """
+
+    async def upgrade_connection(self, conn: ISecureConn, peer_id: ID) -> IMuxedConn:
+        negotiated = await super().upgrade_connection(conn, peer_id)
+        muxer = YamuxConnection(conn, peer_id, negotiated.is_initiator)
+        for name in ("negotiated_muxer_protocol", "negotiated_security_protocol"):
+            setattr(muxer, name, getattr(negotiated, name, None))
+        return muxer
+
+
+class NodeSwarm(Swarm):  # type: ignore[misc]
+    """py-libp2p's swarm with another way of taking connections in.
+
+    The original counts every connection ever accepted against its limit, also those that have
+    ended, so that a node that is up for long accepts nobody any more.
+    """
+
+    _pending_handshakes = 0
+    on_peer_lost: Callable[[ID], None] | None = None
+
+    def remove_conn(self, swarm_conn: SwarmConn) -> None:
+        """Called for each connection that ends, before its streams' handlers hear of it."""
+        peer_id = swarm_conn.muxed_conn.peer_id
+        known = peer_id in self.connections
+        super().remove_conn(swarm_conn)
+        if known and peer_id not in self.connections and self.on_peer_lost is not None:
+            self.on_peer_lost(peer_id)
+
+    async def _handle_inbound_connection(
+        self, read_write_closer: ReadWriteCloser, maddr: Multiaddr
+    ) -> None:
+        if self._pending_handshakes >= MAX_PENDING_HANDSHAKES:
+            await read_write_closer.close()
+            return
+        if isinstance(read_write_closer, TrioTCPStream):
+            read_write_closer = BufferedTcpStream(read_write_closer.stream)
+        self._pending_handshakes += 1
+        try:
+            muxer = await self.upgrade_inbound_raw_conn(
+                RawConnection(read_write_closer, False), maddr
+            )
+        except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)
+            logger.debug("a connection to %s was refused: %r", maddr, error)
+            await read_write_closer.close()
+            return
+        finally:
+            self._pending_handshakes -= 1
+        assert isinstance(muxer, YamuxConnection)
+        # Returning would close the socket.
+        await muxer.event_closed.wait()
+
+
+def _quieten_libp2p() -> None:
+    """Nothing of libp2p's reaches the terminal unless somebody sets up its logger.
+
+    Its connection module logs through the root logger, which would also install a handler on
+    it; that module gets a logger of its own. A level that somebody set is left alone.
+    """
+    libp2p_logger = logging.getLogger("libp2p")
+    if not libp2p_logger.handlers:
+        libp2p_logger.addHandler(logging.NullHandler())
+        libp2p_logger.setLevel(logging.CRITICAL)
+        libp2p_logger.propagate = False
+    swarm_connection_module.logging = logging.getLogger("libp2p.network.connection")
+    logging.getLogger("multiaddr").setLevel(logging.WARNING)

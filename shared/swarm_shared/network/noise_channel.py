@@ -1,0 +1,68 @@
+"""Noise messages in batches over a connection that py-libp2p has secured.
+
+py-libp2p's session writes one message per system call and copies what it reads four times;
+this does the same with its keys, several messages at a time. The handshake and the cipher
+stay py-libp2p's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from libp2p.abc import ISecureConn
+from libp2p.io.exceptions import IncompleteReadError
+from libp2p.security.noise.io import NoisePacketReadWriter, NoiseTransportReadWriter
+from libp2p.security.secure_session import SecureSession
+
+MAX_PLAINTEXT_BYTES = 65_535 - 16
+"""One message holds 65,535 bytes, of which the cipher's tag takes 16."""
+_LENGTH_BYTES = 2
+
+
+class NoiseChannel:
+    """Takes over the reading and writing of a secured connection for good."""
+
+    def __init__(self, secured_conn: ISecureConn) -> None:
+        assert isinstance(secured_conn, SecureSession), "the host offers no other security"
+        packets = secured_conn.conn
+        assert isinstance(packets, NoiseTransportReadWriter)
+        assert isinstance(packets.read_writer, NoisePacketReadWriter)
+        self._session = secured_conn
+        self._cipher = packets.noise_state
+        self._raw = packets.read_writer.read_write_closer
+
+    async def read(self) -> bytes:
+        """The next message's plaintext, never empty. IncompleteReadError at the end."""
+        # What came in one message with the end of the muxer's negotiation.
+        left_over: bytes = self._session._drain(None)
+        if left_over:
+            return left_over
+        while True:
+            length = int.from_bytes(await self._read_exactly(_LENGTH_BYTES), "big")
+            plaintext: bytes = self._cipher.decrypt(await self._read_exactly(length))
+            if plaintext:
+                return plaintext
+
+    async def write(self, messages: Sequence[bytes]) -> None:
+        """Sends each as one message; each has at most MAX_PLAINTEXT_BYTES."""
+        pieces: list[bytes] = []
+        for message in messages:
+            encrypted = self._cipher.encrypt(message)
+            pieces += (len(encrypted).to_bytes(_LENGTH_BYTES, "big"), encrypted)
+        await self._raw.write(b"".join(pieces))
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _read_exactly(self, size: int) -> bytes:
+        """A relayed connection may return less than was asked for; TCP does so at its end."""
+        data: bytes = await self._raw.read(size)
+        if len(data) == size:
+            return data
+        collected = bytearray(data)
+        while len(collected) < size:
+            data = await self._raw.read(size - len(collected))
+            if not data:
+                raise IncompleteReadError("the connection ended")
+            collected += data
+        return bytes(collected)

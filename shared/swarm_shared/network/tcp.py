@@ -1,0 +1,119 @@
+"""TCP for py-libp2p's host: its transport with buffered, bounded reads.
+
+py-libp2p reads a Noise message with two system calls and more for each segment that arrives,
+gives up on one that arrives in more than a hundred pieces, and passes lengths from an
+unauthenticated remote straight to `recv`, which takes that much memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Iterable
+
+import trio
+from libp2p.abc import IRawConnection
+from libp2p.io.exceptions import ConnectionClosedError
+from libp2p.io.trio import TrioTCPStream
+from libp2p.network.connection.raw_connection import RawConnection
+from libp2p.transport.tcp.tcp import TCP
+from multiaddr import Multiaddr
+
+from swarm_shared.errors import NetworkError
+
+# The longest thing read in one piece is a Noise message with its length.
+_MAX_READ_BYTES = 2 + 65_535
+# A message is read straight to its place behind those already there; four of them at a time
+# make system calls and task switches cheap.
+_BUFFER_BYTES = 4 * _MAX_READ_BYTES
+
+
+class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
+    """Reads exactly as many bytes as asked for, or fewer at the end of the stream."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        super().__init__(stream)
+        # Made at the first read after the handshake's small ones would do as well; strangers
+        # hold MAX_PENDING_HANDSHAKES of these at most.
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._start = 0
+        self._end = 0
+
+    async def read(self, n: int | None = None) -> bytes:
+        if n is None:
+            n = max(1, self._end - self._start)
+        if n > _MAX_READ_BYTES:
+            raise ConnectionClosedError(f"the remote announces a message of {n} bytes")
+        while self._end - self._start < n:
+            if not await self._fill(n):
+                n = self._end - self._start
+        taken = bytes(self._view[self._start : self._start + n])
+        self._start += n
+        return taken
+
+    async def _fill(self, wanted: int) -> int:
+        """Receives what there is behind what is left. 0 at the end of the stream."""
+        if self._start == self._end:
+            self._start = self._end = 0
+        elif self._start + wanted > _BUFFER_BYTES:
+            left = bytes(self._view[self._start : self._end])
+            self._start, self._end = 0, len(left)
+            self._view[: len(left)] = left
+        try:
+            received: int = await self.stream.socket.recv_into(self._view[self._end :])
+        except trio.ClosedResourceError:
+            return 0
+        except OSError as error:
+            raise ConnectionClosedError(f"the connection is lost: {error}") from error
+        self._end += received
+        return received
+
+
+class BufferedTcp(TCP):  # type: ignore[misc]
+    """py-libp2p's TCP transport whose connections read through a buffer."""
+
+    async def _dial_resolved(
+        self, maddr: Multiaddr, source: tuple[str, int] | None = None
+    ) -> IRawConnection:
+        raw = await super()._dial_resolved(maddr, source)
+        assert isinstance(raw, RawConnection)
+        assert isinstance(raw.stream, TrioTCPStream)
+        raw.stream = BufferedTcpStream(raw.stream.stream)
+        return raw
+
+
+def check_ports_are_free(addresses: Iterable[Multiaddr]) -> None:
+    """NetworkError when another program listens on one of these ports.
+
+    py-libp2p listens with SO_REUSEPORT (hole punching needs it), so that a second program
+    would share the port silently and get every other connection.
+    """
+    for address in addresses:
+        protocols = {protocol.name for protocol in address.protocols()}
+        family = socket.AF_INET6 if "ip6" in protocols else socket.AF_INET
+        host = address.value_for_protocol("ip6" if "ip6" in protocols else "ip4")
+        port = int(address.value_for_protocol("tcp"))
+        if port == 0:
+            continue
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            if hasattr(socket, "SO_REUSEPORT"):
+                # Without it a port whose old connections linger would count as taken.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                raise NetworkError(_describe_bind_error(str(host), port, error)) from error
+
+
+def _describe_bind_error(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return (
+            f"Port {port} on {host} is in use by another program; stop that one or choose "
+            f"another port."
+        )
+    if error.errno == errno.EACCES:
+        return f"Port {port} on {host} needs more rights; choose a port above 1023."
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"This machine has no address {host}; listen on 0.0.0.0 or on one of its own."
+    return f"Port {port} on {host} cannot be listened on: {error.strerror or error}"

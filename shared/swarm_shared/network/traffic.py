@@ -1,0 +1,44 @@
+"""Counts the bytes of frames per remote peer, protocol and direction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from swarm_shared.types import PeerId
+
+Direction = Literal["sent", "received"]
+
+OTHERS = PeerId("others")
+"""Where the counts of more peers than MAX_COUNTERS go: a remote can make any number of IDs."""
+MAX_COUNTERS = 50_000
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTraffic:
+    remote: PeerId
+    protocol: str
+    direction: Direction
+    frames: int
+    bytes: int
+
+
+class TrafficCounter:
+    """Totals since the node was opened."""
+
+    def __init__(self) -> None:
+        self._totals: dict[tuple[PeerId, str, Direction], list[int]] = {}
+
+    def counter(self, remote: PeerId, protocol: str, direction: Direction) -> list[int]:
+        """The pair [frames, bytes] of one link, to be added to in place."""
+        key = (remote, protocol, direction)
+        if key not in self._totals and len(self._totals) >= MAX_COUNTERS:
+            key = (OTHERS, protocol, direction)
+        return self._totals.setdefault(key, [0, 0])
+
+    def totals(self) -> list[LinkTraffic]:
+        return [
+            LinkTraffic(remote, protocol, direction, frames, size_bytes)
+            for (remote, protocol, direction), (frames, size_bytes) in self._totals.items()
+            if frames
+        ]

@@ -1,0 +1,253 @@
+"""Children of the daemon and the message link, with real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+import trio
+from pydantic import Field, TypeAdapter
+
+from swarm_client.child import (
+    MAX_MESSAGE_BYTES,
+    MessageFramer,
+    SyncLink,
+    TrioLink,
+    encode_frame,
+    start_child,
+)
+from swarm_shared.errors import FrameError, LinkClosed
+from swarm_shared.model_config import FrozenModel
+
+
+class Ping(FrozenModel):
+    kind: Literal["ping"] = "ping"
+    text: str
+
+
+class Pong(FrozenModel):
+    kind: Literal["pong"] = "pong"
+    number: int
+
+
+messages: TypeAdapter[Ping | Pong] = TypeAdapter(
+    Annotated[Ping | Pong, Field(discriminator="kind")]
+)
+
+# Says its process id, then echoes pings; "deaf" makes it never listen again.
+ECHO_CHILD = """
+import os, sys, time
+from typing import Annotated, Literal
+from pydantic import Field, TypeAdapter
+from swarm_client.child import become_child, inherited_link
+from swarm_shared.model_config import FrozenModel
+
+class Ping(FrozenModel):
+    kind: Literal["ping"] = "ping"
+    text: str
+
+class Pong(FrozenModel):
+    kind: Literal["pong"] = "pong"
+    number: int
+
+become_child()
+link = inherited_link(int(sys.argv[-1]), TypeAdapter(Ping))
+link.send(Pong(number=os.getpid()))
+while (message := link.receive()) is not None:
+    if message.text == "exit":
+        print("leaving as told", file=sys.stderr)
+        sys.exit(7)
+    if message.text == "deaf":
+        while True:
+            time.sleep(60)
+    link.send(message)
+"""
+
+
+@pytest.fixture
+def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "echo_child_for_test.py").write_text(ECHO_CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "echo_child_for_test"
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def with_deadline() -> None:
+        with trio.fail_after(60):
+            await test()
+
+    trio.run(with_deadline)
+
+
+def test_messages_arrive_whole_however_the_bytes_are_cut() -> None:
+    framer = MessageFramer(messages)
+    stream = encode_frame(Ping(text="ä" * 300)) + encode_frame(Pong(number=2))
+    seen = []
+    for byte in stream:
+        framer.feed(bytes([byte]))
+        while (message := framer.next_message()) is not None:
+            seen.append(message)
+    assert seen == [Ping(text="ä" * 300), Pong(number=2)]
+    framer.finish()
+
+
+def test_a_message_that_is_too_long_is_refused_before_it_is_read_or_sent() -> None:
+    framer = MessageFramer(messages)
+    framer.feed((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little"))
+    with pytest.raises(FrameError, match="at most"):
+        framer.next_message()
+    with pytest.raises(FrameError, match="longer"):
+        encode_frame(Ping(text="x" * MAX_MESSAGE_BYTES))
+
+
+def test_a_truncated_message_and_an_unknown_one_are_refused() -> None:
+    framer = MessageFramer(messages)
+    framer.feed(encode_frame(Pong(number=1))[:-1])
+    assert framer.next_message() is None
+    with pytest.raises(FrameError, match="in the middle"):
+        framer.finish()
+    framer = MessageFramer(messages)
+    framer.feed(encode_frame(Pong(number=1)).replace(b"number", b"nomber"))
+    with pytest.raises(FrameError):
+        framer.next_message()
+
+
+def test_the_blocking_side_knows_whether_a_message_is_there() -> None:
+    ours, theirs = socket.socketpair()
+    link = SyncLink(ours, messages)
+    assert not link.has_message()
+    theirs.sendall(encode_frame(Ping(text="a")) + encode_frame(Ping(text="b")))
+    assert link.has_message()
+    assert link.receive() == Ping(text="a")
+    # The second one is in the buffer already, and no longer in the socket.
+    assert link.has_message()
+    assert link.receive() == Ping(text="b")
+    assert not link.has_message()
+    theirs.close()
+    assert link.has_message()
+    assert link.receive() is None
+    with pytest.raises(LinkClosed):
+        link.send(Ping(text="x" * 1000))
+    link.close()
+
+
+def test_the_trio_side_reads_and_writes_the_same_frames() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        link = TrioLink(ours, messages)
+        await link.send(Pong(number=3))
+        other = SyncLink(theirs, messages)
+        assert other.receive() == Pong(number=3)
+        other.send(Ping(text="back"))
+        assert await link.receive() == Ping(text="back")
+        other.close()
+        assert await link.receive() is None
+        with pytest.raises(LinkClosed):
+            await link.send(Pong(number=4))
+        await link.aclose()
+
+    run(main)
+
+
+def test_a_child_talks_logs_and_reports_how_it_ended(child_module: str, tmp_path: Path) -> None:
+    log_path = tmp_path / "logs" / "child.log"
+
+    async def main() -> None:
+        async with start_child(child_module, (), incoming=messages, log_path=log_path) as child:
+            assert await child.link.receive() == Pong(number=child.pid)
+            await child.link.send(Ping(text="hello"))
+            assert await child.link.receive() == Ping(text="hello")
+            await child.link.send(Ping(text="exit"))
+            assert await child.link.receive() is None
+            assert await child.wait() == 7
+
+    run(main)
+    assert log_path.read_text() == "leaving as told\n"
+    assert log_path.stat().st_mode & 0o777 == 0o600
+
+
+def test_leaving_ends_a_child_that_listens_and_kills_one_that_does_not(
+    child_module: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        start = partial(start_child, child_module, (), incoming=messages, log_path=tmp_path / "log")
+        async with start() as polite:
+            await polite.link.receive()
+        assert polite.process.returncode == 0
+        async with start(grace_seconds=0.2) as deaf:
+            await deaf.link.receive()
+            await deaf.link.send(Ping(text="deaf"))
+        assert deaf.process.returncode == -signal.SIGKILL
+
+    run(main)
+
+
+def test_a_child_ignores_ctrl_c(child_module: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with start_child(
+            child_module, (), incoming=messages, log_path=tmp_path / "log"
+        ) as child:
+            await child.link.receive()
+            assert os.getpgid(child.pid) != os.getpgid(0)
+            os.kill(child.pid, signal.SIGINT)
+            await child.link.send(Ping(text="still here"))
+            assert await child.link.receive() == Ping(text="still here")
+
+    run(main)
+
+
+PARENT = """
+import sys, trio
+from pathlib import Path
+from pydantic import TypeAdapter
+from swarm_client.child import start_child
+from swarm_shared.model_config import FrozenModel
+
+class Ping(FrozenModel):
+    kind: str = "ping"
+    text: str
+
+class Pong(FrozenModel):
+    kind: str
+    number: int
+
+async def main():
+    async with start_child(
+        "echo_child_for_test", (), incoming=TypeAdapter(Pong), log_path=Path(sys.argv[1])
+    ) as child:
+        await child.link.receive()
+        # Deaf, it cannot notice the end of its socket.
+        await child.link.send(Ping(text="deaf"))
+        print(child.pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a stranger's end by pidfd")
+def test_a_child_dies_with_a_parent_that_is_killed(child_module: str, tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path / "log")], stdout=subprocess.PIPE
+    ) as parent:
+        try:
+            assert parent.stdout is not None
+            watch = os.pidfd_open(int(parent.stdout.readline()))
+        finally:
+            parent.kill()
+
+    async def main() -> None:
+        await trio.lowlevel.wait_readable(watch)
+
+    try:
+        run(main)
+    finally:
+        os.close(watch)

@@ -1,0 +1,310 @@
+"""The step protocol between real nodes: routing, retries with masks, refusals, receipts.
+
+Only the stage worker is replaced, by one that computes nothing and remembers what it was told.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import trio
+import trio.testing
+from swarm_client.engine.downstream import Downstream, Parcel
+from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_client.engine.holding import Holding
+from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.engine.roster import RosterView
+from swarm_client.engine.stage_server import StageServer
+from swarm_client.worker.output import Output
+from swarm_shared.credentials import MembershipCertificate, open_receipt, sign_certificate
+from swarm_shared.identity import Identity
+from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, RefusalReason, Roster, StageHello
+from swarm_shared.network import FrameLimits, Node, open_node
+
+RUN = "ab" * 32
+LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**16)
+TOKENS = 4
+INPUT = bytes(range(16))
+TARGETS = b"t" * 16
+
+
+@dataclass
+class RecordingWorker:
+    """Stands in for the child process: every output is its input reversed."""
+
+    is_last: bool
+    accumulated: list[int] = field(default_factory=list)
+    forwards: list[tuple[int, bool]] = field(default_factory=list)
+    discarded: int = 0
+    hold: trio.Event | None = None
+    entered: trio.Event = field(default_factory=trio.Event)
+
+    def __post_init__(self) -> None:
+        self.sizes = SimpleNamespace(input_bytes=16, output_bytes=16)
+        self._numbers = itertools.count(1)
+        self._wants: dict[int, tuple[int, bool]] = {}
+
+    async def forward(
+        self, step: int, microbatch: int, accumulate: bool, parts: Sequence[bytes]
+    ) -> Output:
+        self.forwards.append((microbatch, accumulate))
+        self.entered.set()
+        if self.hold is not None:
+            await self.hold.wait()
+        request = next(self._numbers)
+        payload = memoryview(bytes(parts[0])[::-1])
+        if not self.is_last:
+            self._wants[request] = (microbatch, accumulate)
+            return Output(request, payload, TOKENS, 0.01)
+        return Output(request, payload, TOKENS, 0.01, 8.0, self._add(microbatch, accumulate))
+
+    async def backward(self, handle: Output, payload: bytes) -> Output:
+        microbatch, accumulate = self._wants.pop(handle.request)
+        added = self._add(microbatch, accumulate)
+        return Output(handle.request, memoryview(bytes(payload)), TOKENS, 0.01, None, added)
+
+    def discard(self, handle: Output) -> None:
+        self.discarded += 1
+
+    def _add(self, microbatch: int, accumulate: bool) -> bool:
+        added = accumulate and microbatch not in self.accumulated
+        if added:
+            self.accumulated.append(microbatch)
+        return added
+
+
+class Peer:
+    """One volunteer's engine: a node, a stage server, and what it holds."""
+
+    def __init__(self, world: World, identity: Identity, node: Node, stage: int) -> None:
+        self.node, self.identity = node, identity
+        self.worker = RecordingWorker(is_last=stage == world.stages - 1)
+        self.membership = SimpleNamespace(
+            run=RUN, organiser=world.organiser.peer_id, certificate=world.certify(identity),
+            manifest=world.manifest,
+        )  # fmt: skip
+        book = ReceiptBook(identity, RUN, stage, lambda: 1)
+        self.holding: Holding | None = Holding(
+            stage, self.worker, 0, book, self.worker.is_last  # type: ignore[arg-type]
+        )
+        self.next_stage: Downstream | None = None
+        self.server = StageServer(
+            lambda: self.membership, lambda: self.holding, lambda: self.next_stage
+        )
+        node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
+        self.record = PeerRecord(
+            peer=identity.peer_id, stage=stage, addresses=node.addresses,
+            certificate=self.membership.certificate, microbatches_per_second=1.0,
+        )  # fmt: skip
+
+
+class World:
+    def __init__(self, nursery: trio.Nursery, stages: int = 2) -> None:
+        self.nursery, self.stages = nursery, stages
+        self.organiser = Identity.generate()
+        self.roster = RosterView()
+        self.peers: list[Peer] = []
+        self.masks: list[tuple[int, int, str]] = []
+        self.missing: tuple[int, ...] = ()
+        self.manifest = SimpleNamespace(
+            tokens_per_microbatch=TOKENS,
+            limits=SimpleNamespace(edge_credits=2, stage_queue=3),
+            training=SimpleNamespace(sequences_per_microbatch=1),
+        )
+
+    def certify(self, identity: Identity, run: str = RUN) -> str:
+        certificate = MembershipCertificate(
+            peer=identity.peer_id, run=run, generation=1, not_before=time.time() - 1,
+            expires=time.time() + 60, role="volunteer",
+        )  # fmt: skip
+        return base64.b64encode(sign_certificate(self.organiser, certificate)).decode()
+
+    @asynccontextmanager
+    async def peer(self, stage: int) -> AsyncIterator[Peer]:
+        identity = Identity.generate()
+        async with open_node(identity, ["/ip4/127.0.0.1/tcp/0"]) as node:
+            peer = Peer(self, identity, node, stage)
+            peer.next_stage = self.downstream(peer, stage + 1)
+            self.peers.append(peer)
+            self.publish()
+            yield peer
+
+    def publish(self, *without: Peer) -> None:
+        members = tuple(p.record for p in self.peers if p not in without)
+        self.roster.replace(Roster(serial=1, peers=members))
+
+    def downstream(self, sender: Peer, stage: int, certificate: str | None = None) -> Downstream:
+        async def ask(step: int, microbatch: int, suspect: str) -> tuple[int, ...]:
+            self.masks.append((step, microbatch, suspect))
+            return self.missing
+
+        async def open_stream(record: PeerRecord) -> object:
+            return await sender.node.open_stream(
+                record.peer, STAGE_PROTOCOL, LIMITS, record.addresses
+            )
+
+        hello = StageHello(run=RUN, certificate=certificate or sender.membership.certificate)
+        return Downstream(
+            stage, self.roster, lambda: hello, open_stream, ask, self.nursery  # type: ignore[arg-type]
+        )
+
+
+@asynccontextmanager
+async def world(stages: int = 2) -> AsyncIterator[World]:
+    async with trio.open_nursery() as nursery:
+        yield World(nursery, stages)
+        nursery.cancel_scope.cancel()
+
+
+def parcel(microbatch: int = 0, step: int = 1, accumulate: tuple[int, ...] = (0, 1)) -> Parcel:
+    return Parcel("train", step, microbatch, accumulate, INPUT, TARGETS)
+
+
+async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_receipts() -> None:
+    async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as trainer:
+        w.publish(trainer)
+        answer = await w.downstream(trainer, 0).send(parcel(3), lambda: True)
+    assert last.worker.accumulated == first.worker.accumulated == [3]
+    receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
+    assert [(r.peer, r.stage, r.loss_sum) for r in receipts] == [
+        (last.identity.peer_id, 1, 8.0),
+        (first.identity.peer_id, 0, None),
+    ]
+    # Stage 0 reversed the input, the last stage reversed it again: the gradient is the input.
+    assert bytes(answer.payload) == INPUT
+
+
+async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_again() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as survivor:
+        w.missing = ()  # the dead one had counted it and reported, the coordinator says
+        async with w.peer(1) as dying:
+            dying.worker.hold = trio.Event()
+            survivor.worker.hold = trio.Event()
+            sender.next_stage = w.downstream(sender, 1)
+            async with trio.open_nursery() as nursery:
+                answers: list[object] = []
+
+                async def send() -> None:
+                    assert sender.next_stage is not None
+                    answers.append(await sender.next_stage.send(parcel(5), lambda: True))
+
+                nursery.start_soon(send)
+                with trio.move_on_after(5):
+                    await trio.lowlevel.checkpoint()
+                    while not (dying.worker.forwards or survivor.worker.forwards):
+                        await trio.sleep(0.01)
+                first, other = (
+                    (dying, survivor) if dying.worker.forwards else (survivor, dying)
+                )
+                assert other.worker.hold is not None
+                other.worker.hold.set()
+                await first.node.disconnect(sender.identity.peer_id)
+    assert len(answers) == 1
+    assert w.masks == [(1, 5, first.identity.peer_id)]
+    assert first.worker.forwards == [(5, True)]
+    assert other.worker.forwards == [(5, False)]  # computed and passed on, not counted
+    assert other.worker.accumulated == []
+
+
+async def test_a_full_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as full, w.peer(1) as free:
+        assert full.holding is not None
+        full.holding.in_flight = 3
+        downstream = w.downstream(sender, 1)
+        for microbatch in range(4):
+            await downstream.send(parcel(microbatch), lambda: True)
+    assert free.worker.accumulated == [0, 1, 2, 3]
+    assert full.worker.forwards == []
+    assert full.server.refused[RefusalReason.BUSY] >= 1
+    assert w.masks == []
+
+
+async def test_a_peer_that_has_not_applied_yet_is_asked_again_until_it_has() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as slow:
+        assert slow.holding is not None
+
+        async def catch_up() -> None:
+            while slow.server.refused[RefusalReason.WRONG_STEP] < 2:
+                await trio.sleep(0.01)
+            assert slow.holding is not None
+            slow.holding.version = 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(catch_up)
+            await w.downstream(sender, 1).send(parcel(0, step=2), lambda: True)
+    assert slow.worker.accumulated == [0]
+
+
+async def test_a_microbatch_of_a_step_that_is_over_is_abandoned() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1):
+        with pytest.raises(MicrobatchAbandoned):
+            await w.downstream(sender, 1).send(parcel(), lambda: False)
+
+
+@pytest.mark.parametrize("wrong", ["another run", "another key", "garbage"])
+async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong: str) -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
+        certificate = {
+            "another run": w.certify(sender.identity, run="cd" * 32),
+            "another key": w.certify(Identity.generate()),
+            "garbage": "AAAA",
+        }[wrong]
+        downstream = w.downstream(sender, 1, certificate)
+        tries = itertools.count()
+        with pytest.raises(MicrobatchAbandoned):
+            await downstream.send(parcel(), lambda: next(tries) < 2)
+    assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
+    assert guarded.worker.forwards == []
+
+
+async def test_a_microbatch_that_is_already_held_is_not_counted_twice_and_shows_its_receipt() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        downstream = w.downstream(sender, 1)
+        first = await downstream.send(parcel(2), lambda: True)
+        again = await downstream.send(parcel(2), lambda: True)
+    assert last.worker.forwards == [(2, True), (2, False)]
+    assert last.worker.accumulated == [2]
+    assert first.header.receipts == again.header.receipts
+
+
+async def test_nothing_is_counted_while_the_step_is_closing() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        assert last.holding is not None
+        last.holding.closing = True
+        answer = await w.downstream(sender, 1).send(parcel(2), lambda: True)
+    assert last.worker.forwards == [(2, False)]
+    assert answer.header.receipts == ()
+
+
+async def test_a_payload_of_another_size_ends_the_link_and_reaches_no_worker() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        tries = itertools.count()
+        short = Parcel("train", 1, 0, (1,), INPUT[:-1], TARGETS)
+        with pytest.raises(MicrobatchAbandoned):
+            await w.downstream(sender, 1).send(short, lambda: next(tries) < 1)
+    assert last.worker.forwards == []
+
+
+async def test_credits_bound_what_one_sender_has_outstanding_at_one_receiver() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        last.worker.hold = trio.Event()
+        downstream = w.downstream(sender, 1)
+        async with trio.open_nursery() as nursery:
+            for microbatch in range(5):
+                nursery.start_soon(downstream.send, parcel(microbatch), lambda: True)
+            await last.worker.entered.wait()
+            await trio.testing.wait_all_tasks_blocked(0.2)
+            assert len(last.worker.forwards) == 2  # the credits that it granted
+            last.worker.hold.set()
+    assert sorted(last.worker.accumulated) == [0, 1, 2, 3, 4]

@@ -1,0 +1,465 @@
+"""StageRunner and StepRunner in this process: what a stage computes, without any plumbing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.loop import _device
+from swarm_client.worker.steps import StepRunner
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model import FlatLayout, build_whole
+from swarm_shared.model_config import ModelConfig
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+
+PLENTY = 2**30
+STEP = Step(1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def make_manifest(stages: int = 2, dtype: str = "float32", tied: bool = False) -> Manifest:
+    layers = 3
+    cuts = [round(layers * index / stages) for index in range(stages + 1)]
+    shards = tuple(
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        for split in ("train", "heldout")
+    )
+    return Manifest(
+        name="test",
+        organiser="organiser",
+        model=ModelConfig(
+            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=layers, heads=4,
+            key_value_heads=2, sequence_length=16, tie_embeddings=tied,
+        ),
+        stages=tuple(
+            StageRange(first_layer=low, end_layer=high)
+            for low, high in pairwise(cuts)
+        ),
+        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
+        training=TrainingConfig(
+            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, dtype=dtype, seed=5
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+    )  # fmt: skip
+
+
+def tokens_of(manifest: Manifest, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, both (B, T), made from the microbatch's number."""
+    shape = (manifest.training.sequences_per_microbatch, manifest.model.sequence_length + 1)
+    samples = np.random.default_rng(microbatch).integers(0, 64, shape, dtype=np.uint32)
+    return samples[:, :-1].copy(), samples[:, 1:].copy()
+
+
+def wire(*tensors: np.ndarray | torch.Tensor) -> memoryview:
+    """Payload bytes, writable as slots are."""
+    parts = []
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            parts.append(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            parts.append(tensor.tobytes())
+    return memoryview(bytearray(b"".join(parts)))
+
+
+def runners_of(
+    manifest: Manifest, graph_budget: int = PLENTY, kept_budget: int = PLENTY
+) -> list[StageRunner]:
+    return [
+        StageRunner(manifest, StageIndex(index), CPU, graph_budget, kept_budget)
+        for index in range(manifest.stage_count)
+    ]
+
+
+def through(
+    runners: Sequence[StageRunner], microbatch: int, accumulate: bool = True, request: int = 0
+) -> tuple[float, list[torch.Tensor | None]]:
+    """One microbatch through all stages; the loss and every stage's input gradient."""
+    manifest = runners[0].manifest
+    inputs, targets = tokens_of(manifest, microbatch)
+    number = request or microbatch + 1
+    index = MicrobatchIndex(microbatch)
+    payload: np.ndarray | torch.Tensor = inputs
+    for runner in runners[:-1]:
+        result = runner.forward(number, STEP, index, accumulate, wire(payload))
+        assert isinstance(result, ForwardResult)
+        payload = result.output
+    last = runners[-1].forward(number, STEP, index, accumulate, wire(payload, targets))
+    assert isinstance(last, BackwardResult)
+    assert last.loss_sum is not None
+    gradients = [last.input_gradient]
+    for runner in reversed(runners[:-1]):
+        assert gradients[0] is not None
+        gradients.insert(0, runner.backward(number, wire(gradients[0])).input_gradient)
+    return last.loss_sum, gradients
+
+
+def whole_gradients(manifest: Manifest, microbatches: Sequence[int]) -> dict[str, torch.Tensor]:
+    whole = build_whole(manifest)
+    for microbatch in microbatches:
+        inputs, targets = tokens_of(manifest, microbatch)
+        whole(
+            torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
+        ).backward()
+    return {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+
+def accumulated_gradients(runner: StageRunner) -> dict[str, torch.Tensor]:
+    views = runner.layout.views(runner.accumulator.flat)
+    return {entry.name: view for entry, view in zip(runner.layout.entries, views, strict=True)}
+
+
+def failure(call, *arguments) -> str:
+    with pytest.raises(RequestFailed) as caught:
+        call(*arguments)
+    return caught.value.code
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_stages_accumulate_the_gradient_of_the_whole_model(stages: int) -> None:
+    manifest = make_manifest(stages)
+    runners = runners_of(manifest)
+    for microbatch in range(3):
+        through(runners, microbatch)
+    expected = whole_gradients(manifest, range(3))
+    seen = {name: g for runner in runners for name, g in accumulated_gradients(runner).items()}
+    assert seen.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+def test_the_two_ends_of_a_tied_model_share_its_gradient_in_their_tied_parts() -> None:
+    manifest = make_manifest(3, tied=True)
+    runners = runners_of(manifest)
+    through(runners, 0)
+    table = whole_gradients(manifest, [0])["model.embed_tokens.weight"]
+    parts = [r.accumulator.flat[r.layout.own_count :] for r in (runners[0], runners[-1])]
+    assert runners[1].layout.tied_count == 0
+    torch.testing.assert_close((parts[0] + parts[1]).view_as(table), table, rtol=1e-4, atol=1e-5)
+
+
+def test_recomputed_graphs_give_the_gradients_of_kept_ones() -> None:
+    manifest = make_manifest(3)
+    kept, recomputed = runners_of(manifest), runners_of(manifest, graph_budget=0)
+    for microbatch in range(2):
+        through(kept, microbatch)
+        through(recomputed, microbatch)
+    for one, other in zip(kept, recomputed, strict=True):
+        assert torch.equal(one.accumulator.flat, other.accumulator.flat)
+
+
+def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
+    manifest = make_manifest(2)
+    probe = runners_of(manifest)[0]
+    inputs, _ = tokens_of(manifest, 0)
+    probe.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
+    assert probe.graph_bytes is not None
+    # More than the input's activations, and far from the parameters, which do not count.
+    activation_bytes = manifest.tokens_per_microbatch * manifest.model.hidden_size * 4
+    assert probe.graph_bytes > 4 * activation_bytes
+    runner = StageRunner(manifest, StageIndex(0), CPU, 2 * probe.graph_bytes, PLENTY)
+    for microbatch in range(4):
+        inputs, _ = tokens_of(manifest, microbatch)
+        runner.forward(microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
+    kept = [flight.graph is not None for flight in runner._flights.values()]
+    assert kept == [True, True, False, False]
+    # A discarded microbatch makes room for the next graph.
+    runner.discard(1)
+    runner.forward(9, STEP, MicrobatchIndex(9), True, wire(inputs))
+    assert runner._flights[9].graph is not None
+
+
+@pytest.mark.parametrize("graph_budget", [0, PLENTY])
+def test_without_accumulate_the_input_gradient_is_the_same_and_nothing_is_added(
+    graph_budget: int,
+) -> None:
+    manifest = make_manifest(3)
+    counting = runners_of(manifest, graph_budget)
+    passing = runners_of(manifest, graph_budget)
+    loss, gradients = through(counting, 0)
+    other_loss, other_gradients = through(passing, 0, accumulate=False)
+    assert loss == other_loss
+    for one, other in zip(gradients[1:], other_gradients[1:], strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+    for runner in passing:
+        assert runner.accumulator.microbatches() == ()
+        assert not runner.accumulator.flat.any()
+
+
+def test_a_microbatch_is_added_once_however_often_it_comes() -> None:
+    manifest = make_manifest(2)
+    runners = runners_of(manifest)
+    through(runners, 0)
+    before = [runner.accumulator.flat.clone() for runner in runners]
+    through(runners, 0, request=77)
+    for runner, flat in zip(runners, before, strict=True):
+        assert torch.equal(runner.accumulator.flat, flat)
+        assert runner.accumulator.microbatches() == (0,)
+
+
+def test_an_uncommitted_microbatch_leaves_what_never_having_had_it_leaves() -> None:
+    manifest = make_manifest(3)
+    runners, without = runners_of(manifest), runners_of(manifest)
+    for microbatch in range(4):
+        through(runners, microbatch)
+    for microbatch in (1, 3):
+        through(without, microbatch)
+    for runner, other in zip(runners, without, strict=True):
+        assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(2)))
+        assert runner.accumulator.microbatches() == (1, 3)
+        torch.testing.assert_close(
+            runner.accumulator.flat, other.accumulator.flat, rtol=1e-4, atol=1e-5
+        )
+        # Again, and for one that it never had: harmless.
+        assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(40)))
+        assert runner.accumulator.microbatches() == (1, 3)
+
+
+def test_uncommit_changes_nothing_when_one_of_the_microbatches_is_not_kept_any_more() -> None:
+    manifest = make_manifest(2)
+    inputs_and_gradient = runners_of(manifest)[1].sizes.input_bytes * 2
+    runners = runners_of(manifest, kept_budget=inputs_and_gradient)
+    for microbatch in range(4):
+        through(runners, microbatch)
+    last = runners[1]
+    before = last.accumulator.flat.clone()
+    # The budget holds the newest only; the oldest went first.
+    assert not last.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(3)))
+    assert torch.equal(last.accumulator.flat, before)
+    assert last.accumulator.microbatches() == (0, 1, 2, 3)
+    assert last.uncommit(STEP, (MicrobatchIndex(3),))
+    assert not last.uncommit(Step(2), (MicrobatchIndex(0),))
+
+
+def test_uncommitting_everything_needs_nothing_kept_and_leaves_exact_zeros() -> None:
+    manifest = make_manifest(1)
+    runner = runners_of(manifest, kept_budget=0)[0]
+    through([runner], 0)
+    through([runner], 1)
+    assert runner.uncommit(STEP, (MicrobatchIndex(0), MicrobatchIndex(1)))
+    assert not runner.accumulator.flat.any()
+
+
+def test_a_gradient_that_is_not_finite_is_refused_and_a_good_one_may_follow() -> None:
+    manifest = make_manifest(2)
+    first = runners_of(manifest)[0]
+    inputs, _ = tokens_of(manifest, 0)
+    result = first.forward(1, STEP, MicrobatchIndex(0), True, wire(inputs))
+    assert isinstance(result, ForwardResult)
+    for bad_value in (float("nan"), float("inf"), float("-inf")):
+        bad = torch.ones_like(result.output)
+        bad[1, 3, 5] = bad_value
+        assert failure(first.backward, 1, wire(bad)) == "not_finite"
+    assert failure(first.backward, 1, wire(bad)[:-4]) == "bad_input"
+    assert not first.accumulator.flat.any()
+    assert first.backward(1, wire(torch.ones_like(result.output))).added
+    assert failure(first.backward, 1, wire(result.output)) == "unknown_microbatch"
+
+
+def test_a_parameter_gradient_that_overflows_never_reaches_the_accumulator() -> None:
+    manifest = make_manifest(2)
+    first = runners_of(manifest)[0]
+    through([first, runners_of(manifest)[1]], 0)
+    before = first.accumulator.flat.clone()
+    inputs, _ = tokens_of(manifest, 1)
+    result = first.forward(2, STEP, MicrobatchIndex(1), True, wire(inputs))
+    assert isinstance(result, ForwardResult)
+    # Finite itself, but its products are not.
+    huge = torch.full_like(result.output, 3e38)
+    assert failure(first.backward, 2, wire(huge)) == "not_finite"
+    assert torch.equal(first.accumulator.flat, before)
+    assert first.accumulator.microbatches() == (0,)
+
+
+def test_an_output_or_a_loss_that_is_not_finite_is_refused() -> None:
+    manifest = make_manifest(2)
+    runners = runners_of(manifest)
+    for runner in runners:
+        with torch.no_grad():
+            runner.stage.all_parameters()[0][1].fill_(float("inf"))
+    inputs, targets = tokens_of(manifest, 0)
+    assert failure(runners[0].forward, 1, STEP, 0, True, wire(inputs)) == "not_finite"
+    activation = torch.ones(2, 16, 32)
+    assert failure(runners[1].forward, 1, STEP, 0, True, wire(activation, targets)) == "not_finite"
+    assert not runners[1].accumulator.flat.any()
+    assert failure(runners[0].evaluate, wire(inputs)) == "not_finite"
+
+
+def test_sizes_token_ids_and_steps_are_checked_first() -> None:
+    manifest = make_manifest(2)
+    first, last = runners_of(manifest)
+    inputs, targets = tokens_of(manifest, 0)
+    activation = torch.ones(2, 16, 32)
+    assert failure(first.forward, 1, STEP, 0, True, wire(inputs)[:-1]) == "bad_input"
+    assert failure(first.forward, 1, STEP, 0, True, wire(inputs, targets)) == "bad_input"
+    assert failure(last.forward, 1, STEP, 0, True, wire(activation)) == "bad_input"
+    assert failure(first.forward, 1, Step(2), 0, True, wire(inputs)) == "wrong_step"
+    inputs[0, 0] = 64
+    assert failure(first.forward, 1, STEP, 0, True, wire(inputs)) == "bad_input"
+    targets[0, 0] = 2**32 - 100  # -100 as a signed number, which torch's loss would skip
+    assert failure(last.forward, 1, STEP, 0, True, wire(activation, targets)) == "bad_input"
+    targets[0, 0] = 0
+    activation[0, 0, 0] = float("nan")
+    assert failure(last.forward, 1, STEP, 0, True, wire(activation, targets)) == "not_finite"
+
+
+def test_evaluation_gives_the_loss_of_training_and_keeps_nothing() -> None:
+    manifest = make_manifest(2)
+    runners = runners_of(manifest)
+    inputs, targets = tokens_of(manifest, 0)
+    middle = runners[0].evaluate(wire(inputs))
+    assert isinstance(middle, ForwardResult)
+    loss = runners[1].evaluate(wire(middle.output, targets))
+    trained_loss, _ = through(runners, 0)
+    assert loss == pytest.approx(trained_loss, rel=1e-6)
+    assert runners[0]._flights == {}
+
+
+def test_a_bfloat16_run_sends_bfloat16_and_accumulates_float32() -> None:
+    manifest = make_manifest(2, dtype="bfloat16")
+    runners = runners_of(manifest)
+    assert runners[1].sizes.input_bytes == manifest.tokens_per_microbatch * 32 * 2
+    through(runners, 0)
+    expected = whole_gradients(manifest, [0])
+    for runner in runners:
+        assert runner.accumulator.flat.dtype == torch.float32
+        for name, gradient in accumulated_gradients(runner).items():
+            # bfloat16 has 8 bits; the cut itself loses none, as the stream is bfloat16 anyway.
+            error = (gradient - expected[name]).norm() / expected[name].norm()
+            assert error < 1e-2, name
+
+
+def closed(manifest: Manifest) -> list[tuple[StageRunner, StepRunner, torch.Tensor]]:
+    """Both stages after two microbatches, with their sums as the averaged result."""
+    runners = runners_of(manifest)
+    through(runners, 0)
+    through(runners, 1)
+    return [(r, StepRunner(r), r.accumulator.flat.clone()) for r in runners]
+
+
+def test_replicas_given_the_same_result_end_with_the_same_digest() -> None:
+    manifest = make_manifest(2)
+    tokens = 2 * manifest.tokens_per_microbatch
+    digests = []
+    for _ in range(2):
+        for runner, steps, result in closed(manifest):
+            copy = torch.empty_like(result)
+            assert steps.prepare_round(STEP, copy) == (0, 1)
+            assert torch.equal(copy, result)
+            before = steps.fingerprint().digest
+            norms = steps.norm(STEP, tokens, result)
+            assert norms.finite
+            expected = float((result.double() / tokens).square().sum())
+            assert norms.own == pytest.approx(expected, rel=1e-6)
+            assert steps.fingerprint().digest == before
+            digest = steps.apply(STEP, tokens, 0.7, 1e-3, result).digest
+            assert digest != before
+            assert runner.version == 1
+            assert runner.accumulator.microbatches() == ()
+            assert not runner.accumulator.flat.any()
+            digests.append(digest)
+    assert digests[:2] == digests[2:]
+
+
+def test_a_result_that_is_not_finite_is_reported_and_never_applied() -> None:
+    manifest = make_manifest(2)
+    runner, steps, result = closed(manifest)[0]
+    result[3] = float("nan")
+    assert not steps.norm(STEP, 64, result).finite
+    before = steps.fingerprint()
+    assert failure(steps.apply, STEP, 64, 1.0, 1e-3, result) == "not_finite"
+    assert steps.fingerprint() == before
+    assert runner.accumulator.microbatches() == (0, 1)
+    assert failure(steps.apply, Step(2), 64, 1.0, 1e-3, result) == "wrong_step"
+
+
+def test_what_was_in_flight_is_forgotten_when_the_step_is_applied() -> None:
+    manifest = make_manifest(2)
+    runner, steps, result = closed(manifest)[0]
+    inputs, _ = tokens_of(manifest, 5)
+    late = runner.forward(99, STEP, MicrobatchIndex(5), True, wire(inputs))
+    assert isinstance(late, ForwardResult)
+    steps.apply(STEP, 64, 1.0, 1e-3, result)
+    assert failure(runner.backward, 99, wire(late.output)) == "unknown_microbatch"
+    assert failure(runner.forward, 100, STEP, 6, True, wire(inputs)) == "wrong_step"
+
+
+def test_a_saved_state_goes_on_elsewhere_exactly(tmp_path) -> None:
+    manifest = make_manifest(2)
+    runner, steps, result = closed(manifest)[0]
+    steps.apply(STEP, 64, 1.0, 1e-3, result)
+    path = tmp_path / "state.safetensors"
+    assert steps.save(path, Version(1)) == path.stat().st_size
+    other = runners_of(manifest)[0]
+    other_steps = StepRunner(other)
+    assert other_steps.load(path, Version(1)) == steps.fingerprint()
+    # The optimizer's moments went along: the next step is the same too.
+    again = steps.apply(Step(2), 64, 1.0, 1e-3, result)
+    assert other_steps.apply(Step(2), 64, 1.0, 1e-3, result) == again
+    assert other_steps.adopt_fresh(Version(0)) == StepRunner(runners_of(manifest)[0]).fingerprint()
+    assert other.version == 0
+    assert runner.version == 2
+
+
+def test_states_that_cannot_be_written_or_do_not_belong_here_are_refused(tmp_path) -> None:
+    manifest = make_manifest(2)
+    first, last = (StepRunner(runner) for runner in runners_of(manifest))
+    path = tmp_path / "state.safetensors"
+    assert failure(first.save, tmp_path / "no" / "folder", Version(0)) == "storage"
+    assert failure(first.save, path, Version(3)) == "wrong_step"
+    assert failure(first.load, path, Version(0)) == "storage"
+    first.save(path, Version(0))
+    before = last.fingerprint()
+    assert failure(last.load, path, Version(0)) == "bad_input"
+    assert failure(first.load, path, Version(1)) == "bad_input"
+    path.write_bytes(path.read_bytes()[:200])
+    assert failure(first.load, path, Version(0)) == "storage"
+    assert last.fingerprint() == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_device_that_is_not_there_is_named() -> None:
+    assert failure(_device, "cuda:0") == "device"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_computes_what_the_cpu_computes() -> None:
+    manifest = make_manifest(2)
+    device = _device("cuda:0")
+    on_gpu = [StageRunner(manifest, StageIndex(i), device, PLENTY, PLENTY) for i in range(2)]
+    on_cpu = runners_of(manifest)
+    inputs, targets = tokens_of(manifest, 0)
+    index = MicrobatchIndex(0)
+    middle = on_gpu[0].forward(1, STEP, index, True, wire(inputs))
+    assert isinstance(middle, ForwardResult)
+    host = on_gpu[0].copier.to_host(middle.output).clone()
+    last = on_gpu[1].forward(1, STEP, index, True, wire(host, targets))
+    assert isinstance(last, BackwardResult)
+    assert last.input_gradient is not None
+    on_gpu[0].backward(1, wire(on_gpu[1].copier.to_host(last.input_gradient)))
+    through(on_cpu, 0)
+    for one, other in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(
+            one.accumulator.flat.cpu(), other.accumulator.flat, rtol=1e-3, atol=1e-4
+        )
+        assert one.uncommit(STEP, (index,))
+    assert FlatLayout.of(on_gpu[0].stage) == on_cpu[0].layout

@@ -1,0 +1,424 @@
+"""StageWorker handles with real worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trio
+import trio.testing
+
+from swarm_client import shared_memory
+from swarm_client.worker.client import StageWorker, open_worker
+from swarm_client.worker.errors import RequestFailed, WorkerDied
+from swarm_shared.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model import build_whole, global_norm
+from swarm_shared.model_config import ModelConfig
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+
+pytestmark = pytest.mark.integration
+
+PLENTY = 2**30
+STEP = Step(1)
+
+
+@pytest.fixture
+def namespace() -> str:
+    return f"test-{uuid.uuid4().hex[:12]}"
+
+
+def make_manifest(stages: int, stage_queue: int = 8) -> Manifest:
+    shards = tuple(
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        for split in ("train", "heldout")
+    )
+    return Manifest(
+        name="test",
+        organiser="organiser",
+        model=ModelConfig(
+            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=stages, heads=4,
+            key_value_heads=2, sequence_length=16,
+        ),
+        stages=tuple(StageRange(first_layer=i, end_layer=i + 1) for i in range(stages)),
+        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
+        training=TrainingConfig(
+            steps=10, microbatches_per_step=4, sequences_per_microbatch=2, seed=5
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        limits=LimitsConfig(stage_queue=stage_queue),
+    )  # fmt: skip
+
+
+def tokens_of(manifest: Manifest, microbatch: int) -> tuple[np.ndarray, np.ndarray]:
+    shape = (manifest.training.sequences_per_microbatch, manifest.model.sequence_length + 1)
+    samples = np.random.default_rng(microbatch).integers(0, 64, shape, dtype=np.uint32)
+    return samples[:, :-1].copy(), samples[:, 1:].copy()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def with_deadline() -> None:
+        with trio.fail_after(100):
+            await test()
+
+    trio.run(with_deadline)
+
+
+@asynccontextmanager
+async def workers_of(
+    manifest: Manifest, stages: list[int], namespace: str, folder: Path
+) -> AsyncIterator[list[StageWorker]]:
+    """One worker per entry of `stages`, started side by side."""
+    async with AsyncExitStack() as stack:
+        opened: dict[int, StageWorker] = {}
+        # Started one after another they would each wait for torch's import; each context must
+        # be entered in the task that leaves it, so the stack is filled in order all the same.
+        for position, stage in enumerate(stages):
+            opened[position] = await stack.enter_async_context(
+                open_worker(
+                    manifest,
+                    StageIndex(stage),
+                    "cpu",
+                    1,
+                    PLENTY,
+                    f"{namespace}.{position}",
+                    folder / f"worker{position}.log",
+                )  # fmt: skip
+            )
+        yield [opened[position] for position in range(len(stages))]
+
+
+async def through(workers: list[StageWorker], manifest: Manifest, microbatch: int) -> float:
+    """One microbatch through the chain, as a stage server would drive it; returns the loss."""
+    inputs, targets = tokens_of(manifest, microbatch)
+    index = MicrobatchIndex(microbatch)
+
+    async def from_stage(stage: int, payload: bytes | memoryview) -> tuple[bytes, float]:
+        worker = workers[stage]
+        if stage == len(workers) - 1:
+            parts = [payload, targets.tobytes()]
+            with await worker.forward(STEP, index, True, parts) as last:
+                assert last.added
+                assert last.loss_sum is not None
+                assert last.tokens == manifest.tokens_per_microbatch
+                return b"" if last.payload is None else bytes(last.payload), last.loss_sum
+        output = await worker.forward(STEP, index, True, [payload])
+        assert output.payload is not None
+        gradient, loss_sum = await from_stage(stage + 1, output.payload)
+        output.release()
+        with await worker.backward(output, gradient) as back:
+            assert back.added
+            assert (back.payload is None) == (stage == 0)
+            return b"" if back.payload is None else bytes(back.payload), loss_sum
+
+    return (await from_stage(0, inputs.tobytes()))[1]
+
+
+async def prepared(worker: StageWorker) -> np.ndarray:
+    await worker.prepare_round(STEP)
+    elements = worker.own_elements + worker.tied_elements
+    segment = shared_memory.attach(worker.gradients_name)
+    try:
+        return segment.array(np.float32, elements).copy()
+    finally:
+        segment.close()
+
+
+def put_result(worker: StageWorker, values: np.ndarray) -> None:
+    segment = shared_memory.attach(worker.result_name)
+    segment.array(np.float32, len(values))[:] = values
+    segment.close()
+
+
+def segments_of(namespace: str) -> list[Path]:
+    return [p for folder in shared_memory.folders() for p in folder.glob(f"{namespace}*")]
+
+
+def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Path) -> None:
+    manifest = make_manifest(3)
+    whole = build_whole(manifest)
+    losses = []
+    for microbatch in range(4):
+        tensors = (torch.from_numpy(t.astype(np.int64)) for t in tokens_of(manifest, microbatch))
+        loss = whole(*tensors)
+        loss.backward()
+        losses.append(float(loss.detach()))
+    by_name = dict(whole.named_parameters())
+    seen_losses = [0.0] * 4
+
+    async def drive(workers: list[StageWorker], microbatch: int) -> None:
+        seen_losses[microbatch] = await through(workers, manifest, microbatch)
+
+    async def main() -> None:
+        # Stage 1 has two replicas; the second one only takes part in the step's close.
+        async with workers_of(manifest, [0, 1, 2, 1], namespace, tmp_path) as workers:
+            chain = workers[:3]
+            async with trio.open_nursery() as nursery:
+                for microbatch in range(4):
+                    nursery.start_soon(drive, chain, microbatch)
+            assert seen_losses == pytest.approx(losses, rel=1e-5)
+            tokens = manifest.tokens_per_step
+            results = [await prepared(worker) for worker in chain]
+            for stage, flat in enumerate(results):
+                check_gradients(stage, flat)
+                put_result(workers[stage], flat)
+            put_result(workers[3], results[1])
+            norms = [await worker.norm(STEP, tokens) for worker in workers]
+            assert norms[1].model_copy(update={"request": 0}) == norms[3].model_copy(
+                update={"request": 0}
+            )
+            total = global_norm([norm.own_squared for norm in norms[:3]])
+            square = sum(float((p.grad.double() / tokens).square().sum()) for p in by_name.values())
+            assert total == pytest.approx(square**0.5, rel=1e-5)
+            applied = [await worker.apply(STEP, tokens, total, 1e-2) for worker in workers]
+            assert [one.version for one in applied] == [1] * 4
+            assert applied[1].digest == applied[3].digest
+            assert len({one.digest for one in applied}) == 3
+            accumulated = await workers[0].accumulated()
+            assert (accumulated.step, accumulated.microbatches) == (2, ())
+            # The replica's state, sent as a file, makes another stage-1 worker its equal.
+            path = tmp_path / "state.safetensors"
+            assert await workers[1].save_state(path, Version(1)) == path.stat().st_size
+            fresh = await workers[3].adopt_fresh(Version(0))
+            assert fresh.digest == workers[3].configured.digest
+            loaded = await workers[3].load_state(path, Version(1))
+            assert loaded.digest == applied[1].digest
+
+    def check_gradients(stage: int, flat: np.ndarray) -> None:
+        from swarm_shared.model import FlatLayout, build_stage
+
+        layout = FlatLayout.of(build_stage(manifest, stage))
+        assert len(flat) == layout.count
+        for entry in layout.entries:
+            grad = by_name[entry.name].grad
+            seen = torch.from_numpy(flat[entry.offset : entry.offset + entry.count])
+            torch.testing.assert_close(seen.view(entry.shape), grad, rtol=1e-4, atol=1e-5)
+
+    run(main)
+    assert segments_of(namespace) == []
+
+
+def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2, stage_queue=2)
+    inputs, targets = tokens_of(manifest, 0)
+
+    async def refused(call: Awaitable[object]) -> str:
+        with pytest.raises(RequestFailed) as caught:
+            await call
+        return caught.value.code
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            index = MicrobatchIndex(0)
+            # More refusals than slots: each must give its slot back.
+            for _ in range(5):
+                wrong = worker.forward(STEP, index, True, [inputs.tobytes(), targets.tobytes()])
+                assert await refused(wrong) == "bad_input"
+                too_long = worker.forward(STEP, index, True, [bytes(10**6)])
+                assert await refused(too_long) == "bad_input"
+                late = worker.forward(Step(4), index, True, [inputs.tobytes()])
+                assert await refused(late) == "wrong_step"
+            output = await worker.forward(STEP, index, True, [inputs.tobytes()])
+            bad = np.full(worker.sizes.output_bytes // 4, np.nan, np.float32)
+            for _ in range(5):
+                assert await refused(worker.backward(output, bad.tobytes())) == "not_finite"
+            assert (await worker.accumulated()).microbatches == ()
+            assert not (await prepared(worker)).any()
+            with await worker.backward(output, np.ones_like(bad).tobytes()) as back:
+                assert back.added
+            assert await worker.uncommit(STEP, [index])
+            assert not await worker.uncommit(Step(9), [index])
+            await worker.reset_accumulator()
+            missing = tmp_path / "none" / "state"
+            assert await refused(worker.save_state(missing, Version(0))) == "storage"
+            assert await refused(worker.norm(Step(7), 5)) == "wrong_step"
+            with await worker.evaluate([inputs.tobytes()]) as evaluated:
+                assert evaluated.payload == output.payload
+            worker.discard(output)
+            gone = worker.backward(output, np.ones_like(bad).tobytes())
+            assert await refused(gone) == "unknown_microbatch"
+
+    run(main)
+
+
+def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2, stage_queue=2)
+    inputs, _ = tokens_of(manifest, 0)
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            gradient = bytes(worker.sizes.output_bytes)
+            for attempt in range(6):
+                # Given up once before it is sent off, and then while the worker has it.
+                with trio.CancelScope() as scope:
+                    async with trio.open_nursery() as nursery:
+                        nursery.start_soon(
+                            worker.forward, STEP, MicrobatchIndex(attempt), True, [inputs.tobytes()]
+                        )
+                        await trio.testing.wait_all_tasks_blocked()
+                        scope.cancel()
+                assert scope.cancelled_caught
+            outputs = [
+                await worker.forward(STEP, MicrobatchIndex(i), True, [inputs.tobytes()])
+                for i in range(2)
+            ]
+            with trio.CancelScope() as scope:
+                scope.cancel()
+                await worker.backward(outputs[0], gradient)
+            with pytest.raises(RequestFailed, match="not in flight"):
+                await worker.backward(outputs[0], gradient)
+            with await worker.backward(outputs[1], gradient) as back:
+                assert back.added
+            assert (await worker.accumulated()).microbatches == (1,)
+
+    run(main)
+
+
+def test_a_full_worker_makes_callers_wait_and_backwards_pass_them(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2, stage_queue=1)
+    inputs, _ = tokens_of(manifest, 0)
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            gradient = bytes(worker.sizes.output_bytes)
+            held = await worker.forward(STEP, MicrobatchIndex(0), True, [inputs.tobytes()])
+            waiting_done = trio.Event()
+
+            async def wait_for_a_slot() -> None:
+                with await worker.forward(STEP, MicrobatchIndex(1), True, [inputs.tobytes()]):
+                    waiting_done.set()
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(wait_for_a_slot)
+                # The slot of the output is not free, and yet its backward goes through.
+                with await worker.backward(held, gradient) as back:
+                    assert back.added
+                assert not waiting_done.is_set()
+                held.release()
+                await waiting_done.wait()
+
+    run(main)
+
+
+def test_killing_the_worker_fails_every_caller_and_clears_its_memory(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(2, stage_queue=2)
+    inputs, _ = tokens_of(manifest, 0)
+    deaths: list[str] = []
+
+    async def main() -> None:
+        async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
+            assert len(segments_of(namespace)) == 3
+            payload = [inputs.tobytes()]
+
+            async def call(method: Callable[..., Awaitable[object]], *arguments: object) -> None:
+                with pytest.raises(WorkerDied) as caught:
+                    await method(*arguments)
+                deaths.append(str(caught.value))
+
+            held = [await worker.forward(STEP, MicrobatchIndex(i), True, payload) for i in range(2)]
+            os.kill(worker.pid, signal.SIGSTOP)  # so that all of these are unanswered
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(call, worker.forward, STEP, MicrobatchIndex(5), True, payload)
+                nursery.start_soon(call, worker.backward, held[0], bytes(worker.sizes.output_bytes))
+                nursery.start_soon(call, worker.accumulated)
+                await trio.testing.wait_all_tasks_blocked()
+                assert deaths == []
+                os.kill(worker.pid, signal.SIGKILL)
+            assert len(deaths) == 3
+            assert "exit status -9" in str(await worker.wait_died())
+            await call(worker.accumulated)
+            await call(worker.forward, STEP, MicrobatchIndex(6), True, payload)
+            held[1].release()
+
+    run(main)
+    assert len(deaths) == 5
+    assert segments_of(namespace) == []
+
+
+def test_an_error_in_the_callers_block_comes_out_as_it_is(namespace: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(KeyError, match="the block's own"):
+            async with workers_of(make_manifest(1), [0], namespace, tmp_path):
+                raise KeyError("the block's own")
+
+    run(main)
+    assert segments_of(namespace) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_worker_whose_device_is_missing_says_so(namespace: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        with pytest.raises(RequestFailed, match="cuda:0 is not there") as caught:
+            async with open_worker(
+                make_manifest(1), StageIndex(0), "cuda:0", 1, PLENTY, namespace, tmp_path / "log"
+            ):
+                pass
+        assert caught.value.code == "device"
+
+    run(main)
+    assert segments_of(namespace) == []
+
+
+PARENT = """
+import sys, trio
+from pathlib import Path
+from swarm_client.worker.client import open_worker
+from swarm_shared.manifest import Manifest
+
+async def main():
+    manifest = Manifest.model_validate_json(sys.argv[1])
+    async with open_worker(manifest, 0, "cpu", 1, 0, sys.argv[2], Path(sys.argv[3])) as worker:
+        assert "torch" not in sys.modules
+        print(worker.pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="waits for a stranger's end by pidfd")
+def test_a_worker_whose_daemon_is_killed_ends_and_takes_its_memory_with_it(
+    namespace: str, tmp_path: Path
+) -> None:
+    manifest = make_manifest(1).model_dump_json()
+    command = [sys.executable, "-c", PARENT, manifest, namespace, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as parent:
+        try:
+            assert parent.stdout is not None
+            watch = os.pidfd_open(int(parent.stdout.readline()))
+            assert len(segments_of(namespace)) == 3
+        finally:
+            parent.kill()
+
+    async def main() -> None:
+        await trio.lowlevel.wait_readable(watch)
+
+    try:
+        run(main)
+    finally:
+        os.close(watch)
+    assert segments_of(namespace) == []

@@ -1,0 +1,178 @@
+"""The exported folder, as `transformers` reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from swarm_coordinator.export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
+from swarm_shared.errors import StorageError
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model.gradients import FlatLayout
+from swarm_shared.model.initialise import build_stage, build_whole
+from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.model.state import open_state, save_state, state_to_tensors
+from swarm_shared.model_config import ModelConfig
+
+TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
+
+
+def manifest(tied: bool, tokenizer: str = "bytes", key_value_heads: int = 2) -> Manifest:
+    return Manifest(
+        name="test",
+        organiser="nobody",
+        model=ModelConfig(
+            vocabulary_size=300, hidden_size=64, intermediate_size=96, layers=3, heads=4,
+            key_value_heads=key_value_heads, sequence_length=32, tie_embeddings=tied,
+            rope_theta=5000.0, norm_epsilon=3e-5,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=2), StageRange(first_layer=2, end_layer=3)),
+        data=DataConfig(
+            token_bytes=2, tokenizer=tokenizer, unigram_entropy_nats=3.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", tokens=9, sha256="0" * 64),
+                ShardInfo(name="b.tokens", split="heldout", tokens=9, sha256="0" * 64),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=5, microbatches_per_step=1, sequences_per_microbatch=1, seed=4
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.05, warmup_steps=0),
+    )  # fmt: skip
+
+
+def save_stages(described: Manifest, folder):
+    """One trained step, so that norms and all other values are no longer the initial ones."""
+    paths = []
+    for index in range(described.stage_count):
+        stage = build_stage(described, index)
+        optimizer, layout = make_optimizer(stage, described.optimizer), FlatLayout.of(stage)
+        flat = torch.randn(layout.count, generator=torch.Generator().manual_seed(index))
+        tied = torch.randn(layout.tied_count, generator=torch.Generator().manual_seed(77))
+        flat[layout.own_count :] = tied
+        apply_step(stage, optimizer, layout, flat, 0.05, 1.0)
+        paths.append(folder / f"stage-{index}.safetensors")
+        save_state(paths[-1], state_to_tensors(stage, optimizer), {"stage": str(index)})
+    return paths
+
+
+@pytest.mark.parametrize(("tied", "key_value_heads"), [(False, 2), (True, 2), (False, 4)])
+def test_transformers_computes_our_logits_and_gradients(tmp_path, tied, key_value_heads):
+    described = manifest(tied, key_value_heads=key_value_heads)
+    paths = save_stages(described, tmp_path)
+    export_huggingface(described, paths, None, tmp_path / "out")
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert theirs.dtype == torch.float32
+    ours = build_whole(described)
+    merged = merge_stages(described.model, paths)
+    ours.load_state_dict(merged)
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 300, (2, 33), generator=generator)
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    logits = theirs(inputs).logits
+    assert (ours(inputs) - logits).abs().max() <= 1e-5
+    assert logits.std() > 0.1
+    torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ).backward()
+    ours(inputs, targets).backward()
+    expected = dict(theirs.named_parameters())
+    assert set(expected) == {name for name, _ in ours.all_parameters()}
+    for name, parameter in ours.all_parameters():
+        torch.testing.assert_close(
+            parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-4, msg=name
+        )
+
+
+def test_the_export_holds_no_optimizer_state_and_a_readable_mode(tmp_path):
+    described = manifest(tied=True)
+    export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    stored = open_state(tmp_path / "out" / "model.safetensors")
+    assert not any(name.startswith("optimizer.") for name in stored.tensors)
+    assert "lm_head.weight" not in stored.tensors
+    assert stored.metadata == {"format": "pt"}
+    assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044 == 0o044
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 300
+
+
+def test_the_bytes_tokenizer_gives_the_bytes_and_the_text_back(tmp_path):
+    described = manifest(tied=False)
+    export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == list(TEXT.encode()) == BytesTokenizer().encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == 0
+
+
+def test_every_byte_has_its_value_as_id():
+    vocabulary = bytes_tokenizer().get_vocab()
+    assert sorted(vocabulary.values()) == list(range(256))
+    every_character = "".join(chr(code) for code in range(1, 0x250))
+    tokenizer = Tokenizer.from_str(bytes_tokenizer().to_str())
+    assert tokenizer.encode(every_character).ids == list(every_character.encode())
+
+
+def test_the_bpe_tokenizer_is_copied_and_gives_the_same_ids(tmp_path):
+    described = manifest(tied=False, tokenizer="bpe")
+    trained = train_bpe([TEXT * 3, "return f(x) + f(y)\n" * 5], 280)
+    trained.save(tmp_path / "tokenizer.json")
+    paths = save_stages(described, tmp_path)
+    export_huggingface(described, paths, tmp_path / "tokenizer.json", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = tokenizer(TEXT)["input_ids"]
+    assert ids == trained.encode(TEXT).tolist()
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == 0
+
+
+def test_a_bpe_run_without_its_tokenizer_is_refused_before_anything_is_written(tmp_path):
+    described = manifest(tied=False, tokenizer="bpe")
+    with pytest.raises(StorageError, match=r"tokenizer\.json was not given"):
+        export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_stage_is_refused(tmp_path):
+    described = manifest(tied=False)
+    paths = save_stages(described, tmp_path)
+    with pytest.raises(StorageError, match="do not make up this model"):
+        export_huggingface(described, paths[:1], None, tmp_path / "out")
+
+
+def test_a_stage_of_another_model_is_refused(tmp_path):
+    described = manifest(tied=False)
+    paths = save_stages(described, tmp_path)
+    other = manifest(tied=False, key_value_heads=4)
+    with pytest.raises(StorageError, match=r"k_proj\.weight is stored as"):
+        export_huggingface(other, paths, None, tmp_path / "out")
+
+
+@pytest.mark.parametrize("wrong", [1.0, float("nan")])
+def test_tied_halves_of_different_checkpoints_are_refused(tmp_path, wrong):
+    described = manifest(tied=True)
+    paths = save_stages(described, tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in open_state(paths[1]).tensors.items()}
+    tensors["model.embed_tokens.weight"] += wrong
+    save_state(paths[1], tensors, {})
+    with pytest.raises(StorageError, match="differs from the copy"):
+        export_huggingface(described, paths, None, tmp_path / "out")

@@ -1,0 +1,150 @@
+"""The reference against a loop written with torch's own tools only."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from swarm_coordinator.reference import StepRecord, evaluate, train_reference
+from swarm_shared.errors import DataError
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model.initialise import build_whole
+from swarm_shared.model.optimizer import fingerprint
+from swarm_shared.model_config import ModelConfig
+
+STEPS = 6
+
+
+def manifest(tied: bool = False) -> Manifest:
+    return Manifest(
+        name="test",
+        organiser="nobody",
+        model=ModelConfig(
+            vocabulary_size=50, hidden_size=32, intermediate_size=48, layers=2, heads=2,
+            key_value_heads=1, sequence_length=16, tie_embeddings=tied,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=2),),
+        data=DataConfig(
+            token_bytes=2, tokenizer="bytes", unigram_entropy_nats=3.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", tokens=9, sha256="0" * 64),
+                ShardInfo(name="b.tokens", split="heldout", tokens=9, sha256="0" * 64),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=0.02, warmup_steps=2, clip_norm=0.5, weight_decay=0.1
+        ),
+    )  # fmt: skip
+
+
+def samples(step: int):
+    """Sequences that count upwards: easy to learn, different in every step."""
+    random = np.random.default_rng(step)
+    batches = []
+    for _ in range(3):
+        tokens = (random.integers(0, 50, (4, 1)) + np.arange(17)) % 50
+        batches.append((tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int64)))
+    return batches
+
+
+def run(described: Manifest, steps: int = STEPS, threads: int | None = 1):
+    records: list[StepRecord] = []
+    stage = train_reference(described, samples, steps, records.append, threads=threads)
+    return stage, records
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied):
+    described = manifest(tied)
+    stage, records = run(described)
+    plain = build_whole(described)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in plain.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=0.0,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        foreach=True,
+    )
+    for step in range(1, STEPS + 1):
+        # One large batch, the mean taken by torch: another route to the same numbers.
+        inputs, targets = (
+            torch.from_numpy(np.concatenate(part)).long()
+            for part in zip(*samples(step), strict=True)
+        )
+        logits = plain(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        assert norm > 0.5, "the test must clip"
+        warm = 0.02 * step / 2
+        cosine = 0.002 + 0.018 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 10))
+        for group in optimizer.param_groups:
+            group["lr"] = warm if step <= 2 else cosine
+        optimizer.step()
+        record = records[step - 1]
+        assert record.step == step
+        assert record.tokens == 3 * 4 * 16
+        assert record.loss == pytest.approx(loss.item(), rel=1e-4)
+    difference = sum(
+        (a - b).square().sum().item()
+        for a, b in zip(stage.parameters(), plain.parameters(), strict=True)
+    )
+    size = sum(parameter.square().sum().item() for parameter in plain.parameters())
+    # Adam magnifies rounding where gradients are tiny, so elements may differ by more.
+    assert math.sqrt(difference / size) < 1e-3
+
+
+def test_the_loss_falls_and_the_held_out_loss_with_it():
+    described = manifest()
+    before = evaluate(build_whole(described), samples(1000))
+    stage, records = run(described, steps=12)
+    assert records[0].loss == pytest.approx(math.log(50), rel=0.05)
+    assert records[-1].loss < 0.8 * records[0].loss
+    assert evaluate(stage, samples(1000)) < 0.8 * before
+
+
+def test_a_run_is_repeatable_to_the_bit_and_fewer_steps_are_a_prefix():
+    first, first_records = run(manifest())
+    second, second_records = run(manifest())
+    assert fingerprint(first) == fingerprint(second)
+    assert [r.loss for r in first_records] == [r.loss for r in second_records]
+    _, fewer = run(manifest(), steps=3)
+    assert [r.loss for r in fewer] == [r.loss for r in first_records[:3]]
+
+
+def test_the_number_of_threads_is_restored():
+    before = torch.get_num_threads()
+    run(manifest(), steps=1, threads=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_evaluation_leaves_no_gradients_and_is_a_mean_per_token():
+    stage = build_whole(manifest())
+    both = evaluate(stage, samples(1))
+    parts = [evaluate(stage, [batch]) for batch in samples(1)]
+    assert both == pytest.approx(sum(parts) / 3, rel=1e-6)
+    assert all(parameter.grad is None for parameter in stage.parameters())
+
+
+def test_nothing_to_train_or_evaluate_on_is_said_so():
+    with pytest.raises(DataError, match="nothing to evaluate"):
+        evaluate(build_whole(manifest()), [])
+    with pytest.raises(DataError, match="without microbatches"):
+        train_reference(manifest(), lambda step: [], 1, lambda record: None)

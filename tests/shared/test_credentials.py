@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from swarm_shared.credentials import (
+    CLOCK_SKEW_SECONDS,
+    MEMBERSHIP_DOMAIN,
+    RECEIPT_DOMAIN,
+    CarrierBinding,
+    MembershipCertificate,
+    Receipt,
+    check_certificate,
+    open_carrier_binding,
+    open_receipt,
+    sign_carrier_binding,
+    sign_certificate,
+    sign_receipt,
+)
+from swarm_shared.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.identity import Identity
+from swarm_shared.signing import sign_message
+from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+
+ORGANISER = Identity.from_seed(b"o" * 32)
+PEER = Identity.from_seed(b"p" * 32)
+STRANGER = Identity.from_seed(b"x" * 32)
+RUN = RunId("ab" * 32)
+NOW = 1_900_000_000.0
+
+CERTIFICATE = MembershipCertificate(
+    peer=PEER.peer_id,
+    run=RUN,
+    generation=Generation(3),
+    not_before=NOW - 10,
+    expires=NOW + 3600,
+    role="volunteer",
+)
+RECEIPT = Receipt(
+    run=RUN,
+    generation=Generation(3),
+    step=Step(7),
+    microbatch=MicrobatchIndex(2),
+    stage=StageIndex(1),
+    peer=PEER.peer_id,
+    samples=4,
+    tokens=1024,
+    loss_sum=2345.6789012345678,
+)
+BINDING = CarrierBinding(
+    peer=PEER.peer_id,
+    carrier_peer_id="QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N",
+    expires=NOW + 60,
+)
+
+
+def check(envelope: bytes, now: float = NOW, remote: Identity = PEER) -> MembershipCertificate:
+    return check_certificate(envelope, RUN, ORGANISER.peer_id, now, remote.peer_id)
+
+
+def test_a_certificate_lets_its_peer_in() -> None:
+    assert check(sign_certificate(ORGANISER, CERTIFICATE)) == CERTIFICATE
+
+
+def test_a_certificate_shown_by_another_peer_is_refused() -> None:
+    with pytest.raises(AdmissionError, match=f"{STRANGER.peer_id} shows the certificate of"):
+        check(sign_certificate(ORGANISER, CERTIFICATE), remote=STRANGER)
+
+
+def test_a_certificate_that_the_peer_signed_itself_is_refused() -> None:
+    with pytest.raises(AdmissionError, match="no certificate of this run"):
+        check(sign_certificate(PEER, CERTIFICATE))
+
+
+def test_a_certificate_of_another_run_is_refused() -> None:
+    other = CERTIFICATE.model_copy(update={"run": RunId("cd" * 32)})
+    with pytest.raises(AdmissionError, match="a member of run cdcdcdcdcdcd"):
+        check(sign_certificate(ORGANISER, other))
+
+
+@pytest.mark.parametrize(
+    ("now", "reason"),
+    [
+        (CERTIFICATE.expires + CLOCK_SKEW_SECONDS + 1, "expired 121 s ago"),
+        (CERTIFICATE.not_before - CLOCK_SKEW_SECONDS - 1, "valid only in 121 s"),
+    ],
+)
+def test_a_certificate_outside_its_time_is_refused(now: float, reason: str) -> None:
+    with pytest.raises(AdmissionError, match=reason):
+        check(sign_certificate(ORGANISER, CERTIFICATE), now)
+
+
+@pytest.mark.parametrize(
+    "now",
+    [
+        CERTIFICATE.expires + CLOCK_SKEW_SECONDS - 1,
+        CERTIFICATE.not_before - CLOCK_SKEW_SECONDS + 1,
+    ],
+)
+def test_a_little_difference_between_clocks_is_tolerated(now: float) -> None:
+    assert check(sign_certificate(ORGANISER, CERTIFICATE), now) == CERTIFICATE
+
+
+def test_a_message_signed_for_another_purpose_is_no_certificate() -> None:
+    with pytest.raises(AdmissionError):
+        check(sign_message(ORGANISER, CERTIFICATE, RECEIPT_DOMAIN))
+    with pytest.raises(AdmissionError):
+        check(sign_message(ORGANISER, RECEIPT, MEMBERSHIP_DOMAIN))
+
+
+@pytest.mark.parametrize("garbage", [b"", b"garbage", bytes(10_000)])
+def test_garbage_is_refused_as_a_certificate(garbage: bytes) -> None:
+    with pytest.raises(AdmissionError):
+        check(garbage)
+
+
+def test_times_that_are_no_numbers_are_refused() -> None:
+    for value in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValidationError):
+            MembershipCertificate.model_validate(CERTIFICATE.model_dump() | {"expires": value})
+
+
+def test_a_receipt_comes_back_equal_to_the_last_bit() -> None:
+    assert open_receipt(sign_receipt(PEER, RECEIPT)) == RECEIPT
+    without_loss = RECEIPT.model_copy(update={"loss_sum": None})
+    assert open_receipt(sign_receipt(PEER, without_loss)) == without_loss
+
+
+def test_a_receipt_in_the_name_of_another_peer_is_refused() -> None:
+    forged = sign_message(STRANGER, RECEIPT, RECEIPT_DOMAIN)
+    with pytest.raises(SignatureError, match=f"{STRANGER.peer_id} signed a receipt in the name"):
+        open_receipt(forged)
+
+
+def test_a_certificate_is_no_receipt() -> None:
+    with pytest.raises(SignatureError):
+        open_receipt(sign_certificate(PEER, CERTIFICATE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 0}, {"microbatch": -1}, {"samples": -1}, {"loss_sum": float("nan")}, {"extra": 1}],
+)
+def test_an_impossible_receipt_cannot_be_made(change: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Receipt.model_validate(RECEIPT.model_dump() | change)
+
+
+def test_a_receipt_longer_than_receipts_are_is_refused() -> None:
+    long = RECEIPT.model_copy(update={"run": RunId("ab" * 5000)})
+    with pytest.raises(FrameError, match="longer"):
+        open_receipt(sign_message(PEER, long, RECEIPT_DOMAIN))
+
+
+def test_a_carrier_binding_holds_until_it_expires() -> None:
+    envelope = sign_carrier_binding(PEER, BINDING)
+    assert open_carrier_binding(envelope, PEER.peer_id, NOW) == BINDING
+    with pytest.raises(SignatureError, match="expired"):
+        open_carrier_binding(envelope, PEER.peer_id, BINDING.expires + CLOCK_SKEW_SECONDS + 1)
+    with pytest.raises(SignatureError):
+        open_carrier_binding(envelope, STRANGER.peer_id, NOW)
+
+
+def test_a_carrier_binding_names_a_peer_id() -> None:
+    with pytest.raises(ValidationError):
+        CarrierBinding(peer=PEER.peer_id, carrier_peer_id="not base58: 0OIl", expires=NOW)

@@ -1,0 +1,202 @@
+# ruff: noqa: N806 (shape suffixes)
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_shared.data.sampler import (
+    heldout_microbatch,
+    microbatch,
+    permuted,
+    training_slots,
+)
+from swarm_shared.data.shards import TokenStream
+from swarm_shared.errors import DataError, ProtocolError
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model_config import ModelConfig
+
+T = 4
+
+
+def manifest_of(
+    train: tuple[int, ...] = (41, 22), heldout: int = 25, seed: int = 5, per_step: int = 3
+) -> Manifest:
+    """Shards of these many tokens; sequences of 4 tokens, 2 to a microbatch."""
+    shards = [
+        ShardInfo(name=f"{split}-{n}.tokens", split=split, tokens=tokens, sha256="0" * 64)
+        for split, sizes in (("train", train), ("heldout", (heldout,)))
+        for n, tokens in enumerate(sizes)
+    ]
+    return Manifest(
+        name="test",
+        organiser="nobody",
+        model=ModelConfig(
+            vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
+            key_value_heads=1, sequence_length=T,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=1),),
+        data=DataConfig(
+            token_bytes=1, shards=tuple(shards), tokenizer="bytes", unigram_entropy_nats=1.0
+        ),
+        training=TrainingConfig(
+            steps=10, microbatches_per_step=per_step, sequences_per_microbatch=2, seed=seed
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=0),
+    )  # fmt: skip
+
+
+def train_stream() -> TokenStream:
+    return TokenStream((np.arange(41), np.arange(100, 122)))
+
+
+SLOTS = 10 + 5
+
+
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_the_order_of_an_epoch_is_a_permutation(count: int, seed: int, epoch: int):
+    order = permuted(np.arange(count), count, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(count))
+
+
+@given(st.integers(2**20, 2**45), st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_permutation_of_billions_needs_no_memory_and_collides_nowhere(count: int, data):
+    start = data.draw(st.integers(0, count - 1000))
+    sent = permuted(np.arange(start, start + 1000), count, 1, 0)
+    assert len(np.unique(sent)) == 1000
+    assert sent.min() >= 0
+    assert sent.max() < count
+
+
+def test_epochs_and_seeds_have_orders_of_their_own_without_pattern():
+    count = 20_000
+    orders = [permuted(np.arange(count), count, s, e) for s, e in ((1, 0), (1, 1), (2, 0))]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        # Two random orders agree in about one place.
+        assert np.count_nonzero(orders[one] == orders[other]) < 12
+        assert abs(np.corrcoef(orders[one], orders[other])[0, 1]) < 0.03
+    for order in orders:
+        assert abs(np.corrcoef(np.arange(count), order)[0, 1]) < 0.03
+        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
+
+
+def test_an_epoch_visits_every_sequence_once_then_the_next_begins_in_another_order():
+    manifest = manifest_of()
+    visited = [
+        slot
+        for step in range(1, 11)
+        for index in range(3)
+        for slot in training_slots(manifest, step, index).tolist()
+    ]
+    epochs = [visited[n * SLOTS : (n + 1) * SLOTS] for n in range(4)]
+    assert all(sorted(epoch) == list(range(SLOTS)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_targets_are_the_inputs_shifted_by_one():
+    inputs_BT, targets_BT = microbatch(train_stream(), manifest_of(), 1, 0)
+    assert inputs_BT.shape == targets_BT.shape == (2, T)
+    assert inputs_BT.dtype == targets_BT.dtype == np.int64
+    assert inputs_BT.flags.c_contiguous
+    assert targets_BT.flags.c_contiguous
+    np.testing.assert_array_equal(targets_BT, inputs_BT + 1)
+
+
+_PROGRAM = """
+import hashlib, json, sys
+import numpy as np
+from swarm_shared.data.sampler import microbatch
+from swarm_shared.data.shards import TokenStream
+from swarm_shared.manifest import Manifest
+manifest = Manifest.model_validate_json(sys.stdin.read())
+stream = TokenStream((np.arange(41), np.arange(100, 122)))
+digest = hashlib.sha256()
+for step in range(1, 6):
+    for index in range(3):
+        for array in microbatch(stream, manifest, step, index):
+            digest.update(array.tobytes())
+print(digest.hexdigest())
+"""
+
+
+def test_another_process_makes_the_same_microbatches():
+    manifest = manifest_of()
+    digest = hashlib.sha256()
+    for step in range(1, 6):
+        for index in range(3):
+            for array in microbatch(train_stream(), manifest, step, index):
+                digest.update(array.tobytes())
+    other = subprocess.run(
+        [sys.executable, "-c", _PROGRAM],
+        input=manifest.model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert other.stdout.strip() == digest.hexdigest()
+
+
+def test_the_order_is_pinned_so_that_a_new_version_continues_old_runs():
+    manifest = manifest_of()
+    visited = [training_slots(manifest, step, 1).tolist() for step in (1, 2, 3)]
+    assert visited == PINNED
+    assert permuted(np.arange(3), 10**12, 2**62, 9).tolist() == PINNED_FAR
+
+
+PINNED = [[3, 7], [2, 1], [9, 1]]
+PINNED_FAR = [390481559126, 831996050686, 382376339520]
+
+
+def test_the_seed_decides_the_order():
+    def visited(seed: int) -> list[list[int]]:
+        manifest = manifest_of(seed=seed)
+        return [training_slots(manifest, 1, index).tolist() for index in range(3)]
+
+    assert visited(1) != visited(2)
+    assert visited(1) == visited(1)
+
+
+def test_a_microbatch_depends_on_its_sample_number_only_not_on_how_steps_are_cut():
+    fine, coarse = manifest_of(per_step=1), manifest_of(per_step=6)
+    one_by_one = [training_slots(fine, step, 0).tolist() for step in range(1, 13)]
+    at_once = [training_slots(coarse, step, i).tolist() for step in (1, 2) for i in range(6)]
+    assert one_by_one == at_once
+
+
+def test_heldout_sequences_come_in_order_and_begin_again():
+    stream = TokenStream((np.arange(200, 225),))
+    firsts = [
+        heldout_microbatch(stream, manifest_of(), index)[0][:, 0].tolist() for index in range(4)
+    ]
+    assert firsts == [[200, 204], [208, 212], [216, 220], [200, 204]]
+
+
+def test_a_microbatch_that_does_not_exist_is_refused():
+    for step, index in ((0, 0), (1, 3), (1, -1), (-4, 0)):
+        with pytest.raises(ProtocolError, match="there is no microbatch"):
+            microbatch(train_stream(), manifest_of(), step, index)
+    with pytest.raises(ProtocolError, match="held-out"):
+        heldout_microbatch(TokenStream((np.arange(25),)), manifest_of(), -1)
+
+
+def test_data_without_one_whole_sequence_is_refused():
+    with pytest.raises(DataError, match="train data holds no sequence of 4 tokens"):
+        training_slots(manifest_of(train=(4, 4)), 1, 0)
+    with pytest.raises(DataError, match="heldout data holds no sequence"):
+        heldout_microbatch(TokenStream((np.arange(4),)), manifest_of(heldout=4), 0)

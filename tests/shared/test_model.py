@@ -1,0 +1,238 @@
+"""Cutting the model must not change what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from swarm_shared.errors import ProtocolError
+from swarm_shared.manifest import StageRange
+from swarm_shared.model.initialise import initialise
+from swarm_shared.model.llama import EMBEDDING_NAME, Stage, check_token_values
+from swarm_shared.model_config import ComputeDtype, ModelConfig
+
+SEED = 7
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def config(tied: bool = False) -> ModelConfig:
+    return ModelConfig(
+        vocabulary_size=61, hidden_size=32, intermediate_size=48, layers=5, heads=4,
+        key_value_heads=2, sequence_length=12, tie_embeddings=tied,
+    )  # fmt: skip
+
+
+def stages(model: ModelConfig, ends: Sequence[int], dtype: ComputeDtype = "float32"):
+    built = []
+    for index, (start, end) in enumerate(zip((0, *ends[:-1]), ends, strict=True)):
+        stage = Stage(
+            model,
+            StageRange(first_layer=start, end_layer=end),
+            is_first=index == 0,
+            is_last=index == len(ends) - 1,
+            dtype=dtype,
+        )
+        initialise(stage, SEED)
+        built.append(stage)
+    return built
+
+
+def batch(model: ModelConfig, sequences: int = 3):
+    generator = torch.Generator().manual_seed(1)
+    shape = (sequences, model.sequence_length + 1)
+    tokens = torch.randint(0, model.vocabulary_size, shape, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def run_chain(chain: Sequence[Stage], inputs, targets, recompute: bool = False):
+    """As the swarm does it: each stage has a graph of its own; the loss. Gradients accumulate."""
+    received, outputs = [inputs], []
+    for stage in chain[:-1]:
+        if not stage.is_first:
+            received[-1].requires_grad_()
+        with torch.set_grad_enabled(not recompute):
+            outputs.append(stage(received[-1]))
+        received.append(outputs[-1].detach().clone())
+    if len(chain) > 1:
+        received[-1].requires_grad_()
+    loss = chain[-1](received[-1], targets)
+    loss.backward()
+    for index in reversed(range(len(chain) - 1)):
+        gradient = received[index + 1].grad
+        output = chain[index](received[index]) if recompute else outputs[index]
+        output.backward(gradient)
+    return loss.detach()
+
+
+def gradients(chain: Sequence[Stage]) -> dict[str, torch.Tensor]:
+    """By name; the two halves of a tied table are summed, as the engine does."""
+    found: dict[str, torch.Tensor] = {}
+    for stage in chain:
+        for name, parameter in stage.all_parameters():
+            assert parameter.grad is not None
+            found[name] = found[name] + parameter.grad if name in found else parameter.grad
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5), (0, 5, 5), (1, 2, 3, 4, 5)])
+def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype):
+    model = config()
+    inputs, targets = batch(model)
+    whole, chain = stages(model, (5,), dtype), stages(model, ends, dtype)
+    for _ in range(2):  # twice, so that accumulation is part of it
+        loss_whole = run_chain(whole, inputs, targets)
+        loss_chain = run_chain(chain, inputs, targets)
+    assert torch.equal(loss_whole, loss_chain)
+    expected, seen = gradients(whole), gradients(chain)
+    assert expected.keys() == seen.keys()
+    for name in expected:
+        assert torch.equal(expected[name], seen[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5)])
+def test_a_split_tied_model_equals_the_whole_once_its_two_halves_are_summed(ends, dtype):
+    model = config(tied=True)
+    inputs, targets = batch(model)
+    whole, chain = stages(model, (5,), dtype), stages(model, ends, dtype)
+    assert torch.equal(run_chain(whole, inputs, targets), run_chain(chain, inputs, targets))
+    expected, seen = gradients(whole), gradients(chain)
+    assert expected.keys() == seen.keys()
+    for name in expected:
+        if name == EMBEDDING_NAME:  # autograd adds the two halves in another order
+            torch.testing.assert_close(seen[name], expected[name], rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(expected[name], seen[name]), name
+
+
+def test_each_half_of_a_tied_table_has_a_gradient_of_its_own():
+    model = config(tied=True)
+    chain = stages(model, (2, 5))
+    run_chain(chain, *batch(model))
+    first, last = (stage.tied_parameters()[0][1].grad for stage in chain)
+    assert first.abs().sum() > 0
+    assert last.abs().sum() > 0
+    assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputing_the_forward_pass_gives_the_gradients_of_the_kept_graph(dtype):
+    model = config()
+    kept, recomputed = stages(model, (2, 4, 5), dtype), stages(model, (2, 4, 5), dtype)
+    loss_kept = run_chain(kept, *batch(model))
+    loss_recomputed = run_chain(recomputed, *batch(model), recompute=True)
+    assert torch.equal(loss_kept, loss_recomputed)
+    expected, seen = gradients(kept), gradients(recomputed)
+    for name in expected:
+        assert torch.equal(expected[name], seen[name]), name
+
+
+def test_the_loss_is_the_sum_over_tokens_and_starts_at_the_uniform_guess():
+    model = config()
+    (whole,) = stages(model, (5,))
+    inputs, targets = batch(model)
+    with torch.no_grad():
+        logits = whole(inputs)
+        loss = whole(inputs, targets)
+    picked = torch.log_softmax(logits.double(), -1).gather(-1, targets[..., None])
+    assert loss.item() == pytest.approx(-picked.sum().item(), rel=1e-6)
+    uniform = torch.log(torch.tensor(61.0)).item()
+    assert loss.item() / targets.numel() == pytest.approx(uniform, rel=0.02)
+
+
+def test_a_position_never_sees_what_comes_after_it():
+    model = config()
+    (whole,) = stages(model, (5,))
+    inputs, _ = batch(model)
+    changed = inputs.clone()
+    changed[:, 8] = (changed[:, 8] + 1) % model.vocabulary_size
+    with torch.no_grad():
+        before, after = whole(inputs), whole(changed)
+    torch.testing.assert_close(before[:, :8], after[:, :8], rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(before[:, 8:], after[:, 8:], rtol=1e-3, atol=1e-4)
+
+
+def test_bfloat16_computes_nearly_the_float32_loss_and_sends_half_the_bytes():
+    model = config()
+    inputs, targets = batch(model)
+    wide = run_chain(stages(model, (2, 5)), inputs, targets)
+    chain = stages(model, (2, 5), "bfloat16")
+    narrow = run_chain(chain, inputs, targets)
+    assert chain[0](inputs).dtype == torch.bfloat16
+    assert narrow.dtype == torch.float32
+    assert all(p.dtype == torch.float32 for stage in chain for p in stage.parameters())
+    assert all(g.dtype == torch.float32 for g in gradients(chain).values())
+    assert narrow.item() == pytest.approx(wide.item(), rel=5e-3)
+    assert narrow.item() != wide.item()
+
+
+def test_parameters_are_own_or_tied_and_named_with_global_layer_indices():
+    first, last = stages(config(tied=True), (3, 5))
+    assert [name for name, _ in first.tied_parameters()] == [EMBEDDING_NAME]
+    assert [name for name, _ in last.tied_parameters()] == [EMBEDDING_NAME]
+    assert not any(name == EMBEDDING_NAME for name, _ in (*first.own_parameters(),))
+    names = [name for name, _ in last.own_parameters()]
+    assert "model.layers.3.self_attn.q_proj.weight" in names
+    assert "model.norm.weight" in names
+    assert "lm_head.weight" not in names
+    (whole,) = stages(config(tied=True), (5,))
+    assert whole.tied_parameters() == []
+    assert EMBEDDING_NAME in dict(whole.own_parameters())
+    assert set(whole.state_dict()) == {name for name, _ in whole.all_parameters()}
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        torch.zeros(2, 12, 31),
+        torch.zeros(2, 13, 32),
+        torch.zeros(12, 32),
+        torch.zeros(2, 0, 32),
+        torch.zeros(2, 12, 32, dtype=torch.float64),
+    ],
+)
+def test_activations_of_a_wrong_shape_or_dtype_are_refused(activations):
+    _, last = stages(config(), (3, 5))
+    with pytest.raises(ProtocolError, match="activations have shape"):
+        last(activations)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        torch.zeros(2, 13, dtype=torch.int64),
+        torch.zeros(12, dtype=torch.int64),
+        torch.zeros((), dtype=torch.int64),
+        torch.zeros(2, 12, dtype=torch.int32),
+    ],
+)
+def test_token_ids_of_a_wrong_shape_or_dtype_are_refused(tokens):
+    first, _ = stages(config(), (3, 5))
+    with pytest.raises(ProtocolError, match="token ids have shape"):
+        first(tokens)
+
+
+def test_targets_of_another_shape_than_the_inputs_are_refused():
+    (whole,) = stages(config(), (5,))
+    inputs, targets = batch(config())
+    with pytest.raises(ProtocolError, match="targets have shape"):
+        whole(inputs, targets[:, 1:])
+
+
+@pytest.mark.parametrize("bad", [-100, -1, 61, 2**40])
+def test_token_values_outside_the_vocabulary_are_refused(bad):
+    tokens = torch.zeros(2, 12, dtype=torch.int64)
+    check_token_values(tokens, 61)
+    tokens[1, 3] = bad
+    with pytest.raises(ProtocolError, match="the vocabulary holds 0 to 60"):
+        check_token_values(tokens, 61)

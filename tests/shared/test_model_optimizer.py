@@ -1,0 +1,134 @@
+"""The optimizer step and the fingerprint."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarm_shared.manifest import OptimizerConfig, StageRange
+from swarm_shared.model.gradients import FlatLayout, bind_gradients
+from swarm_shared.model.initialise import initialise
+from swarm_shared.model.llama import Stage
+from swarm_shared.model.optimizer import apply_step, fingerprint, make_optimizer
+from swarm_shared.model_config import ModelConfig
+
+MODEL = ModelConfig(
+    vocabulary_size=50, hidden_size=32, intermediate_size=40, layers=2, heads=2,
+    key_value_heads=1, sequence_length=8,
+)  # fmt: skip
+ADAMW = OptimizerConfig(learning_rate=0.01, warmup_steps=0, weight_decay=0.1)
+
+
+def stage() -> Stage:
+    built = Stage(MODEL, StageRange(first_layer=0, end_layer=2), is_first=True, is_last=True)
+    initialise(built, 1)
+    return built
+
+
+def noise(layout: FlatLayout, seed: int) -> torch.Tensor:
+    return torch.randn(layout.count, generator=torch.Generator().manual_seed(seed))
+
+
+def run_steps(model: Stage, steps: int, clip: float = 0.5):
+    optimizer, layout = make_optimizer(model, ADAMW), FlatLayout.of(model)
+    for step in range(1, steps + 1):
+        apply_step(model, optimizer, layout, noise(layout, step), 0.01 / step, clip)
+    return optimizer
+
+
+def test_a_step_equals_the_published_formula_of_adamw():
+    """Against the equations of arXiv 1711.05101 in float64, not against torch."""
+    model = stage()
+    start = {name: parameter.detach().double() for name, parameter in model.all_parameters()}
+    layout = FlatLayout.of(model)
+    run_steps(model, 3)
+    for (name, parameter), entry in zip(model.all_parameters(), layout.entries, strict=True):
+        value = start[name]
+        decay = ADAMW.weight_decay if parameter.ndim >= 2 else 0.0
+        first, second = torch.zeros_like(value), torch.zeros_like(value)
+        for step in range(1, 4):
+            flat = noise(layout, step)[entry.offset : entry.offset + entry.count]
+            gradient = 0.5 * flat.view(entry.shape).double()
+            rate = 0.01 / step
+            first = ADAMW.beta1 * first + (1 - ADAMW.beta1) * gradient
+            second = ADAMW.beta2 * second + (1 - ADAMW.beta2) * gradient**2
+            mean = first / (1 - ADAMW.beta1**step)
+            variance = second / (1 - ADAMW.beta2**step)
+            value = value - rate * decay * value
+            value = value - rate * mean / (variance.sqrt() + ADAMW.epsilon)
+        torch.testing.assert_close(
+            parameter.detach().double(), value, rtol=1e-4, atol=1e-6, msg=name
+        )
+
+
+def test_a_step_gives_the_same_bits_for_any_number_of_threads():
+    before = torch.get_num_threads()
+    digests = set()
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        model = stage()
+        run_steps(model, 4)
+        digests.add(fingerprint(model).digest)
+    torch.set_num_threads(before)
+    assert len(digests) == 1
+
+
+def test_a_step_leaves_the_bound_accumulator_alone():
+    model = stage()
+    optimizer, layout = make_optimizer(model, ADAMW), FlatLayout.of(model)
+    accumulator = layout.new_flat()
+    bind_gradients(model, layout, accumulator)
+    accumulator.fill_(3.0)
+    apply_step(model, optimizer, layout, noise(layout, 1), 0.01, 0.5)
+    assert torch.equal(accumulator, torch.full_like(accumulator, 3.0))
+    model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).backward()
+    assert not torch.equal(accumulator, torch.full_like(accumulator, 3.0))
+
+
+def test_equal_parameters_have_equal_fingerprints_and_the_norm_is_theirs():
+    first, second = fingerprint(stage()), fingerprint(stage())
+    assert first == second
+    vector = torch.cat([parameter.detach().view(-1) for parameter in stage().parameters()])
+    assert first.norm == pytest.approx(vector.double().norm().item(), rel=1e-12)
+
+
+def test_one_changed_bit_anywhere_changes_the_digest():
+    reference = fingerprint(stage()).digest
+    for index in range(len(list(stage().parameters()))):
+        model = stage()
+        with torch.no_grad():
+            parameter = list(model.parameters())[index]
+            parameter.view(-1).view(torch.int32)[-1] ^= 1
+        assert fingerprint(model).digest != reference
+
+
+def test_swapped_values_and_swapped_parameters_change_the_digest():
+    reference = fingerprint(stage()).digest
+    model = stage()
+    with torch.no_grad():
+        flat = model.model.embed_tokens.weight.view(-1)
+        flat[[3, 1204]] = flat[[1204, 3]]
+    assert fingerprint(model).digest != reference
+    model = stage()
+    with torch.no_grad():
+        layers = model.model.layers
+        a, b = layers["0"].mlp.gate_proj.weight, layers["1"].mlp.gate_proj.weight
+        a_values = a.clone()
+        a.copy_(b)
+        b.copy_(a_values)
+    assert fingerprint(model).digest != reference
+
+
+def test_swapped_windows_of_a_large_parameter_change_the_digest():
+    wide = MODEL.model_copy(update={"vocabulary_size": 20_000})
+    cut = StageRange(first_layer=0, end_layer=0)
+    model = Stage(wide, cut, is_first=True, is_last=False)
+    initialise(model, 1)
+    reference = fingerprint(model).digest
+    with torch.no_grad():
+        flat = model.model.embed_tokens.weight.view(-1)
+        window = 1 << 18
+        first = flat[:window].clone()
+        flat[:window] = flat[window : 2 * window]
+        flat[window : 2 * window] = first
+    assert fingerprint(model).digest != reference

@@ -1,0 +1,147 @@
+"""The planner against brute force."""
+
+from __future__ import annotations
+
+from itertools import combinations_with_replacement
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_shared.errors import CapacityError, ConfigurationError
+from swarm_shared.manifest import StageRange
+from swarm_shared.partition import (
+    ModelProfile,
+    PartProfile,
+    plan_stages,
+    stage_flops,
+    stage_memory_bytes,
+)
+
+parts = st.builds(
+    PartProfile,
+    flops=st.integers(0, 20),
+    parameters=st.integers(0, 20),
+    saved_activation_bytes=st.integers(0, 200),
+)
+
+
+@st.composite
+def profiles(draw) -> ModelProfile:
+    embedding, head = draw(parts), draw(parts)
+    tied = min(embedding.parameters, head.parameters) if draw(st.booleans()) else 0
+    layers = tuple(draw(st.lists(parts, min_size=1, max_size=8)))
+    return ModelProfile(embedding, layers, head, tied, draw(st.integers(0, 100)))
+
+
+def uniform(layers: int, embedding_flops: int = 0, head_flops: int = 0) -> ModelProfile:
+    layer = PartProfile(10, 100, 50)
+    return ModelProfile(
+        PartProfile(embedding_flops, 500, 1),
+        (layer,) * layers,
+        PartProfile(head_flops, 500, 20),
+        0,
+        8,
+    )
+
+
+def cuts(layers: int, stages: int):
+    """Every way of cutting, by the rule that the module states in words."""
+    for inner in combinations_with_replacement(range(layers + 1), stages - 1):
+        ends = (*inner, layers)
+        starts = (0, *inner)
+        lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+        needed = [
+            0 if layers < stages and index in (0, stages - 1) else 1 for index in range(stages)
+        ]
+        if all(length >= least for length, least in zip(lengths, needed, strict=True)):
+            yield tuple(
+                StageRange(first_layer=start, end_layer=end)
+                for start, end in zip(starts, ends, strict=True)
+            )
+
+
+def worst_cost(profile: ModelProfile, plan, flops_per_byte: float) -> float:
+    costs = []
+    for index, cut in enumerate(plan):
+        first, last = index == 0, index == len(plan) - 1
+        boundaries = (not first) + (not last)
+        transfer = 2 * profile.boundary_activation_bytes * flops_per_byte
+        costs.append(stage_flops(profile, cut, first, last) + boundaries * transfer)
+    return max(costs)
+
+
+def worst_memory(profile: ModelProfile, plan, kept: int) -> int:
+    return max(
+        stage_memory_bytes(profile, cut, index == 0, index == len(plan) - 1, kept)
+        for index, cut in enumerate(plan)
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    profile=profiles(), stages=st.integers(1, 10), kept=st.integers(0, 3),
+    flops_per_byte=st.sampled_from([0.0, 0.25, 3.0]),
+    limit=st.none() | st.integers(0, 4000),
+)  # fmt: skip
+def test_no_cut_that_fits_is_faster_or_as_fast_and_smaller(
+    profile, stages, kept, flops_per_byte, limit
+):
+    if stages > len(profile.layers) + 2:
+        with pytest.raises(ConfigurationError):
+            plan_stages(profile, stages)
+        return
+    every = list(cuts(len(profile.layers), stages))
+    fitting = [p for p in every if limit is None or worst_memory(profile, p, kept) <= limit]
+    if not fitting:
+        least = min(worst_memory(profile, plan, kept) for plan in every)
+        with pytest.raises(CapacityError, match=rf"\({least} bytes\)"):
+            plan_stages(profile, stages, limit, flops_per_byte, kept)
+        return
+    plan = plan_stages(profile, stages, limit, flops_per_byte, kept)
+    assert plan in fitting
+    best = min(
+        (worst_cost(profile, p, flops_per_byte), worst_memory(profile, p, kept)) for p in fitting
+    )
+    assert (worst_cost(profile, plan, flops_per_byte), worst_memory(profile, plan, kept)) == best
+
+
+def test_equal_layers_are_shared_equally():
+    plan = plan_stages(uniform(12), 4)
+    assert [cut.end_layer for cut in plan] == [3, 6, 9, 12]
+
+
+def test_a_heavy_head_gets_fewer_layers_beside_it():
+    plan = plan_stages(uniform(8, head_flops=30), 2)
+    assert [(cut.first_layer, cut.end_layer) for cut in plan] == [(0, 5), (5, 8)]
+
+
+def test_among_equally_fast_cuts_memory_is_balanced():
+    heavy_embedding = ModelProfile(
+        PartProfile(0, 1000, 0),
+        (PartProfile(10, 100, 0),) * 5,
+        PartProfile(0, 10, 0),
+        0,
+        0,
+    )
+    plan = plan_stages(heavy_embedding, 2)
+    assert [cut.end_layer for cut in plan] == [2, 5]
+
+
+def test_a_memory_limit_beats_speed():
+    profile = ModelProfile(
+        PartProfile(0, 1000, 0), (PartProfile(10, 100, 0),) * 6, PartProfile(0, 0, 0), 0, 0
+    )
+    assert plan_stages(profile, 2)[0].end_layer == 3
+    assert plan_stages(profile, 2, memory_limit_bytes=20 * 1200)[0].end_layer == 2
+
+
+def test_a_model_that_fits_nowhere_says_what_it_needs():
+    with pytest.raises(CapacityError, match=r"needs .*MB.* is on offer: use more stages"):
+        plan_stages(uniform(4), 2, memory_limit_bytes=1000)
+
+
+def test_a_large_model_is_planned_in_little_time():
+    plan = plan_stages(uniform(200, head_flops=25), 64)
+    assert len(plan) == 64
+    assert plan[-1].end_layer == 200

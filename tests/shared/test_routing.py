@@ -1,0 +1,94 @@
+"""Interleaved weighted round-robin gives work in proportion to rates and never starves a stage."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swarm_shared.routing import BAN_MAXIMUM_SECONDS, BAN_SECONDS, InterleavedWeightedRoundRobin
+from swarm_shared.types import PeerId
+
+A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
+
+seconds = st.floats(min_value=0.01, max_value=10.0)
+
+
+def table(**rates: float) -> InterleavedWeightedRoundRobin:
+    routing = InterleavedWeightedRoundRobin()
+    routing.update([PeerId(name) for name in rates])
+    for name, value in rates.items():
+        routing.observe(PeerId(name), value)
+    return routing
+
+
+@given(st.lists(seconds, min_size=1, max_size=6))
+def test_work_is_shared_in_proportion_to_measured_rates(times: list[float]) -> None:
+    routing = table(**{f"p{i}": t for i, t in enumerate(times)})
+    rounds = 2_000
+    counts = Counter(routing.choose(0.0, routing.peers) for _ in range(rounds))
+    total_rate = sum(1 / t for t in times)
+    for i, t in enumerate(times):
+        expected = rounds * (1 / t) / total_rate
+        # Virtual finish times of any two peers never drift apart by more than one microbatch.
+        slack = 2 + max(times) / t
+        assert abs(counts[PeerId(f"p{i}")] - expected) <= slack
+
+
+@given(st.data())
+def test_a_choice_comes_from_those_offered_and_a_single_peer_always_serves(
+    data: st.DataObject,
+) -> None:
+    routing = table(a=1.0, b=2.0, c=3.0)
+    now = 0.0
+    for _ in range(30):
+        now += data.draw(st.floats(min_value=0, max_value=5))
+        offered = data.draw(st.sets(st.sampled_from([A, B, C])))
+        if data.draw(st.booleans()):
+            routing.failed(data.draw(st.sampled_from([A, B, C])), now)
+        chosen = routing.choose(now, offered)
+        assert chosen is None or chosen in offered
+        assert routing.choose(now, {A, B, C}) is not None  # the stage never becomes empty
+        only = InterleavedWeightedRoundRobin()
+        only.update([A])
+        only.failed(A, now)
+        assert only.choose(now, {A}) == A
+
+
+def test_a_newcomer_enters_at_the_current_minimum_and_does_not_get_everything() -> None:
+    routing = table(a=1.0, b=1.0)
+    for _ in range(100):
+        routing.choose(0.0, {A, B})
+    routing.update([A, B, C])
+    counts = Counter(routing.choose(0.0, {A, B, C}) for _ in range(30))
+    assert counts == {A: 10, B: 10, C: 10}
+
+
+def test_a_failing_peer_is_passed_over_for_longer_each_time_and_forgiven_after_success() -> None:
+    routing = table(a=1.0, b=1.0)
+    routing.failed(A, 0.0)
+    assert {routing.choose(0.5 * BAN_SECONDS, {A, B}) for _ in range(4)} == {B}
+    assert A in {routing.choose(1.1 * BAN_SECONDS, {A, B}) for _ in range(9)}
+    for _ in range(20):
+        routing.failed(A, 10.0)
+    assert routing.next_ban_end(10.0) == pytest.approx(10.0 + BAN_MAXIMUM_SECONDS)
+    routing.observe(A, 1.0)
+    assert routing.next_ban_end(10.0) is None
+
+
+def test_when_only_banned_peers_have_room_the_sender_waits_for_a_good_one() -> None:
+    routing = table(a=1.0, b=1.0)
+    routing.failed(A, 0.0)
+    assert routing.choose(0.1, {A}) is None  # b is only out of credits
+    routing.failed(B, 0.0)
+    assert routing.choose(0.1, {A}) == A  # nobody is left: the stage must not become empty
+
+
+def test_peers_that_leave_are_forgotten_and_unmeasured_ones_count_with_the_mean() -> None:
+    routing = table(a=2.0, b=4.0)
+    routing.update([A, B, C])
+    assert routing.seconds_of(C) == pytest.approx(3.0)
+    routing.update([B])
+    assert routing.choose(0.0, {A}) is None
+    assert set(routing.peers) == {B}

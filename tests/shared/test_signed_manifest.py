@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from swarm_shared.errors import FrameError, SignatureError
+from swarm_shared.identity import Identity
+from swarm_shared.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model_config import preset
+from swarm_shared.signed_manifest import (
+    MAX_MANIFEST_BYTES,
+    open_manifest,
+    run_id_of,
+    sign_manifest,
+)
+
+ORGANISER = Identity.from_seed(b"o" * 32)
+STRANGER = Identity.from_seed(b"s" * 32)
+
+
+def manifest_of(shards: int = 1, sha256: str = "0" * 64, **changes: object) -> Manifest:
+    names = [("train", n) for n in range(shards)] + [("heldout", 0)]
+    values: dict[str, object] = {
+        "name": "test",
+        "organiser": ORGANISER.peer_id,
+        "model": preset("tiny").model,
+        "stages": (StageRange(first_layer=0, end_layer=4),),
+        "data": DataConfig(
+            token_bytes=1,
+            shards=tuple(
+                ShardInfo(
+                    name=f"{split}-{n:05d}.tokens",
+                    split=split,
+                    tokens=64 * 2**20,
+                    sha256=sha256,
+                    url=f"https://example.org/a/rather/long/folder/{split}-{n:05d}.tokens",
+                )
+                for split, n in names
+            ),
+            tokenizer="bytes",
+            unigram_entropy_nats=3.1415926535897931,
+        ),
+        "training": TrainingConfig(
+            steps=3, microbatches_per_step=2, sequences_per_microbatch=1, seed=2**63 - 1
+        ),
+        "optimizer": OptimizerConfig(learning_rate=0.1 + 0.2, warmup_steps=1),
+    }
+    return Manifest.model_validate(values | changes)
+
+
+def test_what_the_organiser_signed_is_what_a_volunteer_reads():
+    manifest = manifest_of()
+    assert open_manifest(sign_manifest(ORGANISER, manifest), ORGANISER.peer_id) == manifest
+
+
+def test_a_manifest_of_ten_thousand_shards_fits():
+    manifest = manifest_of(shards=10_000)
+    envelope = sign_manifest(ORGANISER, manifest)
+    assert len(envelope) <= MAX_MANIFEST_BYTES
+    assert open_manifest(envelope, ORGANISER.peer_id) == manifest
+
+
+def test_a_manifest_signed_by_somebody_else_is_refused():
+    forged = sign_manifest(STRANGER, manifest_of(organiser=STRANGER.peer_id))
+    with pytest.raises(SignatureError):
+        open_manifest(forged, ORGANISER.peer_id)
+
+
+def test_a_changed_manifest_is_refused():
+    envelope = sign_manifest(ORGANISER, manifest_of())
+    assert envelope.count(b'"steps":3') == 1
+    with pytest.raises(SignatureError):
+        open_manifest(envelope.replace(b'"steps":3', b'"steps":9'), ORGANISER.peer_id)
+
+
+def test_something_too_long_to_be_a_manifest_is_refused_unread():
+    with pytest.raises(FrameError, match="longer"):
+        open_manifest(bytes(MAX_MANIFEST_BYTES + 1), ORGANISER.peer_id)
+
+
+def test_organiser_name_model_data_and_seed_name_the_run():
+    training = manifest_of().training
+    others = [
+        manifest_of(),
+        manifest_of(organiser=STRANGER.peer_id),
+        manifest_of(name="other"),
+        manifest_of(model=preset("tiny").model.model_copy(update={"rope_theta": 5.0})),
+        manifest_of(sha256="1" * 64),
+        manifest_of(training=training.model_copy(update={"seed": 1})),
+    ]
+    ids = [run_id_of(manifest) for manifest in others]
+    assert len(set(ids)) == len(ids)
+    assert all(len(run_id) == 64 for run_id in ids)
+
+
+def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
+    one = manifest_of()
+    shards = tuple(shard.model_copy(update={"url": None}) for shard in one.data.shards)
+    other = manifest_of(
+        training=one.training.model_copy(update={"steps": 99}),
+        limits=LimitsConfig(heartbeat_seconds=2),
+        data=one.data.model_copy(update={"shards": shards}),
+    )
+    assert run_id_of(one) == run_id_of(other)

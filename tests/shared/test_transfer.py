@@ -1,0 +1,406 @@
+"""Transfers between real nodes over loopback: whole, hashed, resumable, whoever fails."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import random
+import resource
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from swarm_shared import part_file
+from swarm_shared.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.errors import NetworkError, StorageError
+from swarm_shared.identity import Identity
+from swarm_shared.messages import (
+    TRANSFER_PROTOCOL,
+    ChunkAnswer,
+    ChunkRequest,
+    TransferHello,
+    encode,
+    parse,
+    transfer_messages,
+)
+from swarm_shared.network import FramedStream, Node, open_node
+from swarm_shared.part_file import CHUNK_BYTES, PartFile
+from swarm_shared.transfer import (
+    SERVING_LIMITS,
+    Source,
+    certificate_check,
+    fetch,
+    serve_transfers,
+)
+from swarm_shared.types import Generation, PeerId, RunId
+
+ORGANISER = Identity.from_seed(b"o" * 32)
+RUN = RunId("ab" * 32)
+NOW = 1_000_000.0
+ITEM = "state/7/0"
+
+
+def content_of(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def sha(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def certificate_for(peer: PeerId, expires: float = NOW + 60) -> str:
+    certificate = MembershipCertificate(
+        peer=peer, run=RUN, generation=Generation(1), not_before=NOW - 60, expires=expires,
+        role="volunteer",
+    )  # fmt: skip
+    return base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
+
+
+@dataclass
+class Net:
+    fetcher: Node
+    stack: AsyncExitStack
+
+    async def node(self) -> tuple[Node, Source]:
+        node = await self.stack.enter_async_context(
+            open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"])
+        )
+        return node, Source(node.peer_id, node.addresses)
+
+    async def holder(self, path: Path, item: str = ITEM) -> Source:
+        node, source = await self.node()
+        serve_transfers(
+            node,
+            lambda asked, _: path if asked == item else None,
+            certificate_check(RUN, ORGANISER.peer_id, lambda: NOW),
+        )
+        return source
+
+    async def impostor(self, handler: Callable[[FramedStream], Awaitable[None]]) -> Source:
+        node, source = await self.node()
+        node.serve(TRANSFER_PROTOCOL, handler, SERVING_LIMITS)
+        return source
+
+    async def fetch(
+        self, sources: list[Source], content: bytes, destination: Path, **options: object
+    ) -> list[int]:
+        seen: list[int] = []
+        with trio.fail_after(30):
+            await fetch(
+                self.fetcher, sources, ITEM, len(content), sha(content), destination,
+                certificate_for(self.fetcher.peer_id), RUN,
+                lambda here, _: seen.append(here), **options,
+            )  # type: ignore[arg-type] # fmt: skip
+        return seen
+
+
+@asynccontextmanager
+async def network() -> AsyncIterator[Net]:
+    async with AsyncExitStack() as stack:
+        fetcher = await stack.enter_async_context(open_node(Identity.generate()))
+        yield Net(fetcher, stack)
+
+
+def run(main: Callable[[Net], Awaitable[None]]) -> None:
+    async def outer() -> None:
+        async with network() as net:
+            await main(net)
+
+    trio.run(outer)
+
+
+def liar(serve: Callable[[ChunkRequest, FramedStream], Awaitable[None]]):  # type: ignore[no-untyped-def]
+    """A handler that takes the hello and then does with each request what `serve` says."""
+
+    async def handle(stream: FramedStream) -> None:
+        hello = parse(transfer_messages, (await stream.receive()).header)
+        assert isinstance(hello, TransferHello)
+        while True:
+            request = parse(transfer_messages, (await stream.receive()).header)
+            assert isinstance(request, ChunkRequest)
+            await serve(request, stream)
+
+    return handle
+
+
+async def answer(
+    request: ChunkRequest, stream: FramedStream, whole: bytes, *, digest: str | None = None
+) -> None:
+    piece = whole[request.offset : request.offset + request.bytes]
+    await stream.send(
+        encode(
+            ChunkAnswer(
+                item=request.item, offset=request.offset, item_bytes=len(whole),
+                sha256=digest or sha(piece),
+            )
+        ),
+        piece,
+    )  # fmt: skip
+
+
+def test_a_file_arrives_whole_from_several_peers(tmp_path: Path) -> None:
+    content = content_of(5 * CHUNK_BYTES + 123)
+    (tmp_path / "source").write_bytes(content)
+
+    async def main(net: Net) -> None:
+        sources = [await net.holder(tmp_path / "source") for _ in range(3)]
+        seen = await net.fetch(sources, content, tmp_path / "deep" / "er" / "copy")
+        assert (tmp_path / "deep" / "er" / "copy").read_bytes() == content
+        assert seen[0] == 0
+        assert seen[-1] == len(content)
+        assert sorted(p.name for p in (tmp_path / "deep" / "er").iterdir()) == ["copy"]
+        received = {t.remote for t in net.fetcher.traffic() if t.direction == "received"}
+        assert received == {s.peer for s in sources}
+
+    run(main)
+
+
+def test_an_empty_file_and_one_byte_arrive(tmp_path: Path) -> None:
+    async def main(net: Net) -> None:
+        for content in (b"", b"x"):
+            (tmp_path / "source").write_bytes(content)
+            await net.fetch([await net.holder(tmp_path / "source")], content, tmp_path / "copy")
+            assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+
+
+def test_what_is_there_already_is_not_fetched_again(tmp_path: Path) -> None:
+    content = content_of(1000)
+    (tmp_path / "copy").write_bytes(content)
+
+    async def main(net: Net) -> None:
+        assert await net.fetch([], content, tmp_path / "copy") == [1000]
+
+    run(main)
+
+
+def test_without_a_size_the_holder_tells_it_up_to_a_bound(tmp_path: Path) -> None:
+    content = content_of(3000)
+    (tmp_path / "source").write_bytes(content)
+
+    async def main(net: Net) -> None:
+        source = await net.holder(tmp_path / "source")
+        certificate = certificate_for(net.fetcher.peer_id)
+        with pytest.raises(NetworkError, match="at most 2999"):
+            await fetch(
+                net.fetcher, [source], ITEM, None, sha(content), tmp_path / "copy", certificate,
+                RUN, max_bytes=2999,
+            )  # fmt: skip
+        await fetch(
+            net.fetcher, [source], ITEM, None, sha(content), tmp_path / "copy", certificate, RUN
+        )
+        assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+
+
+def test_a_source_that_dies_is_replaced_by_the_others(tmp_path: Path) -> None:
+    content = content_of(8 * CHUNK_BYTES)
+    (tmp_path / "source").write_bytes(content)
+    served = 0
+
+    async def die(request: ChunkRequest, stream: FramedStream) -> None:
+        nonlocal served
+        served += 1
+        if served == 2:
+            await stream.reset()
+        await answer(request, stream, content)
+
+    async def main(net: Net) -> None:
+        sources = [await net.impostor(liar(die)), await net.holder(tmp_path / "source")]
+        await net.fetch(sources, content, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+    assert served >= 1
+
+
+def test_a_source_that_stalls_is_dropped(tmp_path: Path) -> None:
+    content = content_of(4 * CHUNK_BYTES)
+    (tmp_path / "source").write_bytes(content)
+
+    async def stall(request: ChunkRequest, stream: FramedStream) -> None:
+        await trio.sleep_forever()
+
+    async def main(net: Net) -> None:
+        sources = [await net.impostor(liar(stall)), await net.holder(tmp_path / "source")]
+        await net.fetch(sources, content, tmp_path / "copy", stall_seconds=0.3)
+        assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+
+
+@pytest.mark.parametrize("lie", ["hash", "size", "short", "other chunk"])
+def test_a_source_whose_chunk_is_wrong_is_dropped(tmp_path: Path, lie: str) -> None:
+    content = content_of(4 * CHUNK_BYTES)
+    (tmp_path / "source").write_bytes(content)
+
+    async def deceive(request: ChunkRequest, stream: FramedStream) -> None:
+        if lie == "hash":
+            await answer(request, stream, content, digest="00" * 32)
+        elif lie == "size":
+            await answer(request, stream, content + b"more")
+        elif lie == "short":
+            await answer(request.model_copy(update={"bytes": 5}), stream, content)
+        else:
+            other = (request.offset + CHUNK_BYTES) % len(content)
+            await answer(request.model_copy(update={"offset": other}), stream, content)
+
+    async def main(net: Net) -> None:
+        sources = [await net.impostor(liar(deceive)), await net.holder(tmp_path / "source")]
+        await net.fetch(sources, content, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == content
+        with pytest.raises(NetworkError, match="cannot be fetched from anybody"):
+            await net.fetch(sources[:1], content, tmp_path / "other")
+        assert not (tmp_path / "other").exists()
+
+    run(main)
+
+
+def test_a_liar_with_matching_chunk_hashes_cannot_stop_the_download(tmp_path: Path) -> None:
+    content = content_of(6 * CHUNK_BYTES)
+    false = content_of(6 * CHUNK_BYTES, seed=2)
+    (tmp_path / "source").write_bytes(content)
+    lied = trio.Event()
+
+    async def deceive(request: ChunkRequest, stream: FramedStream) -> None:
+        await answer(request, stream, false)
+        lied.set()
+
+    async def main(net: Net) -> None:
+        impostor = await net.impostor(liar(deceive))
+        with pytest.raises(NetworkError, match="does not have the expected hash"):
+            await net.fetch([impostor], content, tmp_path / "copy")
+        assert lied.is_set()
+        sources = [impostor, await net.holder(tmp_path / "source")]
+        await net.fetch(sources, content, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == content
+
+    run(main)
+
+
+def test_a_broken_off_download_is_resumed_and_damaged_chunks_are_fetched_again(
+    tmp_path: Path,
+) -> None:
+    content = content_of(6 * CHUNK_BYTES)
+    asked: list[int] = []
+    broken = True
+
+    async def serve(request: ChunkRequest, stream: FramedStream) -> None:
+        asked.append(request.offset // CHUNK_BYTES)
+        if broken and len(asked) > 4:
+            await stream.reset()
+        await answer(request, stream, content)
+
+    async def main(net: Net) -> None:
+        nonlocal broken
+        source = await net.impostor(liar(serve))
+        with pytest.raises(NetworkError):
+            await net.fetch([source], content, tmp_path / "copy")
+        assert not (tmp_path / "copy").exists()
+        part = tmp_path / "copy.part"
+        journal = (tmp_path / "copy.part.journal").read_text().splitlines()
+        there = [int(line.split()[0]) for line in journal[1:]]
+        assert there
+        with part.open("r+b") as file:
+            file.seek(there[0] * CHUNK_BYTES + 5)
+            file.write(b"damage")
+        broken = False
+        asked.clear()
+        seen = await net.fetch([source], content, tmp_path / "copy")
+        assert (tmp_path / "copy").read_bytes() == content
+        assert seen[0] == (len(there) - 1) * CHUNK_BYTES
+        assert sorted(asked) == sorted(set(range(6)) - set(there[1:]))
+
+    run(main)
+
+
+def test_a_stranger_gets_nothing(tmp_path: Path) -> None:
+    content = content_of(100)
+    (tmp_path / "source").write_bytes(content)
+
+    async def main(net: Net) -> None:
+        source = await net.holder(tmp_path / "source")
+        other = Identity.generate().peer_id
+        for certificate, reason in (
+            (certificate_for(other), "shows the certificate of"),
+            (certificate_for(net.fetcher.peer_id, expires=NOW - 600), "expired"),
+            ("", "no certificate"),
+            ("not base64!", "base64"),
+        ):
+            with pytest.raises(NetworkError, match=reason):
+                await fetch(
+                    net.fetcher, [source], ITEM, 100, sha(content), tmp_path / "copy",
+                    certificate, RUN,
+                )  # fmt: skip
+        with pytest.raises(NetworkError, match="serves run"):
+            await fetch(
+                net.fetcher, [source], ITEM, 100, sha(content), tmp_path / "copy",
+                certificate_for(net.fetcher.peer_id), RunId("cd" * 32),
+            )  # fmt: skip
+
+    run(main)
+
+
+def test_an_item_that_is_not_there_is_refused_in_words(tmp_path: Path) -> None:
+    async def main(net: Net) -> None:
+        source = await net.holder(tmp_path / "source", item="another")
+        with pytest.raises(NetworkError, match="there is no state/7/0 here"):
+            await net.fetch([source], b"x", tmp_path / "copy")
+
+    run(main)
+
+
+def test_a_disk_without_space_is_one_sentence_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(part_file.shutil, "disk_usage", lambda _: usage._replace(free=20 * 2**20))
+
+    async def main(net: Net) -> None:
+        with pytest.raises(StorageError, match=r"MB free; free some space there"):
+            await net.fetch([], content_of(5 * 2**20), tmp_path / "copy")
+        assert list(tmp_path.iterdir()) == []
+
+    run(main)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_a_storage_error_not_a_group(tmp_path: Path) -> None:
+    content = content_of(2 * CHUNK_BYTES)
+    (tmp_path / "source").write_bytes(content)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill_the_disk(here: int, total: int) -> None:
+        # The system then refuses every write behind the first byte, as a full disk does.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+
+    async def main(net: Net) -> None:
+        sources = [await net.holder(tmp_path / "source") for _ in range(2)]
+        with pytest.raises(StorageError, match="cannot write"):
+            await fetch(
+                net.fetcher, sources, ITEM, len(content), sha(content), tmp_path / "copy",
+                certificate_for(net.fetcher.peer_id), RUN, fill_the_disk,
+            )  # fmt: skip
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        await net.fetch(sources, content, tmp_path / "copy")
+
+    try:
+        run(main)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "copy").read_bytes() == content
+
+
+def test_a_part_file_of_another_item_is_not_mixed_in(tmp_path: Path) -> None:
+    old = PartFile(tmp_path / "copy", "a", 10, sha(b"0123456789"))
+    old.open()
+    old.write(0, b"0123456789", sha(b"0123456789"))
+    old.close()
+    assert PartFile(tmp_path / "copy", "a", 10, sha(b"0123456789")).open() == {0}
+    assert PartFile(tmp_path / "copy", "b", 10, sha(b"0123456789")).open() == set()

@@ -1,0 +1,109 @@
+#!/bin/sh
+# Makes .venv and installs this checkout into it. `make setup` and everything that needs the
+# virtual environment call it; it does nothing, and needs no network, when nothing has changed.
+#
+#   sh tools/setup.sh user    what running needs
+#   sh tools/setup.sh dev     that, and what testing and checking need
+#
+# What is installed is written to .venv/swarmtrain-installed: the folder, the extras and hashes of
+# pyproject.toml and constraints.txt. Content is compared rather than file times, because a clone,
+# a copy and a moved folder all change times without changing what has to be installed.
+
+set -eu
+
+main() {
+    cd "$(dirname "$0")/.."
+    extras=${1:-user}
+    case $extras in
+    user | dev) ;;
+    *) fail "there is no set of packages called '$extras'; use user or dev" ;;
+    esac
+    note=.venv/swarmtrain-installed
+    # A developer's environment also runs everything: `make demo` must not undo `make test`.
+    if is_current "$extras" || { [ "$extras" = user ] && is_current dev; }; then
+        exit 0
+    fi
+    if ! runs .venv/bin/python; then
+        create_environment
+    fi
+    install "$extras"
+}
+
+fail() {
+    echo "setup: $*" >&2
+    exit 1
+}
+
+runs() {
+    [ -x "$1" ] && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+description() {
+    # $(pwd -P): an editable install and the scripts in .venv/bin name the folder they were made in.
+    printf 'folder %s\nextras %s\n' "$(pwd -P)" "$1"
+    cksum pyproject.toml constraints.txt
+}
+
+is_current() {
+    [ -f "$note" ] && [ -x .venv/bin/python ] && [ "$(description "$1")" = "$(cat "$note")" ]
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        command -v "$PYTHON" >/dev/null 2>&1 || fail "PYTHON=$PYTHON names no program"
+        "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+            fail "PYTHON=$PYTHON is older than Python 3.11; name a newer one"
+        echo "$PYTHON"
+        return
+    fi
+    # 3.11 is what everything was measured with, so it comes first.
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        path=$(command -v "$candidate" 2>/dev/null) || continue
+        if runs "$path"; then
+            echo "$path"
+            return
+        fi
+    done
+    fail "no Python 3.11 or newer was found; install one (Debian and Ubuntu:" \
+        "'apt-get install python3 python3-venv') or name it with 'make setup PYTHON=/path/to/python3'"
+}
+
+create_environment() {
+    python=$(find_python)
+    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+        fail "$python has no 'venv' module; install it (Debian and Ubuntu:" \
+            "'apt-get install python3-venv') and run this again"
+    echo "setup: making .venv with $("$python" --version)"
+    rm -rf .venv
+    "$python" -m venv .venv || {
+        rm -rf .venv
+        fail "the virtual environment could not be made; see the message above" \
+            "(is the folder writable, is there space on the disk?)"
+    }
+}
+
+install() {
+    rm -f "$note"
+    if [ "$1" = dev ]; then
+        target='.[dev]'
+        echo "setup: installing swarmtrain with what testing needs (minutes the first time)"
+    else
+        target=.
+        echo "setup: installing swarmtrain (torch is large: minutes the first time)"
+    fi
+    # The build backend is installed beside the rest and used from there, so that a change of
+    # pyproject.toml that asks for nothing new is taken over without network too.
+    pip_install hatchling editables
+    pip_install --no-build-isolation --editable "$target"
+    description "$1" >"$note"
+    echo "setup: done"
+}
+
+pip_install() {
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
+        --constraint constraints.txt "$@" ||
+        fail "the packages could not be installed; pip's message above says why (the first" \
+            "installation needs network access)"
+}
+
+main "$@"
