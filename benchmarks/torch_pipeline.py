@@ -9,8 +9,6 @@ its losses equal the swarm's and the reference's; the benchmark checks that they
 Shape suffixes: B sequences of the whole step, T positions, V vocabulary.
 """
 
-
-
 from __future__ import annotations
 
 import time
@@ -45,7 +43,10 @@ def main(run_dir: Path, rank: int, steps: int, threads: int, store: Path, out: P
     data = RunData(run_dir)
     stages = data.manifest.stage_count
     dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), stages), rank=rank, world_size=stages
+        "gloo",
+        store=dist.FileStore(str(store), stages),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=stages,
     )
     timed = _train(data, rank, steps)
     if rank == 0:

@@ -97,20 +97,19 @@ def create(name_hint: str, nbytes: int) -> Segment:
         raise ValueError(f"a segment of {nbytes} bytes cannot be made")
     name = f"{name_hint}.{secrets.token_hex(6)}"
     _check_name(name)
-    refusals: list[str] = []
+    refusals: list[OSError] = []
     for folder in folders():
         try:
-            segment = _create_in(folder, name, nbytes)
+            return _create_in(folder, name, nbytes)
         except OSError as error:
-            if error.errno not in (*_NO_ROOM, errno.EACCES, errno.EROFS, errno.EPERM):
-                raise StorageError(f"cannot make shared memory in {folder}: {error}") from error
-            refusals.append(f"{folder}: {error.strerror}")
-        else:
-            return segment
-    raise CapacityError(
-        f"no room for {nbytes / 2**20:.0f} MiB of memory shared between processes "
-        f"({'; '.join(refusals)}); free some, or enlarge /dev/shm (in Docker: --shm-size)"
-    )
+            refusals.append(error)
+    reasons = "; ".join(dict.fromkeys(str(refusal) for refusal in refusals))
+    if any(refusal.errno in _NO_ROOM for refusal in refusals):
+        raise CapacityError(
+            f"no room for {nbytes / 2**20:.0f} MiB of memory shared between processes "
+            f"({reasons}); free some, or enlarge /dev/shm (in Docker: --shm-size)"
+        )
+    raise StorageError(f"memory shared between processes cannot be made ({reasons})")
 
 
 def attach(name: str) -> Segment:

@@ -7,12 +7,16 @@ training goes on meanwhile.
 from __future__ import annotations
 
 from swarm_coordinator.events import CheckpointRecord, CheckpointStored, FetchSnapshot, Persist
-from swarm_coordinator.state import PeerState, PendingCheckpoint, RunState, short
+from swarm_coordinator.state import PeerPhase, PeerState, PendingCheckpoint, RunState, short
 from swarm_shared.messages import SaveSnapshot, SnapshotReady
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.types import StageIndex, Version
 
 CHECKPOINT_SECONDS = 600.0
 """A checkpoint that is not stored by then is given up; the next one is tried as usual."""
+
+MAXIMUM_FAILURES = 3
+RETRY_SECONDS = 5.0
+"""A checkpoint that a leaver or the end of the run waits for is tried so often, so far apart."""
 
 
 def due(run: RunState) -> bool:
@@ -27,23 +31,44 @@ def stored(run: RunState) -> bool:
     return run.checkpoint is not None and run.checkpoint.version == run.version
 
 
+def refused(run: RunState) -> bool:
+    """Whether the checkpoint of the run's version has failed so often that it is given up."""
+    version, failures, _ = run.checkpoint_failed
+    return version == run.version and failures >= MAXIMUM_FAILURES
+
+
 def request(run: RunState, now: float) -> bool:
-    """Ask one peer per stage for a snapshot; False when some stage has none to ask."""
-    if stored(run) or run.checkpoint_refused_version == run.version:
+    """Ask one peer per stage for a snapshot; True while there is something to wait for.
+
+    A checkpoint of an older version that is still under way is given up for it.
+    """
+    if stored(run) or refused(run):
         return False
     pending = run.pending_checkpoint
     if pending is not None and pending.version == run.version:
         return True
-    holders: dict[StageIndex, PeerId] = {}
+    failed_version, failures, try_again_at = run.checkpoint_failed
+    if failed_version != run.version:
+        failures = 0
+    elif now < try_again_at:
+        return True
+    holders: dict[StageIndex, PeerState] = {}
     for stage in run.stage_indices:
-        ready = run.ready_peers(stage)
+        ready = sorted(run.ready_peers(stage), key=lambda p: (p.leaving, p.queued, p.peer))
         if not ready:
             return False
-        holders[StageIndex(stage)] = min(ready, key=lambda p: (p.leaving, p.queued, p.peer)).peer
-    run.pending_checkpoint = PendingCheckpoint(run.version, now, holders)
+        # After a failure somebody else's turn: it may have been the holder's fault.
+        holders[StageIndex(stage)] = ready[failures % len(ready)]
+    pending = run.pending_checkpoint = PendingCheckpoint(run.version, now)
     for stage_index, holder in holders.items():
-        run.send(holder, SaveSnapshot(version=run.version, stage=stage_index))
+        _ask(run, pending, stage_index, holder)
     return True
+
+
+def _ask(run: RunState, pending: PendingCheckpoint, stage: StageIndex, holder: PeerState) -> None:
+    pending.holders[stage] = holder.peer
+    pending.sessions[stage] = holder.session
+    run.send(holder.peer, SaveSnapshot(version=pending.version, stage=stage))
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> None:
@@ -52,27 +77,39 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> No
         pending is None
         or message.version != pending.version
         or pending.holders.get(message.stage) != peer.peer
+        or peer.stage != message.stage
         or message.stage in pending.fetched
     ):
         return
-    pending.fetched.add(message.stage)
+    pending.fetched[message.stage] = message.sha256
     run.commands.append(FetchSnapshot(run.record_of(peer), message))
 
 
 def store_done(run: RunState, event: CheckpointStored) -> None:
-    if run.pending_checkpoint is not None and run.pending_checkpoint.version == event.version:
-        run.pending_checkpoint = None
+    """Only what was asked for last counts: the run may have been rolled back meanwhile, and the
+    files of a version that was reached twice would be of the wrong history.
+    """
+    pending = run.pending_checkpoint
+    files = {stage.stage: stage.sha256 for stage in event.stages}
+    if pending is None or pending.version != event.version or pending.fetched != files:
+        run.note(f"a checkpoint of step {event.version} came too late and is not used")
+        return
+    run.pending_checkpoint = None
     record = CheckpointRecord(event.version, event.stages)
     run.commands.append(Persist(record))
     run.checkpoint = record
     run.note(f"checkpoint of step {event.version} is stored")
 
 
-def store_failed(run: RunState, version: Version, reason: str) -> None:
-    if run.pending_checkpoint is not None and run.pending_checkpoint.version == version:
-        run.pending_checkpoint = None
-        run.checkpoint_refused_version = version
-        run.note(f"the checkpoint of step {version} could not be stored: {reason}")
+def store_failed(run: RunState, version: Version, reason: str, now: float) -> None:
+    """Training goes on without it; it is tried again only while the run stays at the version."""
+    if run.pending_checkpoint is None or run.pending_checkpoint.version != version:
+        return
+    run.pending_checkpoint = None
+    failed_version, failures, _ = run.checkpoint_failed
+    failures = failures + 1 if failed_version == version else 1
+    run.checkpoint_failed = (version, failures, now + RETRY_SECONDS)
+    run.note(f"the checkpoint of step {version} could not be stored: {reason}")
 
 
 def check(run: RunState, now: float) -> None:
@@ -81,14 +118,25 @@ def check(run: RunState, now: float) -> None:
     if pending is None:
         return
     if now - pending.asked_at > CHECKPOINT_SECONDS:
-        store_failed(run, pending.version, "it took too long")
+        store_failed(run, pending.version, "it took too long", now)
         return
     for stage, holder in list(pending.holders.items()):
-        if stage in pending.fetched or holder in run.peers:
+        if stage in pending.fetched or _can_answer(run, pending, stage):
             continue
         ready = run.ready_peers(stage) if pending.version == run.version else []
         if not ready:
-            store_failed(run, pending.version, f"{short(holder)} of stage {stage} is gone")
+            reason = f"{short(holder)} of stage {stage} is gone"
+            store_failed(run, pending.version, reason, now)
             return
-        pending.holders[stage] = ready[0].peer
-        run.send(ready[0].peer, SaveSnapshot(version=pending.version, stage=stage))
+        _ask(run, pending, stage, ready[0])
+
+
+def _can_answer(run: RunState, pending: PendingCheckpoint, stage: StageIndex) -> bool:
+    """The holder is still there, heard the request, and was not given other state since."""
+    peer = run.peers.get(pending.holders[stage])
+    return (
+        peer is not None
+        and peer.session == pending.sessions[stage]
+        and peer.stage == stage
+        and peer.phase is PeerPhase.READY
+    )

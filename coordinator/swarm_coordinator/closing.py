@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarm_coordinator import membership
+from swarm_coordinator import membership, progress
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
 from swarm_shared.messages import AbortRound, Applied, Apply, Carrier, Close, Reduction, RoundReport
@@ -21,6 +21,12 @@ ABORT_BACKOFF_SECONDS = 0.5
 """Pause after a failed attempt, doubled per attempt up to the maximum below."""
 ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 
+MAXIMUM_BLAME = 3
+"""Failed attempts of one step after which the step closes without the peer that is blamed."""
+
+NORM_TOLERANCE = 1e-6
+"""Members average to the same bits, but unlike devices add up the squares in another order."""
+
 FINGERPRINT_NORM_TOLERANCE = 1e-5
 """Relative difference of parameter norms that unlike devices may show; like ones agree bitwise."""
 
@@ -29,7 +35,9 @@ def start_close(run: RunState, now: float) -> None:
     """Name each stage's group and tell each member exactly what it may count."""
     step = run.step
     assert step is not None
-    step.attempt += 1
+    run.attempt_counter += 1
+    step.attempt = run.attempt_counter
+    step.closes += 1
     groups = {
         StageIndex(s): tuple(sorted(p.peer for p in run.ready_peers(s))) for s in run.stage_indices
     }
@@ -74,10 +82,12 @@ def _carrier(run: RunState, members: tuple[PeerId, ...], stages: tuple[StageInde
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     step = run.step
-    if step is None or step.closing is None or run.phase is not RunPhase.CLOSING:
+    if step is None or message.step != step.step or message.attempt != step.attempt:
         return
-    if message.step != step.step or message.attempt != step.attempt:
-        return
+    if not message.ok:
+        _take_back(run, peer, message)
+    if step.closing is None or run.phase is not RunPhase.CLOSING:
+        return  # another member's failure ended this attempt already
     if peer.peer not in step.closing.members:
         return
     if not message.ok:
@@ -88,10 +98,10 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         _decide(run, now)
 
 
-def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
-    step = run.step
+def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
+    """What a failed member says about itself counts, whoever was the first to fail."""
+    step, stage = run.step, peer.stage
     assert step is not None
-    stage = peer.stage
     if message.carrier_failed and stage is not None:
         run.carrier_failures.add(stage)
     if message.reset:
@@ -103,8 +113,47 @@ def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: f
             held = step.table.get(cell_key)
             if held is not None and held.peer == peer.peer:
                 del step.table[cell_key]
+
+
+def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    stage = peer.stage
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
+    if not message.carrier_failed:
+        _blame(run, message.culprit or peer.peer, 1, now)
     abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
+
+
+def _blame(run: RunState, peer: PeerId, count: int, now: float) -> None:
+    """Who keeps failing the step, or is named for it, in the end sits it out."""
+    step = run.step
+    assert step is not None
+    if step.closing is None or peer not in step.closing.members:
+        return
+    step.blame[peer] = step.blame.get(peer, 0) + count
+    if step.blame[peer] >= MAXIMUM_BLAME:
+        progress.exclude(run, peer, now)
+
+
+def time_out(run: RunState, now: float) -> None:
+    """End a close or an apply that does not come to its end; who is silent does not hold it up."""
+    step = run.step
+    assert step is not None
+    closing = step.closing
+    assert closing is not None
+    limit = run.manifest.limits.lease_seconds
+    if run.phase is RunPhase.CLOSING:
+        # Large states over slow links take long: every attempt is given more time.
+        if now - closing.began_at > limit * 2 ** min(step.closes - 1, 5):
+            silent = closing.members.keys() - closing.reports.keys()
+            if len(silent) < len(closing.members):
+                for peer in sorted(silent):
+                    _blame(run, peer, MAXIMUM_BLAME, now)
+            abort(run, "it took too long", now)
+    elif run.phase is RunPhase.APPLYING and now - closing.decided_at > limit:
+        for peer in sorted(closing.members.keys() - closing.applied.keys()):
+            run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
+            del closing.members[peer]
+        finish_when_applied(run, now)
 
 
 def abort(run: RunState, reason: str, now: float) -> None:
@@ -115,11 +164,11 @@ def abort(run: RunState, reason: str, now: float) -> None:
     for member in step.closing.members:
         if member in run.peers:
             run.send(member, AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]))
-    pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** (step.attempt - 1))
+    pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5))
     step.close_not_before = max(step.close_not_before, now + pause)
     step.closing = None
     run.phase = RunPhase.COLLECT
-    run.note(f"attempt {step.attempt} to close step {step.step} failed: {reason}")
+    run.note(f"attempt {step.closes} to close step {step.step} failed: {reason}")
 
 
 def member_lost(run: RunState, peer: PeerId, now: float) -> None:
@@ -147,15 +196,19 @@ def _decide(run: RunState, now: float) -> None:
             if index == stage
         }
         own, tied = max(squares)
-        if len(squares) > 1 and not all(_close(own, other[0]) for other in squares):
+        if not all(_close(own, other[0]) and _close(tied, other[1]) for other in squares):
             abort(run, f"replicas of stage {stage} averaged to different gradients", now)
             return
         total += own + (tied if stage == 0 else 0.0)
+    if not math.isfinite(total):
+        abort(run, "the norm of the whole gradient is not a finite number", now)
+        return
     applied = _applied_step(run, math.sqrt(total), now)
     run.commands.append(Persist(applied))
     run.version = Version(step.step)
     run.last_applied = applied
     run.phase = RunPhase.APPLYING
+    step.closing.decided_at = now
     for member in step.closing.members:
         run.send(
             member,
@@ -169,7 +222,7 @@ def _decide(run: RunState, now: float) -> None:
 
 
 def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-30)
+    return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
 
 
 def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
@@ -197,8 +250,9 @@ def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
 
 
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
-    if message.step != run.version:
-        if peer.phase is PeerPhase.SYNCING:
+    late, peer.catching_up = peer.catching_up == message.step, None
+    if Version(message.step) != run.version:
+        if late:
             peer.source_asked = False  # it caught up with a step that is already history
         return
     step = run.step
@@ -207,9 +261,10 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         peer.version = Version(message.step)
         closing.applied[peer.peer] = (message.digest, message.norm)
         finish_when_applied(run, now)
-    elif peer.phase is PeerPhase.SYNCING and peer.version == run.version - 1:
+    elif late:
         # It had missed the word to apply while the coordinator was away.
         peer.version, peer.phase = Version(message.step), PeerPhase.READY
+        run.on_branch.add(peer.peer)
         run.roster_dirty = True
 
 
@@ -219,8 +274,8 @@ def finish_when_applied(run: RunState, now: float) -> None:
     assert step is not None
     assert step.closing is not None
     closing = step.closing
-    if closing.applied.keys() != closing.members.keys():
-        return
+    if not closing.members.keys() <= closing.applied.keys():
+        return  # who applied and died since is in neither
     run.step = None
     run.phase = RunPhase.WAITING
     run.snapshots.clear()
@@ -228,6 +283,10 @@ def finish_when_applied(run: RunState, now: float) -> None:
     for stage in run.stage_indices:
         prints = {p: closing.applied[p] for p, index in closing.members.items() if index == stage}
         _compare_replicas(run, StageIndex(stage), prints, now)
+    for peer in list(run.peers.values()):
+        if peer.phase is PeerPhase.READY and peer.version != run.version:
+            # It attached in the middle of the close, sat it out, or did not apply in time.
+            membership.resync(run, peer, f"it missed step {run.version}", now)
 
 
 def _compare_replicas(

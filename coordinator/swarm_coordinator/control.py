@@ -70,7 +70,7 @@ _KNOWN_RECEIPTS = 200_000
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
-    """What a client may send at once: strangers can make us hold this much before they are known."""
+    """What a client may send at once; before its hello a stranger can make us hold this much."""
     receipts = max(manifest.training.microbatches_per_step, manifest.stage_count)
     return FrameLimits(max_header_bytes=_OTHER_BYTES + receipts * _RECEIPT_BYTES)
 
@@ -156,7 +156,7 @@ class Control:
             session.written.set()
             self._sessions.ended(session)
             # The core must hear of it; when it is gone itself, nobody has to.
-            with trio.move_on_after(1.0, shield=True):
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
                 await self._put(SessionLost(session.number, session.peer))
 
     async def _refuse(self, stream: FramedStream, error: SwarmError) -> None:

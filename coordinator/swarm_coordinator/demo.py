@@ -190,7 +190,6 @@ def _make_run(options: DemoOptions) -> Manifest:
 
 def _train(options: DemoOptions) -> History:
     """Start everybody, show progress, wait until all have ended."""
-    display = ProgressDisplay(sys.stdout, monotonic)
     with Children() as children:
         swarm = LocalSwarm(options.run_dir, children, options.threads)
         try:
@@ -199,10 +198,7 @@ def _train(options: DemoOptions) -> History:
             for _ in range(options.volunteers):
                 swarm.start_volunteer(invite)
             click.echo(f"started {options.volunteers} volunteers, {options.stages} stages")
-            with display:
-                finished = swarm.watch(
-                    lambda seen, status: display.show(_progress(options, seen, status))
-                )
+            finished = _watch(swarm, options)
         except KeyboardInterrupt:
             click.echo("stopping: the coordinator stores what there is (once more: at once)")
             swarm.stop()
@@ -212,15 +208,24 @@ def _train(options: DemoOptions) -> History:
     return finished
 
 
-def _progress(options: DemoOptions, seen: History, status: Mapping[str, Any]) -> Progress:
-    if not seen.steps:
-        note = str(status.get("waiting_for") or "waiting for volunteers")
-    elif len(seen.steps) >= options.steps and not seen.restored.finished:
-        note = "evaluating and saving"
-    else:
-        note = ""
-    counts = [stage["peers"] for stage in status.get("stages", ())]
-    return Progress(options.steps, seen.steps, counts, note)
+def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
+    peers: list[int] = []
+
+    def show(seen: History, status: Mapping[str, Any]) -> None:
+        # After the last step everybody leaves: who was there until then is what is worth seeing.
+        if len(seen.steps) < options.steps or not peers:
+            peers[:] = [stage["peers"] for stage in status.get("stages", ())]
+        display.show(Progress(options.steps, seen.steps, tuple(peers), _note(seen, status)))
+
+    def _note(seen: History, status: Mapping[str, Any]) -> str:
+        if not seen.steps:
+            return str(status.get("waiting_for") or "the first step is under way")
+        if len(seen.steps) >= options.steps and not seen.restored.finished:
+            return "evaluating and saving"
+        return ""
+
+    with ProgressDisplay(sys.stdout, monotonic) as display:
+        return swarm.watch(show)
 
 
 def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int) -> str:

@@ -7,7 +7,6 @@ programs are those that an organiser and volunteers start by hand, and they talk
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,8 @@ from swarm_coordinator.processes import (
     wait_until,
 )
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_coordinator.status import read_status
+from swarm_shared.errors import SwarmError
 
 COORDINATOR_NAME = "coordinator"
 
@@ -106,13 +106,7 @@ class LocalSwarm:
 
     def status(self) -> Mapping[str, Any]:
         """What the coordinator says about itself, at most a second old; empty before it does."""
-        try:
-            content = json.loads(self.folder.status.read_text())
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise StorageError(f"{self.folder.status} cannot be read: {error}") from error
-        return content if isinstance(content, dict) else {}
+        return read_status(self.folder.status) or {}
 
     def excuse(self, child: Child) -> None:
         """This one may end before the run does: its end is somebody's purpose."""

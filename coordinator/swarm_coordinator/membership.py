@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 
 from swarm_coordinator import progress
-from swarm_coordinator.events import CloseSession, PeerAttached, Persist, RolledBack
+from swarm_coordinator.events import CloseSession, PeerAttached
 from swarm_coordinator.state import (
     PeerPhase,
     PeerState,
@@ -27,6 +27,7 @@ from swarm_shared.messages import (
     Roster,
     SaveSnapshot,
     SnapshotReady,
+    SyncFailed,
     Welcome,
 )
 from swarm_shared.placement import most_underserved_stage
@@ -38,20 +39,18 @@ SNAPSHOT_HOLDERS = 3
 MAXIMUM_HOLDS = 3
 """Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
 
+ASK_AGAIN_SECONDS = 15.0
+"""Holders that have not saved a snapshot by then are asked again, or others are."""
+
+SYNC_RETRY_SECONDS = 1.0
+
 JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which parameters stand still, so that a download can end in time."""
-
-REATTACH_GRACE_SECONDS = 10.0
-"""How long a stage may be without any peer before the run falls back to a checkpoint: peers that
-lost the coordinator re-attach within this time and still hold newer state."""
-
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Take a client in, whether new, restarted, or back with the stage it holds."""
     hello = event.hello
-    if event.peer in run.peers:
-        # Whatever the older attachment held is either told again in this Hello or gone.
-        remove(run, event.peer, "attached anew", now, announce=False)
+    assert event.peer not in run.peers, "an older attachment is removed first"
     peer = PeerState(
         peer=event.peer,
         session=event.session,
@@ -66,13 +65,8 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         last_heard=now,
     )
     run.peers[event.peer] = peer
-    current = (
-        hello.stage is not None
-        and 0 <= hello.stage < run.manifest.stage_count
-        and hello.version == run.version
-        and run.version > 0
-    )
-    must_apply = _still_has_to_apply(run, peer, event)
+    current = _still_current(run, event)
+    must_apply = _still_has_to_apply(run, event)
     run.send(
         event.peer,
         Welcome(
@@ -85,23 +79,37 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         ),
     )
     if must_apply:
-        _send_missed_apply(run, peer, hello.stage)
+        _send_missed_apply(run, peer, hello.stage, now)
     elif current:
         peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
         run.roster_dirty = True
         run.note(f"{display(peer)} is back with stage {peer.stage}", peer.peer)
         for receipt in event.receipts:
-            progress.commit(run, receipt)
+            if receipt.peer == event.peer:
+                progress.commit(run, receipt)
     else:
         run.note(f"{display(peer)} was admitted ({hello.device})", peer.peer)
 
 
-def _still_has_to_apply(run: RunState, peer: PeerState, event: PeerAttached) -> bool:
+def _still_current(run: RunState, event: PeerAttached) -> bool:
+    """A peer that lost its link, or the coordinator its memory, and that holds a stage as it is."""
+    hello = event.hello
+    return (
+        hello.stage is not None
+        and 0 <= hello.stage < run.manifest.stage_count
+        and hello.version == run.version
+        and run.version > 0
+        # After a roll-back the same number can mean the state of the history that was given up.
+        and (not run.rolled_back or event.peer in run.on_branch)
+    )
+
+
+def _still_has_to_apply(run: RunState, event: PeerAttached) -> bool:
     """A peer that averaged the last applied step and lost the coordinator before it was told."""
     hello, last = event.hello, run.last_applied
     return (
         last is not None
-        and last.step == run.version
+        and Version(last.step) == run.version
         and hello.stage is not None
         and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.version - 1
@@ -109,12 +117,15 @@ def _still_has_to_apply(run: RunState, peer: PeerState, event: PeerAttached) -> 
     )
 
 
-def _send_missed_apply(run: RunState, peer: PeerState, stage: StageIndex | None) -> None:
+def _send_missed_apply(
+    run: RunState, peer: PeerState, stage: StageIndex | None, now: float
+) -> None:
     last = run.last_applied
     assert last is not None
     assert stage is not None
     peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
-    peer.source_asked = True
+    peer.source_asked, peer.catching_up = True, last.step
+    _hold(run, peer, now)
     run.send(
         peer.peer,
         Apply(
@@ -141,7 +152,7 @@ def _directory(run: RunState) -> tuple[str, ...]:
 def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: float) -> None:
     """Grant a newcomer's own choice, or correct it: two newcomers may have chosen at once."""
     rows = run.stage_rows()
-    if peer.stage is not None:
+    if peer.stage is not None or peer.leaving:
         return
     wanted = peer.wanted_stage
     if wanted is not None:
@@ -173,7 +184,8 @@ def refuse(run: RunState, peer: PeerState, reason: str) -> None:
 def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
     """Give a stage to a peer; where its state comes from is settled by `find_sources`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
-    peer.source_asked, peer.holds = False, 0
+    peer.source_asked, peer.catching_up, peer.holds = False, None, 0
+    peer.early_receipts.clear()
     _hold(run, peer, now)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
     find_sources(run, now)
@@ -190,6 +202,8 @@ def find_sources(run: RunState, now: float) -> None:
     """Tell every syncing peer where to get its stage from, as soon as that is known."""
     for peer in list(run.peers.values()):
         if peer.phase is not PeerPhase.SYNCING or peer.source_asked or peer.stage is None:
+            continue
+        if now < peer.ask_not_before:
             continue
         if run.version == 0:
             _assign_from(run, peer, "fresh", (), ("", 0, ""), now)
@@ -245,6 +259,7 @@ def _from_replicas(run: RunState, peer: PeerState, now: float) -> None:
         snapshots is None
         or snapshots.version != run.version
         or not (snapshots.asked & {p.peer for p in holders})
+        or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
     ):
         snapshots = run.snapshots[peer.stage] = Snapshots(run.version, now)
         for holder in holders[:SNAPSHOT_HOLDERS]:
@@ -275,16 +290,37 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, now: float) -> None:
     """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
-    if peer.stage != stage or peer.phase is not PeerPhase.SYNCING:
+    if peer.stage != stage or not _awaited(peer, version):
         return
     if version != run.version or run.phase not in JOINING_PHASES:
         peer.source_asked = False
         _hold(run, peer, now)
         find_sources(run, now)
         return
-    peer.phase, peer.version = PeerPhase.READY, version
+    peer.phase = PeerPhase.READY
+    run.on_branch.add(peer.peer)
     run.roster_dirty = True
     run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+
+
+def _awaited(peer: PeerState, version: Version) -> bool:
+    """Whether this is the answer to the latest assignment, not to one that was taken back."""
+    return (
+        peer.phase is PeerPhase.SYNCING
+        and peer.source_asked
+        and peer.catching_up is None
+        and peer.version == version
+    )
+
+
+def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
+    """Another source is named, after a pause: most causes take a moment to pass."""
+    if peer.stage != message.stage or not _awaited(peer, message.version):
+        return
+    run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+    peer.source_asked = False
+    peer.ask_not_before = now + SYNC_RETRY_SECONDS
+    run.snapshots.pop(message.stage, None)
 
 
 def remove(
@@ -300,56 +336,21 @@ def remove(
         run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer_id)
     run.pending_masks = [m for m in run.pending_masks if m.peer != peer_id]
     progress.forget_peer(run, peer_id, now)
+    progress.readmit(run)
 
 
 def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     """A replica that differs is replaced from the others, never silently kept."""
     assert peer.stage is not None
-    stage = peer.stage
+    move(run, peer, peer.stage, reason, now)
+
+
+def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
+    """Give a peer another stage, or the same one anew: what it has accumulated goes with it."""
     progress.forget_peer(run, peer.peer, now)
     run.roster_dirty = True
     assign(run, peer, stage, reason, now)
-
-
-def recover_lost_stages(run: RunState, now: float) -> None:
-    """Fall back to the last checkpoint when a stage's newer state is gone for good.
-
-    Only when every stage has somebody to hold it, and after a grace in which peers that only
-    lost the coordinator come back with newer state.
-    """
-    if run.version == 0 or run.phase not in (RunPhase.WAITING, RunPhase.COLLECT):
-        return
-    for stage in run.stage_indices:
-        if run.ready_peers(stage):
-            run.lost_since.pop(StageIndex(stage), None)
-        else:
-            run.lost_since.setdefault(StageIndex(stage), now)
-    if run.checkpoint is not None and run.checkpoint.version == run.version:
-        return  # newcomers get the stage from the checkpoint, nothing is lost
-    overdue = [s for s, since in run.lost_since.items() if now - since >= REATTACH_GRACE_SECONDS]
-    candidates = {p.stage for p in run.peers.values() if p.stage is not None}
-    if overdue and all(stage in candidates for stage in run.stage_indices):
-        _roll_back(run, overdue, now)
-
-
-def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
-    version = run.checkpoint.version if run.checkpoint is not None else Version(0)
-    names = ", ".join(str(stage) for stage in sorted(lost))
-    reason = f"every peer of stage {names} is gone"
-    run.note(f"{reason}: the run goes back from step {run.version} to its checkpoint at {version}")
-    run.commands.append(Persist(RolledBack(version, reason)))
-    run.version = version
-    run.last_applied = None
-    run.step = None
-    run.snapshots.clear()
-    run.pending_checkpoint = None
-    run.pending_masks.clear()
-    run.lost_since.clear()
-    run.phase = RunPhase.WAITING
-    run.roster_dirty = True
-    for peer in list(run.peers.values()):
-        if peer.stage is not None:
-            assign(run, peer, peer.stage, "back to the checkpoint", now)
+    progress.readmit(run)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:
@@ -364,11 +365,7 @@ def publish_roster(run: RunState) -> None:
         return  # while a step is applied, versions differ; the roster follows at its end
     run.roster_dirty = False
     run.roster_serial += 1
-    members = [
-        p
-        for p in run.peers.values()
-        if p.stage is not None and p.phase is PeerPhase.READY and p.version == run.version
-    ]
+    members = [p for p in run.peers.values() if p.stage is not None and run.holds_current(p)]
     roster = Roster(
         serial=run.roster_serial, peers=tuple(run.record_of(member) for member in members)
     )

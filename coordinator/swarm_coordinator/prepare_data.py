@@ -50,10 +50,11 @@ from swarm_shared.model_config import ModelConfig
 
 Progress = Callable[[str], None]
 
-BPE_TRAINING_BYTES = 256 * 1024 * 1024
-"""More text than this changes the merges hardly, and takes minutes."""
+BPE_TRAINING_BYTES = 64 * 1024 * 1024
+"""More text than this changes the merges hardly, and takes minutes and a gigabyte."""
 
 _BATCH_CHARACTERS = 2 * 1024 * 1024
+_TELL_CHARACTERS = 50_000_000
 _COPY_BYTES = 4 * 1024 * 1024
 _LONGEST_TOKEN_BYTES = 8
 """A guess of a token's bytes on the safe side; what matters is checked on the tokens."""
@@ -99,7 +100,9 @@ def _tokenise(
     shards: list[ShardInfo] = []
     for split in _SPLITS:
         documents = split_documents(corpus, plan, split)
-        written = write_shards(folder.data, split, _tokens(tokenizer, documents), token_bytes)
+        written = write_shards(
+            folder.data, split, _tokens(tokenizer, documents, progress), token_bytes
+        )
         progress(
             f"{sum(shard.tokens for shard in written):,} {split} tokens in {len(written)} file(s)"
         )
@@ -142,15 +145,22 @@ def _make_tokenizer(
     return tokenizer, tokenizer.save(folder.tokenizer)
 
 
-def _tokens(tokenizer: Tokenizer, documents: Iterator[Document]) -> Iterator[Tokens]:
+def _tokens(
+    tokenizer: Tokenizer, documents: Iterator[Document], progress: Progress
+) -> Iterator[Tokens]:
     """The ids of every document, each with the mark in front of it."""
     mark = np.array([END_OF_TEXT], dtype=np.uint32)
+    characters, told = 0, 0
     for batch in _batches(documents):
         encoded = tokenizer.encode_batch([document.text for document in batch])
         pieces: list[Tokens] = []
         for document, ids in zip(batch, encoded, strict=True):
             pieces += [ids] if document.continues else [mark, ids]
         yield np.concatenate(pieces)
+        characters += sum(len(document.text) for document in batch)
+        if characters - told >= _TELL_CHARACTERS:
+            told = characters
+            progress(f"tokenised {characters / 1e6:.0f} million characters")
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:

@@ -11,7 +11,6 @@ from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.state import (
     Cell,
     LeaseState,
-    PeerPhase,
     PeerState,
     PendingMask,
     RunPhase,
@@ -30,12 +29,20 @@ RELEASE_BACKOFF_SECONDS = 0.5
 """Pause before a failed microbatch is leased again: its cause rarely passes sooner."""
 
 
+LARGEST_LOSS = 1e290
+"""Far above any real one, and the sum over a step still fits a float."""
+
+
 def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
     run.step = StepState(step=Step(run.version + 1), began_at=now)
     run.phase = RunPhase.COLLECT
     run.training_began = True
     run.waiting_reason = ""
+    for peer in run.peers.values():
+        receipts, peer.early_receipts = peer.early_receipts, {}
+        for receipt in receipts.values():
+            commit(run, receipt)
     lease_open_microbatches(run, now)
 
 
@@ -77,17 +84,13 @@ def complete(run: RunState) -> bool:
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
     step, peer = run.step, run.peers.get(receipt.peer)
-    if step is None or peer is None or run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
+    if peer is None or not _valid(run, peer, receipt):
         return False
-    if (
-        receipt.step != step.step
-        or receipt.generation > run.generation
-        or peer.phase is not PeerPhase.READY
-        or peer.stage != receipt.stage
-        or not 0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
-        or receipt.tokens != run.manifest.tokens_per_microbatch
-        or (receipt.stage == run.last_stage) != (receipt.loss_sum is not None)
-    ):
+    if step is None:
+        # After a restart peers come back one by one, and the step begins when enough are there.
+        peer.early_receipts[receipt.microbatch] = receipt
+        return False
+    if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
         return False
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
@@ -97,6 +100,20 @@ def commit(run: RunState, receipt: Receipt) -> bool:
         return False
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
     return True
+
+
+def _valid(run: RunState, peer: PeerState, receipt: Receipt) -> bool:
+    """Whether this is a receipt of the step at hand, by a peer that can have earned it."""
+    return (
+        receipt.step == run.version + 1
+        and receipt.generation <= run.generation
+        and run.holds_current(peer)
+        and peer.stage == receipt.stage
+        and 0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
+        and receipt.tokens == run.manifest.tokens_per_microbatch
+        and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
+        and abs(receipt.loss_sum or 0.0) <= LARGEST_LOSS
+    )
 
 
 def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
@@ -115,6 +132,35 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
     )
 
 
+def exclude(run: RunState, peer: PeerId, now: float) -> bool:
+    """Let the step close without this peer, unless it is the last of its stage."""
+    step, state = run.step, run.peers.get(peer)
+    if step is None or state is None or state.stage is None or peer in step.excluded:
+        return False
+    if all(p.peer == peer for p in run.ready_peers(state.stage)):
+        return False
+    forget_peer(run, peer, now)
+    step.excluded.add(peer)
+    run.roster_dirty = True
+    run.note(f"{short(peer)} keeps step {step.step} from closing and sits it out", peer)
+    return True
+
+
+def readmit(run: RunState) -> None:
+    """A peer that sits out is better than none: when the others are gone it is needed again."""
+    step = run.step
+    if step is None:
+        return
+    for peer_id in list(step.excluded):
+        peer = run.peers.get(peer_id)
+        if peer is None:
+            step.excluded.discard(peer_id)
+        elif peer.stage is not None and not run.ready_peers(peer.stage):
+            step.excluded.discard(peer_id)
+            step.blame.pop(peer_id, None)
+            run.roster_dirty = True
+
+
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     step = run.step
     if step is None or event.step != step.step:
@@ -125,11 +171,10 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if lease is None or lease.lease != event.lease or lease.trainer != event.peer:
         return
     if run.phase is RunPhase.EVALUATING:
-        if event.ok and event.evaluation_loss_sum is not None and event.evaluation_tokens > 0:
-            step.evaluations[event.microbatch] = (
-                event.evaluation_loss_sum,
-                event.evaluation_tokens,
-            )
+        loss_sum = event.evaluation_loss_sum
+        known = loss_sum is not None and abs(loss_sum) <= LARGEST_LOSS
+        if event.ok and loss_sum is not None and known and event.evaluation_tokens > 0:
+            step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
         else:
             lease.resolved_at = now
         return
@@ -146,7 +191,7 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
     """Lease every microbatch that is incomplete and that nobody is working on any more."""
     step = run.step
     trainers = run.trainers()
-    if step is None or not trainers:
+    if step is None or not run.staffed():
         return
     load = {t.peer: 0 for t in trainers}
     open_microbatches: list[MicrobatchIndex] = []
@@ -159,7 +204,7 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
             if lease.trainer in load and lease.resolved_at is None:
                 load[lease.trainer] += 1
             continue
-        if lease is None and now < step.close_not_before:
+        if now < step.close_not_before:
             continue
         open_microbatches.append(microbatch)
     _grant(run, step, open_microbatches, load, now)

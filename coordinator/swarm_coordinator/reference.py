@@ -6,8 +6,6 @@ schedule: no networking, no state machine, so that agreement with the swarm mean
 Shape suffixes: B sequences, T positions.
 """
 
-# ruff: noqa: N806 (shape suffixes on tensors)
-
 from __future__ import annotations
 
 import contextlib

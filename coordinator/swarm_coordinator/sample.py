@@ -5,8 +5,6 @@ no key/value cache, each token costs a whole forward pass: meant for the few lin
 end, not for serving.
 """
 
-# ruff: noqa: N806 (shape suffixes on tensors: T positions, V vocabulary)
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

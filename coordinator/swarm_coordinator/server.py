@@ -207,6 +207,7 @@ class Coordinator:
             # The database was moved away or lost: the checkpoint is a new base for the run.
             reason = f"the database is new, the run goes on from its checkpoint of {found.version}"
             self._note(reason)
+            await service.store.write(found)
             await service.store.write(RolledBack(found.version, reason))
             restored = service.store.restore()
         if found is None and known:

@@ -18,6 +18,7 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
+from swarm_shared.credentials import Receipt
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Carrier,
@@ -72,11 +73,18 @@ class PeerState:
     microbatches_per_second: float = 0.0
     queued: int = 0
     leaving: bool = False
+    leaving_since: float = 0.0
     hold_until: float = 0.0
     """While it downloads, the close of the step waits for it until then."""
     holds: int = 0
     source_asked: bool = False
     """Whether the peer has been told where to get its state from."""
+    ask_not_before: float = 0.0
+    """A source that failed is not named again sooner."""
+    catching_up: Step | None = None
+    """The step it has averaged and still has to apply, since it missed the word to do so."""
+    early_receipts: dict[MicrobatchIndex, Receipt] = field(default_factory=dict)
+    """Told after a restart of the coordinator, before the step that they belong to began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,7 @@ class Closing:
     """Squared norms (own part, tied part) of those that have averaged."""
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
     """Fingerprints of those that have applied."""
+    decided_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -113,6 +122,12 @@ class StepState:
     step: Step
     began_at: float
     attempt: int = 0
+    """Names the latest close: never used for another one, not by another step nor generation."""
+    closes: int = 0
+    blame: dict[PeerId, int] = field(default_factory=dict)
+    """How many attempts of this step have failed because of each peer."""
+    excluded: set[PeerId] = field(default_factory=set)
+    """Sit this step out and are synced anew after it: they kept it from closing."""
     table: dict[tuple[MicrobatchIndex, StageIndex], Cell] = field(default_factory=dict)
     leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     closing: Closing | None = None
@@ -145,7 +160,10 @@ class PendingCheckpoint:
     version: Version
     asked_at: float
     holders: dict[StageIndex, PeerId] = field(default_factory=dict)
-    fetched: set[StageIndex] = field(default_factory=set)
+    sessions: dict[StageIndex, Session] = field(default_factory=dict)
+    """In which attachment each holder was asked: the word is lost with it."""
+    fetched: dict[StageIndex, str] = field(default_factory=dict)
+    """stage → sha256 of the snapshot that the shell was told to fetch."""
 
 
 @dataclass(slots=True)
@@ -165,15 +183,19 @@ class RunState:
     step: StepState | None = None
     snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
-    checkpoint_refused_version: Version | None = None
-    """A version whose checkpoint failed: it is not tried again, training goes on."""
+    checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
+    """The version whose checkpoint failed last, how often, and when it may be tried again."""
     pending_masks: list[PendingMask] = field(default_factory=list)
     carrier_failures: set[StageIndex] = field(default_factory=set)
     """Stages whose peers could not use hivemind's carrier with each other."""
     stop_requested_at: float | None = None
     training_began: bool = False
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
+    rolled_back: bool = False
+    on_branch: set[PeerId] = field(default_factory=set)
+    """Since a roll-back: whose state is known to belong to the history that went on from it."""
     lease_counter: int = 0
+    attempt_counter: int = 0
     roster_serial: int = 0
     roster_dirty: bool = False
     waiting_reason: str = ""
@@ -197,13 +219,21 @@ class RunState:
     def stage_indices(self) -> range:
         return range(self.manifest.stage_count)
 
+    def holds_current(self, peer: PeerState) -> bool:
+        """Whether it can take part in this step: it holds a stage at the run's version."""
+        return (
+            peer.phase is PeerPhase.READY
+            and peer.version == self.version
+            and not (self.step is not None and peer.peer in self.step.excluded)
+        )
+
     def ready_peers(self, stage: int) -> list[PeerState]:
         """Peers that hold the stage at the run's version, leaving ones included."""
-        return [
-            p
-            for p in self.peers.values()
-            if p.stage == stage and p.phase is PeerPhase.READY and p.version == self.version
-        ]
+        return [p for p in self.peers.values() if p.stage == stage and self.holds_current(p)]
+
+    def staffed(self) -> bool:
+        """Whether microbatches can get through: every stage has a peer, and there is a trainer."""
+        return bool(self.trainers()) and all(self.ready_peers(s) for s in self.stage_indices)
 
     def working_peers(self, stage: int) -> list[PeerState]:
         """Ready peers that may get new microbatches: a leaving one only if it is the last."""
@@ -212,9 +242,7 @@ class RunState:
 
     def trainers(self) -> list[PeerState]:
         return [
-            p
-            for p in self.peers.values()
-            if p.trainer and p.phase is PeerPhase.READY and not p.leaving
+            p for p in self.peers.values() if p.trainer and self.holds_current(p) and not p.leaving
         ]
 
     def stage_rows(self) -> tuple[StageRow, ...]:

@@ -93,7 +93,12 @@ def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
             ((link.remote, link.reporter, link.protocol), link.received),
         ):
             totals[key] = max(totals.get(key, 0), count)
-    found = [Traffic(*key, count) for key, count in totals.items() if count > 0]
+    # A trainer may use its own stage server: that is no link.
+    found = [
+        Traffic(source, target, protocol, count)
+        for (source, target, protocol), count in totals.items()
+        if count > 0 and source != target
+    ]
     return sorted(found, key=lambda one: (-one.bytes, one.source, one.target, one.protocol))
 
 

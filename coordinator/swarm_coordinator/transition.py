@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import assert_never
 
-from swarm_coordinator import checkpointing, closing, membership, progress
+from swarm_coordinator import checkpointing, closing, leaving, membership, progress, recovery
 from swarm_coordinator.events import (
     CheckpointFailed,
     CheckpointStored,
@@ -39,7 +39,7 @@ from swarm_coordinator.events import (
     StopRequested,
     Tick,
 )
-from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState
+from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState, display
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Applied,
@@ -60,6 +60,8 @@ from swarm_shared.types import PeerId, Step
 STOP_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
 
+NUMBERS_PER_GENERATION = 2**24
+
 
 def begin(
     manifest: Manifest,
@@ -78,6 +80,9 @@ def begin(
         started_at=now,
         last_applied=restored.last_applied,
         checkpoint=restored.checkpoint,
+        # Words of earlier generations are still on their way: no number is used a second time.
+        attempt_counter=restored.generation * NUMBERS_PER_GENERATION,
+        lease_counter=restored.generation * NUMBERS_PER_GENERATION,
         # A run whose steps were raised after its end is evaluated again at its new end.
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
     )
@@ -119,14 +124,16 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _notice_the_dead(run, now)
     elif isinstance(event, PeerAttached):
-        membership_lost(run, event.peer, now)
+        # Whatever the older attachment held is either told again in this Hello or gone.
+        drop(run, event.peer, "attached anew", now, announce=False)
         membership.attach(run, event, now)
     elif isinstance(event, CheckpointStored):
         checkpointing.store_done(run, event)
     elif isinstance(event, CheckpointFailed):
-        checkpointing.store_failed(run, event.version, event.reason)
+        checkpointing.store_failed(run, event.version, event.reason, now)
     elif isinstance(event, StopRequested):
-        run.stop_requested_at = run.stop_requested_at or now
+        if run.stop_requested_at is None:
+            run.stop_requested_at = now
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -170,32 +177,26 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Ready):
         membership.ready(run, peer, message.stage, message.version, now)
     elif isinstance(message, SyncFailed):
-        run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-        peer.source_asked = False
-        run.snapshots.pop(message.stage, None)
+        membership.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
         checkpointing.snapshot_ready(run, peer, message)
         membership.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
         pending = run.pending_checkpoint
         if pending is not None and pending.holders.get(message.stage) == peer.peer:
-            checkpointing.store_failed(run, message.version, message.reason)
+            checkpointing.store_failed(run, message.version, message.reason, now)
     elif isinstance(message, Leaving) and not peer.leaving:
-        peer.leaving = True
+        peer.leaving, peer.leaving_since = True, now
         run.roster_dirty = True
-        run.note(f"{peer.name or 'a peer'} wants to leave", peer.peer)
+        run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
-def drop(run: RunState, peer: PeerId, reason: str, now: float) -> None:
+def drop(
+    run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True
+) -> None:
     """A peer is gone: its cells, its leases, and the attempt that it was part of."""
-    membership.remove(run, peer, reason, now)
+    membership.remove(run, peer, reason, now, announce=announce)
     closing.member_lost(run, peer, now)
-
-
-def membership_lost(run: RunState, peer: PeerId, now: float) -> None:
-    """An older attachment of a peer that attaches anew ends its part in a running close."""
-    if peer in run.peers:
-        closing.member_lost(run, peer, now)
 
 
 def _notice_the_dead(run: RunState, now: float) -> None:
@@ -210,29 +211,25 @@ def _advance(run: RunState, now: float) -> None:
     """Apply the rules until nothing changes any more."""
     progress.answer_masks(run, now)
     checkpointing.check(run, now)
-    membership.recover_lost_stages(run, now)
+    recovery.recover_lost_stages(run, now)
     membership.find_sources(run, now)
     if run.phase is RunPhase.COLLECT:
         _collect(run, now)
-    elif run.phase is RunPhase.CLOSING:
-        step = run.step
-        assert step is not None
-        assert step.closing is not None
-        if now - step.closing.began_at > run.manifest.limits.lease_seconds:
-            closing.abort(run, "it took too long", now)
+    elif run.phase in (RunPhase.CLOSING, RunPhase.APPLYING):
+        closing.time_out(run, now)
     elif run.phase is RunPhase.EVALUATING:
         _evaluate(run, now)
     if run.stop_requested_at is not None:
         _stop(run, now)
     if run.phase is RunPhase.WAITING:
-        _release_leavers(run, now)
+        leaving.release_leavers(run, now)
         _next(run, now)
 
 
 def _collect(run: RunState, now: float) -> None:
     step = run.step
     assert step is not None
-    _release_idle_leavers(run, now)
+    leaving.release_leavers(run, now)
     if run.stop_requested_at is not None:
         return
     if not progress.complete(run):
@@ -254,7 +251,7 @@ def _next(run: RunState, now: float) -> None:
     if run.stop_requested_at is not None:
         return
     at_end = run.version >= run.manifest.training.steps
-    if (checkpointing.due(run) or at_end) and not checkpointing.stored(run):
+    if at_end or (checkpointing.due(run) and run.pending_checkpoint is None):
         checkpointing.request(run, now)
     wanted = 1 if run.training_began else run.manifest.limits.starting_peers_per_stage
     short_of = [s for s in run.stage_indices if len(run.working_peers(s)) < wanted]
@@ -264,6 +261,8 @@ def _next(run: RunState, now: float) -> None:
     elif short_of or not run.trainers():
         names = ", ".join(str(s) for s in short_of)
         run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
+    elif leaving.must_wait(run):
+        run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
     elif at_end:
         progress.begin_evaluation(run, now)
     else:
@@ -273,6 +272,9 @@ def _next(run: RunState, now: float) -> None:
 def _evaluate(run: RunState, now: float) -> None:
     step = run.step
     assert step is not None
+    leaving.release_leavers(run, now)
+    if run.stop_requested_at is not None:
+        return
     if len(step.evaluations) < progress.microbatch_count(run):
         progress.lease_open_microbatches(run, now)
         return
@@ -287,7 +289,7 @@ def _evaluate(run: RunState, now: float) -> None:
 
 def _finish(run: RunState) -> None:
     """The last version is on disk, or cannot be: say so, and let everybody go."""
-    if not checkpointing.stored(run) and run.checkpoint_refused_version != run.version:
+    if not checkpointing.stored(run) and not checkpointing.refused(run):
         run.waiting_reason = "writing the last checkpoint"
         return
     if checkpointing.stored(run):
@@ -301,30 +303,6 @@ def _finish(run: RunState) -> None:
         run.commands.append(CloseSession(peer.peer, "the run is finished"))
     run.peers.clear()
     run.commands.append(Stopped())
-
-
-def _release_leavers(run: RunState, now: float) -> None:
-    """Between steps a leaver may go, its work is in; the last of its stage leaves a checkpoint."""
-    for peer in [p for p in run.peers.values() if p.leaving]:
-        if peer.stage is None or peer.phase is not PeerPhase.READY:
-            membership.say_goodbye(run, peer, "left before taking part", now)
-            continue
-        others = [p for p in run.ready_peers(peer.stage) if not p.leaving]
-        if others or checkpointing.stored(run) or run.checkpoint_refused_version == run.version:
-            membership.say_goodbye(run, peer, "left after its work was counted", now)
-        else:
-            checkpointing.request(run, now)
-
-
-def _release_idle_leavers(run: RunState, now: float) -> None:
-    """In the middle of a step a leaver may go at once if it holds nothing of the step."""
-    step = run.step
-    assert step is not None
-    busy = {cell.peer for cell in step.table.values()}
-    for peer in [p for p in run.peers.values() if p.leaving and p.peer not in busy]:
-        alone = peer.stage is not None and len(run.ready_peers(peer.stage)) <= 1
-        if peer.phase is not PeerPhase.READY or not alone:
-            membership.say_goodbye(run, peer, "left with nothing in flight", now)
 
 
 def _stop(run: RunState, now: float) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model import build_whole, global_norm
+from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
 from swarm_shared.model_config import ModelConfig
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 
@@ -85,23 +85,29 @@ async def workers_of(
     manifest: Manifest, stages: list[int], namespace: str, folder: Path
 ) -> AsyncIterator[list[StageWorker]]:
     """One worker per entry of `stages`, started side by side."""
-    async with AsyncExitStack() as stack:
-        opened: dict[int, StageWorker] = {}
-        # Started one after another they would each wait for torch's import; each context must
-        # be entered in the task that leaves it, so the stack is filled in order all the same.
-        for position, stage in enumerate(stages):
-            opened[position] = await stack.enter_async_context(
-                open_worker(
-                    manifest,
-                    StageIndex(stage),
-                    "cpu",
-                    1,
-                    PLENTY,
-                    f"{namespace}.{position}",
-                    folder / f"worker{position}.log",
-                )  # fmt: skip
-            )
+    opened: dict[int, StageWorker] = {}
+    done = trio.Event()
+
+    async def keep_open(position: int, task_status: trio.TaskStatus[None]) -> None:
+        async with open_worker(
+            manifest,
+            StageIndex(stages[position]),
+            "cpu",
+            1,
+            PLENTY,
+            f"{namespace}.{position}",
+            folder / f"worker{position}.log",
+        ) as worker:
+            opened[position] = worker
+            task_status.started()
+            await done.wait()
+
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as starting:
+            for position in range(len(stages)):
+                starting.start_soon(nursery.start, keep_open, position)
         yield [opened[position] for position in range(len(stages))]
+        done.set()
 
 
 async def through(workers: list[StageWorker], manifest: Manifest, microbatch: int) -> float:
@@ -201,8 +207,6 @@ def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Pa
             assert loaded.digest == applied[1].digest
 
     def check_gradients(stage: int, flat: np.ndarray) -> None:
-        from swarm_shared.model import FlatLayout, build_stage
-
         layout = FlatLayout.of(build_stage(manifest, stage))
         assert len(flat) == layout.count
         for entry in layout.entries:
@@ -362,7 +366,9 @@ def test_killing_the_worker_fails_every_caller_and_clears_its_memory(
 def test_an_error_in_the_callers_block_comes_out_as_it_is(namespace: str, tmp_path: Path) -> None:
     async def main() -> None:
         with pytest.raises(KeyError, match="the block's own"):
-            async with workers_of(make_manifest(1), [0], namespace, tmp_path):
+            async with open_worker(
+                make_manifest(1), StageIndex(0), "cpu", 1, PLENTY, namespace, tmp_path / "log"
+            ):
                 raise KeyError("the block's own")
 
     run(main)

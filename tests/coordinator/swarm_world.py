@@ -7,15 +7,27 @@ is a pure function of (options, seed, faults): the same three give the same run.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import itertools
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm_peer import Link, Round, SimPeer
+from swarm_facts import (
+    COORDINATOR,
+    Fault,
+    Options,
+    Violation,
+    checkpoint_item,
+    heldout_loss,
+    manifest_of,
+    own_squared,
+    tied_squared,
+    train_loss,
+)
+from swarm_peer import REQUEST_SECONDS, Answer, Link, Parcel, Round, RoundFailure, SimPeer
 
 from swarm_coordinator.events import (
     AppliedStep,
@@ -43,94 +55,11 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.state import PeerPhase, RunPhase, RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.manifest import (
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.messages import AbortRound, Apply, Lease, PeerRecord, Roster
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.messages import AbortRound, Apply, Lease, Roster
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId, StageIndex, Version
 
 TICK_SECONDS = 0.25
-RUN = "run"
-COORDINATOR = PeerRecord(
-    peer=PeerId("coordinator"), stage=StageIndex(0), addresses=(), certificate="",
-    microbatches_per_second=0.0,
-)  # fmt: skip
-
-
-class Violation(AssertionError):
-    """Something that must never happen has happened."""
-
-
-@dataclass(frozen=True)
-class Options:
-    stages: int = 2
-    peers: int = 4
-    microbatches: int = 4
-    steps: int = 3
-    checkpoint_steps: int = 2
-    evaluation: int = 2
-    tied: bool = False
-    starting: int = 1
-    uncommit_fails: float = 0.2
-    busy: float = 0.03
-    leave_bound_seconds: float = 400.0
-
-
-@dataclass(frozen=True)
-class Fault:
-    """After `wait` seconds `kind` happens to the `target`th of those it can happen to."""
-
-    wait: float
-    kind: str
-    target: int = 0
-    seconds: float = 3.0
-
-
-FAULTS = (
-    "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
-    "carrier", "block", "worker", "wedge",
-)  # fmt: skip
-
-
-def manifest_of(options: Options) -> Manifest:
-    shard = {"tokens": 10, "sha256": "0" * 64}
-    return Manifest(
-        name="sim",
-        organiser="coordinator",
-        model=ModelConfig(
-            vocabulary_size=16, hidden_size=8, intermediate_size=8, layers=options.stages,
-            heads=1, key_value_heads=1, sequence_length=2, tie_embeddings=options.tied,
-        ),
-        stages=tuple(
-            StageRange(first_layer=i, end_layer=i + 1, memory_bytes=100, work_flops=1.0)
-            for i in range(options.stages)
-        ),
-        data=DataConfig(
-            token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
-            shards=(
-                ShardInfo(name="a.tokens", split="train", **shard),
-                ShardInfo(name="b.tokens", split="heldout", **shard),
-            ),
-        ),
-        training=TrainingConfig(
-            steps=options.steps, microbatches_per_step=options.microbatches,
-            sequences_per_microbatch=2, seed=0, evaluation_microbatches=options.evaluation,
-        ),
-        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
-        limits=LimitsConfig(
-            join_hold_seconds=5.0, round_stall_seconds=3.0, lease_seconds=20.0,
-            starting_peers_per_stage=options.starting,
-        ),
-        checkpoint_steps=options.checkpoint_steps,
-    )  # fmt: skip
 
 
 @dataclass
@@ -243,6 +172,8 @@ class World:
     # ---- the coordinator and its shell
 
     def start_coordinator(self) -> None:
+        if self.run_state is not None and not self.stopped:
+            return
         self.generation += 1
         restored = self.store.restore(self.generation)
         self.run_state = begin(self.manifest, "manifest", COORDINATOR, restored, self.now)
@@ -375,6 +306,98 @@ class World:
             )
             self.deliver(CheckpointStored(snapshot.version, stages))
 
+    # ---- between peers
+
+    def download(
+        self, holder: PeerId, item: str, version: int, stage: int
+    ) -> tuple[str, tuple[tuple[int, int], ...]] | None:
+        """A stage's file by its name, from a peer or from the coordinator's folder."""
+        if holder == COORDINATOR.peer:
+            return self.disk[version].get(stage) if self.run_state is not None else None
+        peer = self.peers[holder]
+        return peer.snapshots.get(item) if peer.alive and not peer.hung else None
+
+    def request(
+        self,
+        sender: SimPeer,
+        target: PeerId,
+        stage: int,
+        parcel: Parcel,
+        answered: Callable[[Answer], None],
+    ) -> None:
+        """One microbatch over one edge; exactly one answer, whatever happens to the target."""
+        open_request = [True]
+
+        def answer(value: Answer) -> None:
+            if open_request[0]:
+                open_request[0] = False
+                answered(value)
+
+        def reply(value: Answer) -> None:
+            sender.later(self.delay(), lambda: answer(value))
+
+        receiver = self.peers[target]
+        if frozenset((sender.id, target)) in self.blocked or not receiver.alive:
+            reply(Answer("dead"))
+            return
+        receiver.later(self.delay(), lambda: receiver.serve(sender, stage, parcel, reply))
+        sender.later(REQUEST_SECONDS, lambda: answer(Answer("dead")))
+
+    def join_round(
+        self,
+        peer: SimPeer,
+        key: object,
+        members: tuple[PeerId, ...],
+        hivemind: bool,
+        own: Counter[tuple[int, int]],
+        done: Callable[[Counter[tuple[int, int]] | RoundFailure], None],
+    ) -> Round:
+        group = self.rounds.setdefault(key, Round(members))
+        if group.failure is not None:
+            peer.later(self.delay(), lambda: done(group.failure or RoundFailure(None)))
+            return group
+        group.arrived[peer.id] = (own, done)
+        blocked = next(
+            (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
+        )
+        if hivemind and any(m in self.broken_carriers for m in members):
+            self._fail_round(group, RoundFailure(None, carrier_failed=True))
+        elif blocked is not None:
+            self._fail_round(group, RoundFailure(blocked))
+        elif len(group.arrived) == len(members):
+            self.later(0.1 + 0.2 * self.rng.random(), lambda: self._end_round(group))
+        else:
+            stall = self.manifest.limits.round_stall_seconds
+            peer.later(stall, lambda: self._stalled(group))
+        return group
+
+    def _stalled(self, group: Round) -> None:
+        absent = [m for m in group.members if m not in group.arrived]
+        if absent and not group.done:
+            self._fail_round(group, RoundFailure(absent[0]))
+
+    def _end_round(self, group: Round) -> None:
+        if group.failure is not None:
+            return
+        group.done = True
+        total: Counter[tuple[int, int]] = Counter()
+        for own, _ in group.arrived.values():
+            total.update(own)
+        for member, (_, done) in group.arrived.items():
+            self.peers[member].later(self.delay(), lambda done=done: done(Counter(total)))
+
+    def _fail_round(self, group: Round, failure: RoundFailure) -> None:
+        group.failure = failure
+        for member, (_, done) in group.arrived.items():
+            self.peers[member].later(self.delay(), lambda done=done: done(failure))
+
+    def end_rounds_of(self, peer: SimPeer) -> None:
+        """A member is lost: the rounds it was in fail for the others, at once."""
+        for group in self.rounds.values():
+            if peer.id in group.members and group.failure is None and not group.done:
+                group.arrived.pop(peer.id, None)
+                self._fail_round(group, RoundFailure(peer.id))
+
     # ---- people and faults
 
     def join(self) -> SimPeer:
@@ -400,7 +423,9 @@ class World:
             staying = [p for p in alive if not p.leaving]
             if staying:
                 staying[fault.target % len(staying)].leave()
-        elif fault.kind == "block" and len(alive) > 1:
+        elif fault.kind == "block":
+            if len(alive) < 2:
+                return
             one, other = alive[fault.target % len(alive)], alive[(fault.target + 1) % len(alive)]
             pair = frozenset((one.id, other.id))
             self.blocked.add(pair)
@@ -416,7 +441,7 @@ class World:
         """Faults are over and as many volunteers as the run needs come and stay."""
         self.crash_countdown = None
         if self.run_state is None:
-            self.later(0.1, lambda: self.run_state is None and self.start_coordinator())
+            self.later(0.1, self.start_coordinator)
         for _ in range(self.options.stages * self.options.starting):
             self.join()
 
@@ -430,15 +455,19 @@ class World:
             if last is None or last.attempt != message.attempt:
                 raise Violation(f"{message} is sent before it is durable")
         elif isinstance(message, Lease):
-            trainer = run.peers[command.peer]
+            trainer = run.peers.get(command.peer)
             others = [p for p in run.peers.values() if p.trainer and not p.leaving]
-            if trainer.leaving and any(p.phase is PeerPhase.READY for p in others):
+            if (
+                trainer is not None
+                and trainer.leaving
+                and any(p.phase is PeerPhase.READY for p in others)
+            ):
                 raise Violation(f"{command.peer} is leaving and gets {message}")
         elif isinstance(message, Roster):
             for record in message.peers:
-                leaver = run.peers[record.peer].leaving and record.accepts_work
+                peer = run.peers.get(record.peer)
                 rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
-                if leaver and rest:
+                if peer is not None and peer.leaving and record.accepts_work and rest:
                     raise Violation(f"{record.peer} is leaving and is offered as {record}")
 
     def _check_record(self, record: object) -> None:
@@ -493,6 +522,17 @@ class World:
             if self.peers[member].alive:
                 self.peers[member].check_averaged(step, record.attempt, stage)
 
+    def check_replicas(self, peer: SimPeer) -> None:
+        """All who reach a version hold the same: the same steps, by the same attempts."""
+        holding = peer.holding
+        assert holding is not None
+        steps = [step for step, _ in holding.params]
+        if steps != list(range(1, holding.version + 1)):
+            raise Violation(f"{peer.id} applied the steps {steps}")
+        attempts = [self.store.applied[step].attempt for step in steps]
+        if [attempt for _, attempt in holding.params] != attempts:
+            raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
+
     def _check_state(self) -> None:
         run = self.run_state
         if run is None:
@@ -533,27 +573,3 @@ class World:
             f"version {run.version} {run.phase} waiting={run.waiting_reason!r} "
             f"checkpoint={run.checkpoint} step={run.step}\n{peers}\n{tail}"
         )
-
-
-def checkpoint_item(version: int, stage: int) -> str:
-    return f"checkpoint/{version}/{stage}"
-
-
-def sha_of(params: tuple[object, ...], stage: int) -> str:
-    return hashlib.sha256(repr((stage, params)).encode()).hexdigest()
-
-
-def train_loss(step: int, microbatch: int) -> float:
-    return 4 * (5.0 - 0.01 * step) + 0.1 * microbatch
-
-
-def heldout_loss(version: int, microbatch: int) -> float:
-    return 4 * (4.0 - 0.01 * version) + 0.3 * microbatch
-
-
-def own_squared(step: int, stage: int) -> float:
-    return 1.0 + 0.1 * step + 0.01 * stage
-
-
-def tied_squared(step: int) -> float:
-    return 0.5 + 0.2 * step

@@ -13,8 +13,7 @@ import trio.testing
 
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.identity import Identity
-from swarm_shared.network import FramedStream, FrameLimits, LinkTraffic, Node, open_node
-from swarm_shared.network.yamux import MAX_REMOTE_STREAMS
+from swarm_shared.network import FramedStream, FrameLimits, LinkTraffic, Node, open_node, yamux
 from swarm_shared.types import PeerId
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
@@ -237,15 +236,16 @@ async def test_what_a_handler_sent_before_it_returned_arrives() -> None:
             await stream.receive()
 
 
-async def test_finished_streams_leave_nothing_behind() -> None:
+async def test_finished_streams_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """More streams one after the other than may be open at once."""
+    monkeypatch.setattr(yamux, "MAX_REMOTE_STREAMS", 5)
 
     async def answer(stream: FramedStream) -> None:
         await stream.send((await stream.receive()).header)
 
     async with two_nodes() as (server, client):
         server.serve("/test/answer/1", answer, LIMITS)
-        for index in range(MAX_REMOTE_STREAMS + 50):
+        for index in range(30):
             stream = await client.open_stream(server.peer_id, "/test/answer/1", LIMITS)
             await stream.send(b"hello")
             assert (await stream.receive()).header == b"hello"
@@ -256,7 +256,7 @@ async def test_finished_streams_leave_nothing_behind() -> None:
             with trio.fail_after(5):
                 while connection.muxed_conn._streams or connection.streams:
                     await trio.lowlevel.checkpoint()
-            assert connection.muxed_conn._window_budget == 64 << 20
+            assert connection.muxed_conn._window_budget == yamux.EXTRA_WINDOW_BUDGET_BYTES
         assert not server._inbound_streams
 
 
@@ -326,6 +326,12 @@ async def test_an_address_that_never_answers_is_a_time_out() -> None:
         async with open_node(Identity.generate()) as client:
             with pytest.raises(LinkTimeout, match=r"did not answer within 0\.3 s"):
                 await client.connect(Identity.generate().peer_id, [address], timeout_seconds=0.3)
+
+
+async def test_a_node_does_not_connect_to_itself() -> None:
+    async with open_node(Identity.generate(), [ANY_PORT]) as node:
+        with pytest.raises(NetworkError, match="itself"):
+            await node.connect(node.peer_id, node.addresses)
 
 
 async def test_no_usable_address_is_a_network_error() -> None:

@@ -103,7 +103,10 @@ async def all_reduce(
         await to_thread(partial(_copy_alone, spec, source, result))
         return RoundReport(time.monotonic() - started, 0, 0)
     round_ = _Round(spec, carrier, source, result, to_thread)
-    await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    try:
+        await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    finally:
+        round_.let_go()
     state = round_.state
     return RoundReport(time.monotonic() - started, state.bytes_sent, state.bytes_received)
 
@@ -170,6 +173,12 @@ class _Round:
             pumps.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
+
+    def let_go(self) -> None:
+        """A finished round is part of reference cycles; the shared memory must not wait for the
+        garbage collector."""
+        self._source = self._result = np.empty(0, np.float32)
+        self._inboxes.clear()
 
     async def _work(
         self, pumps: anyio.abc.TaskGroup, stall_seconds: float, join_seconds: float

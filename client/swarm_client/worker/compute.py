@@ -231,9 +231,9 @@ class StageRunner:
 
     def _run(self, inputs: MicrobatchInput, keep_graph: bool) -> _Graph:
         entry = self.copier.to_device(inputs.inputs)
-        targets_BT = inputs.targets_BT  # noqa: N806
+        targets_BT = inputs.targets_BT
         if targets_BT is not None:
-            targets_BT = self.copier.to_device(targets_BT)  # noqa: N806
+            targets_BT = self.copier.to_device(targets_BT)
         if not keep_graph:
             with torch.no_grad():
                 return _Graph(None, self.stage(entry, targets_BT), kept=False)

@@ -6,11 +6,11 @@ from swarm_client.worker.protocol import FailureCode
 from swarm_shared.errors import SwarmError
 
 
-class WorkerDied(SwarmError):  # noqa: N818 (names an event, as LinkClosed does)
+class WorkerDied(SwarmError):
     """The worker process has ended; everything that was in it is lost."""
 
 
-class RequestFailed(SwarmError):  # noqa: N818
+class RequestFailed(SwarmError):
     """One request could not be carried out; the worker lives on and nothing else changed."""
 
     def __init__(self, code: FailureCode, message: str) -> None:

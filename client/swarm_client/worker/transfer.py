@@ -69,9 +69,9 @@ class PayloadCodec:
         """A Forward's or Evaluate's payload: the input and, on the last stage, the targets."""
         self._check_size(payload, self._sizes.request_bytes, "a microbatch")
         inputs = payload[: self._sizes.input_bytes]
-        targets_BT = None  # noqa: N806
+        targets_BT = None
         if self._is_last:
-            targets_BT = self._tokens(payload[self._sizes.input_bytes :], "targets")  # noqa: N806
+            targets_BT = self._tokens(payload[self._sizes.input_bytes :], "targets")
         if self._is_first:
             return MicrobatchInput(self._tokens(inputs, "inputs"), targets_BT)
         return MicrobatchInput(self._activation(inputs, "the input activation"), targets_BT)
@@ -99,7 +99,7 @@ class PayloadCodec:
 
     def _tokens(self, payload: memoryview, what: str) -> Tensor:
         wire = torch.frombuffer(payload, dtype=torch.uint32)
-        tokens_BT = wire.to(torch.int64).view(self._shape_BT)  # noqa: N806
+        tokens_BT = wire.to(torch.int64).view(self._shape_BT)
         try:
             check_token_values(tokens_BT, self._vocabulary_size)
         except ProtocolError as error:

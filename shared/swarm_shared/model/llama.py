@@ -16,7 +16,7 @@ Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V 
 N heads, K key/value heads, H head size.
 """
 
-# ruff: noqa: N803, N806, N815 (shape suffixes on tensors)
+# ruff: noqa: N815 (shape suffixes on tensors)
 
 from __future__ import annotations
 

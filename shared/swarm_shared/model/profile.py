@@ -54,11 +54,11 @@ class _Part:
 
     def forward(self, stage: Stage) -> Tensor:
         shape = (self.sequences, self.config.sequence_length)
-        tokens_BT = torch.zeros(shape, dtype=torch.int64)  # noqa: N806
+        tokens_BT = torch.zeros(shape, dtype=torch.int64)
         if self.is_first:
             output: Tensor = stage(tokens_BT, tokens_BT if self.is_last else None)
             return output
-        x_BTD = torch.zeros(  # noqa: N806
+        x_BTD = torch.zeros(
             *shape, self.config.hidden_size, dtype=stage.compute_dtype, requires_grad=True
         )
         output = stage(x_BTD, tokens_BT if self.is_last else None)

@@ -8,10 +8,10 @@ peers on its own accord and answers identify requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
-from libp2p.abc import IMuxedConn, INetStream, ISecureConn
+from libp2p.abc import IMuxedConn, ISecureConn
 from libp2p.crypto.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.keys import KeyPair
 from libp2p.crypto.x25519 import create_new_key_pair as create_x25519_key_pair
@@ -19,9 +19,11 @@ from libp2p.custom_types import TProtocol
 from libp2p.host.basic_host import BasicHost
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.trio import TrioTCPStream
+from libp2p.network.auto_connector import AutoConnector
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.network.exceptions import SwarmException
 from libp2p.network.swarm import Swarm
 from libp2p.peer.id import ID
 from libp2p.peer.peerstore import PeerStore
@@ -43,7 +45,8 @@ NEGOTIATE_SECONDS = 10.0
 MAX_PENDING_HANDSHAKES = 128
 """Connections that have not yet proved who they are; more are refused at once."""
 
-StreamHandler = Callable[[INetStream], Awaitable[None]]
+MAX_CONNECTIONS_PER_PEER = 4
+"""Two ends that dial each other at once make two; a relayed one may come on top."""
 
 
 def build_host(identity: Identity, max_connections: int) -> BasicHost:
@@ -70,6 +73,7 @@ def build_host(identity: Identity, max_connections: int) -> BasicHost:
         retry_config=RetryConfig(max_retries=0),
         connection_config=_connection_config(max_connections),
     )
+    swarm.auto_connector = NoAutoConnector(swarm)
     host = BasicHost(swarm, disable_identify_address_discovery=True)
     # Identify and ping: nobody asks for them, and their handlers let a remote write into the
     # peer store. Without them the host also does not open identify streams by itself.
@@ -82,13 +86,11 @@ def build_host(identity: Identity, max_connections: int) -> BasicHost:
 def _connection_config(max_connections: int) -> ConnectionConfig:
     return ConnectionConfig(
         max_connections=max_connections,
-        # Zero: never dial anybody unasked.
         min_connections=0,
         low_watermark=0,
         high_watermark=max_connections,
-        # Two ends that dial each other at once keep both connections. What exceeds this is
-        # trimmed by fewest streams, so it must never reach one in use.
-        max_connections_per_peer=8,
+        # Never reached (see `NodeSwarm.add_conn`): trimming would close connections in use.
+        max_connections_per_peer=max_connections,
         dial_timeout=HANDSHAKE_SECONDS,
         inbound_upgrade_timeout=HANDSHAKE_SECONDS,
         outbound_upgrade_timeout=HANDSHAKE_SECONDS,
@@ -111,6 +113,13 @@ class NoiseYamuxUpgrader(TransportUpgrader):  # type: ignore[misc]
         return muxer
 
 
+class NoAutoConnector(AutoConnector):  # type: ignore[misc]
+    """Never dials anybody unasked; the original does so whatever the watermarks are."""
+
+    async def maybe_connect(self) -> None:
+        return
+
+
 class NodeSwarm(Swarm):  # type: ignore[misc]
     """py-libp2p's swarm with another way of taking connections in.
 
@@ -120,6 +129,14 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
     _pending_handshakes = 0
     on_peer_lost: Callable[[ID], None] | None = None
+
+    async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
+        """Refuses the newest of too many, where the original closes one that may be in use."""
+        known = self.connections.get(muxed_conn.peer_id, ())
+        if len(known) >= MAX_CONNECTIONS_PER_PEER:
+            await muxed_conn.close()
+            raise SwarmException(f"{muxed_conn.peer_id} has {len(known)} connections already")
+        return await super().add_conn(muxed_conn, direction)
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         """Called for each connection that ends, before its streams' handlers hear of it."""

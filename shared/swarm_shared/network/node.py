@@ -124,6 +124,8 @@ class Node:
             async with lock:
                 if self.is_connected(peer):
                     return
+                if peer == self.peer_id:
+                    raise NetworkError(f"{peer} is this node itself")
                 targets = _parse_addresses(peer, addresses)
                 await self._dial_first(peer, targets, timeout_seconds)
         finally:

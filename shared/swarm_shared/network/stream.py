@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import trio
 from libp2p.network.stream.net_stream import NetStream
@@ -43,6 +44,16 @@ class FramedStream:
         self._closed = False
         self._sent = traffic.counter(self._remote, protocol, "sent")
         self._received = traffic.counter(self._remote, protocol, "received")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Closes the stream, or resets it when the block raised."""
+        if kind is None:
+            await self.close()
+        else:
+            await self.reset()
 
     def __repr__(self) -> str:
         return f"FramedStream({self._protocol} with {self._remote})"

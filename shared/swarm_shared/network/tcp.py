@@ -21,11 +21,12 @@ from multiaddr import Multiaddr
 
 from swarm_shared.errors import NetworkError
 
-# The longest thing read in one piece is a Noise message with its length.
-_MAX_READ_BYTES = 2 + 65_535
-# A message is read straight to its place behind those already there; four of them at a time
-# make system calls and task switches cheap.
-_BUFFER_BYTES = 4 * _MAX_READ_BYTES
+# The longest thing read in one piece: a Noise message.
+_MAX_READ_BYTES = 65_535
+# A coordinator holds thousands of connections that carry little: buffers begin small and grow
+# on those that fill them, until four messages make system calls and task switches cheap.
+_FIRST_BUFFER_BYTES = 4 * 1024
+_LARGEST_BUFFER_BYTES = 256 * 1024
 
 
 class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
@@ -33,10 +34,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
-        # Made at the first read after the handshake's small ones would do as well; strangers
-        # hold MAX_PENDING_HANDSHAKES of these at most.
-        self._buffer = bytearray(_BUFFER_BYTES)
-        self._view = memoryview(self._buffer)
+        self._view = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         self._start = 0
         self._end = 0
 
@@ -56,10 +54,8 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         """Receives what there is behind what is left. 0 at the end of the stream."""
         if self._start == self._end:
             self._start = self._end = 0
-        elif self._start + wanted > _BUFFER_BYTES:
-            left = bytes(self._view[self._start : self._end])
-            self._start, self._end = 0, len(left)
-            self._view[: len(left)] = left
+        elif self._start + wanted > len(self._view):
+            self._move_to_front(self._view)
         try:
             received: int = await self.stream.socket.recv_into(self._view[self._end :])
         except trio.ClosedResourceError:
@@ -67,7 +63,15 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         except OSError as error:
             raise ConnectionClosedError(f"the connection is lost: {error}") from error
         self._end += received
+        size = len(self._view)
+        if self._end == size and size < _LARGEST_BUFFER_BYTES:
+            self._move_to_front(memoryview(bytearray(4 * size)))
         return received
+
+    def _move_to_front(self, target: memoryview) -> None:
+        left = bytes(self._view[self._start : self._end])
+        target[: len(left)] = left
+        self._view, self._start, self._end = target, 0, len(left)
 
 
 class BufferedTcp(TCP):  # type: ignore[misc]

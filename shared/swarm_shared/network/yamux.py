@@ -52,6 +52,9 @@ INITIAL_WINDOW_BYTES = 256 * 1024
 """What the protocol grants on every stream before anything is said."""
 MAX_WINDOW_BYTES = 16 * 1024 * 1024
 """Largest window granted, as in go-yamux: 100 ms of 160 MB/s."""
+FIRST_WINDOW_BYTES = 1024 * 1024
+"""Granted when a stream opens, so that a first frame of ordinary size need not wait for a
+window to grow, which takes a round trip for each doubling."""
 EXTRA_WINDOW_BUDGET_BYTES = 64 * 1024 * 1024
 """Window beyond the initial one that a connection grants over all its streams."""
 MIN_RTT_SECONDS = 0.02
@@ -108,6 +111,13 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._fin_received = False
         self._error: MuxedStreamError | None = None
         self.written_bytes = 0
+
+    def grant_first_window(self) -> int:
+        """What to grant beyond the initial window when the stream opens."""
+        growth = self.connection.take_window_budget(FIRST_WINDOW_BYTES - INITIAL_WINDOW_BYTES)
+        self._window_size += growth
+        self._receive_window += growth
+        return growth
 
     async def read(self, n: int | None = None) -> bytes:
         """At least one and at most `n` bytes. Cancelling it loses nothing.
@@ -333,17 +343,17 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
 
     async def close(self, error_code: int = _NORMAL_TERMINATION) -> None:
         """Sends what is queued, says good-bye and ends the connection, within a second."""
+        if not self.event_started.is_set():
+            await self._shut_down()
+            return
         if not self._closing:
             self.queue_control(_GO_AWAY, 0, 0, error_code)
             self._closing = True
             with trio.move_on_after(FLUSH_SECONDS):
                 await self._flushed.wait()
             self._scope.cancel()
-        if self.event_started.is_set():
-            with trio.move_on_after(FLUSH_SECONDS):
-                await self.event_closed.wait()
-        else:
-            await self._shut_down()
+        with trio.move_on_after(FLUSH_SECONDS):
+            await self.event_closed.wait()
 
     async def open_stream(self) -> IMuxedStream:
         await trio.lowlevel.checkpoint()
@@ -352,7 +362,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         stream = YamuxStream(self, self._next_stream_id)
         self._next_stream_id += 2
         self._streams[stream.stream_id] = stream
-        self.queue_control(_WINDOW_UPDATE, _SYN, stream.stream_id, 0)
+        self.queue_control(_WINDOW_UPDATE, _SYN, stream.stream_id, stream.grant_first_window())
         return stream
 
     async def accept_stream(self) -> IMuxedStream:
@@ -537,7 +547,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             return None
         self._streams[stream_id] = stream
         self._remote_streams += 1
-        self.queue_control(_WINDOW_UPDATE, _ACK, stream_id, 0)
+        self.queue_control(_WINDOW_UPDATE, _ACK, stream_id, stream.grant_first_window())
         return stream
 
     def _is_remotes(self, stream_id: int) -> bool:
@@ -545,14 +555,20 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         return (stream_id % 2 == 1) != self._is_initiator
 
     async def _keepalive_loop(self) -> None:
+        self._ping()
         while True:
-            self._ping_sent_seconds = trio.current_time()
-            self.queue_control(_PING, _SYN, 0, 0)
             await trio.sleep(KEEPALIVE_SECONDS)
             silent_seconds = trio.current_time() - self._last_heard_seconds
             if silent_seconds > SILENCE_SECONDS:
                 logger.debug("%s has been silent for %.0f s", self.peer_id, silent_seconds)
                 return
+            # Connections in use need no pings: a coordinator with thousands saves them.
+            if silent_seconds >= KEEPALIVE_SECONDS:
+                self._ping()
+
+    def _ping(self) -> None:
+        self._ping_sent_seconds = trio.current_time()
+        self.queue_control(_PING, _SYN, 0, 0)
 
     async def _shut_down(self) -> None:
         if self.event_closed.is_set():

@@ -1,0 +1,362 @@
+"""The commands around a run's life: init, start, invite, status, history.
+
+Owns their words. Making a run is `initialise_run`'s, serving it `server`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import trio
+
+from swarm_coordinator.addresses import dialable_addresses, listen_address
+from swarm_coordinator.database import open_read_only, storage_errors
+from swarm_coordinator.events import Restored
+from swarm_coordinator.history import history, steps_document
+from swarm_coordinator.records import read_restored
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.settings import (
+    DEFAULT_PRESET,
+    RunSettings,
+    parse_override,
+)
+from swarm_coordinator.status import finite, read_status, status_lines
+from swarm_coordinator.stored_run import (
+    changed_settings,
+    load_identity,
+    load_manifest,
+    load_settings,
+)
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.errors import ConfigurationError, NetworkError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.model_config import PRESETS
+from swarm_shared.signed_manifest import run_id_of, sign_manifest
+
+LOG_BYTES = 10 * 2**20
+LOG_FILES = 3
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+_CHANGEABLE = (
+    "[training] steps",
+    "[training] evaluation_microbatches",
+    "[limits] ",
+    "[checkpoint] every_steps",
+)
+"""Settings that a run may change after it began; the run's id does not depend on them."""
+
+
+# ---------------------------------------------------------------- init
+
+
+@click.command("init")
+@RUN_DIR
+@click.option(
+    "--preset",
+    default=DEFAULT_PRESET,
+    show_default=True,
+    type=click.Choice(list(PRESETS)),
+    help="The model and its training sizes.",
+)
+@click.option(
+    "--data",
+    default="python-stdlib",
+    show_default=True,
+    help="A text file, a folder, a JSONL file, ready shards, or python-stdlib.",
+)
+@click.option("--stages", type=int, help="Pipeline stages; the preset's number otherwise.")
+@click.option("--steps", type=int, help="Optimizer steps of the whole run.")
+@click.option("--seed", type=int, help="Decides initialisation and data order.")
+@click.option("--tokenizer", type=click.Choice(["bytes", "bpe"]), help="The preset's otherwise.")
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="SECTION.NAME=VALUE",
+    help="Any other setting of run.toml; may be repeated.",
+)
+def init_command(
+    run_dir: Path,
+    preset: str,
+    data: str,
+    stages: int | None,
+    steps: int | None,
+    seed: int | None,
+    tokenizer: str | None,
+    changes: tuple[str, ...],
+) -> None:
+    """Make a run: settings, data, key and signed manifest in RUN_DIR."""
+    overrides = dict(parse_override(change) for change in changes)
+    for name, value in (
+        ("training.steps", steps),
+        ("run.seed", seed),
+        ("data.tokenizer", tokenizer),
+    ):
+        if value is not None:
+            overrides[name] = value
+    from swarm_coordinator.initialise_run import initialise_run
+
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo)
+    click.echo(f"edit {run_dir / 'run.toml'} if you like, then: swarm-coordinator start {run_dir}")
+
+
+# ---------------------------------------------------------------- start
+
+
+@click.command("start")
+@RUN_DIR
+@click.option("--port", type=click.IntRange(1, 65_535), help="Listen on this TCP port.")
+def start_command(run_dir: Path, port: int | None) -> None:
+    """Serve the run in RUN_DIR and print the invite. Ctrl-C stops it in order."""
+    from swarm_coordinator.server import Service, serve
+    from swarm_coordinator.store import SqliteStore
+
+    folder = RunFolder.open(run_dir)
+    with folder.lock():
+        settings, manifest = load_settings(folder), load_manifest(folder)
+        restored = _stored_progress(folder)
+        manifest = _follow_settings(folder, settings, manifest, restored)
+        if restored is not None and _is_over(restored, manifest):
+            _say_finished(folder, restored)
+            return
+        _log_to(folder.log / "coordinator.log")
+        identity = load_identity(folder)
+        store = SqliteStore.open(folder.database)
+        try:
+            service = Service(
+                folder=folder,
+                settings=settings,
+                manifest=manifest,
+                identity=identity,
+                store=store,
+                report=_report,
+                port=port,
+                on_serving=_say_serving(manifest),
+            )
+            trio.run(serve, service)
+        finally:
+            store.close()
+        end = _stored_progress(folder)
+        if end is not None and _is_over(end, manifest):
+            _say_finished(folder, end)
+
+
+def _stored_progress(folder: RunFolder) -> Restored | None:
+    """What the database says, if there is one yet."""
+    if not folder.database.exists():
+        return None
+    connection = open_read_only(folder.database)
+    try:
+        with storage_errors(folder.database):
+            return read_restored(connection)
+    finally:
+        connection.close()
+
+
+def _follow_settings(
+    folder: RunFolder, settings: RunSettings, manifest: Manifest, restored: Restored | None
+) -> Manifest:
+    """run.toml may have been edited since the manifest was signed: sign it anew, or say no."""
+    differences = changed_settings(folder, settings, manifest)
+    if not differences:
+        return manifest
+    if restored is None or restored.version == 0:
+        # In a process of its own: planning the stages needs torch, serving the run does not.
+        done = subprocess.run(
+            [sys.executable, "-m", "swarm_coordinator.cli", "refresh", str(folder.path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode != 0:
+            words = done.stderr.strip().removeprefix("swarm-coordinator: error: ")
+            raise ConfigurationError(words or "the changed run.toml could not be followed")
+    elif all(difference.startswith(_CHANGEABLE) for difference in differences):
+        changed = manifest.model_copy(
+            update={
+                "training": settings.training_config,
+                "limits": settings.limits,
+                "checkpoint_steps": settings.checkpoint.every_steps,
+            }
+        )
+        write_atomically(folder.manifest, sign_manifest(load_identity(folder), changed))
+    else:
+        kept = [d for d in differences if not d.startswith(_CHANGEABLE)]
+        raise ConfigurationError(
+            f"the run has applied {restored.version} steps and cannot be changed in this way any "
+            f"more: {'; '.join(kept)}; change it back, or make a new run with "
+            f"`swarm-coordinator init`"
+        )
+    for difference in differences:
+        click.echo(f"following run.toml: {difference.split(' in run.toml')[0]}")
+    return load_manifest(folder)
+
+
+def _is_over(restored: Restored, manifest: Manifest) -> bool:
+    return restored.finished and restored.version >= manifest.training.steps
+
+
+def _say_finished(folder: RunFolder, restored: Restored) -> None:
+    heldout = restored.heldout_loss
+    loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
+    click.echo(f"the run is finished after {restored.version} steps{loss}")
+    click.echo(f"take the model home with: swarm-coordinator export {folder.path} OUT_FOLDER")
+    click.echo(f"or raise [training] steps in {folder.settings} and start again")
+
+
+def _say_serving(manifest: Manifest) -> Any:
+    def say(invite: Invite) -> None:
+        click.echo(
+            f"serving {manifest.name}: {manifest.stage_count} stage(s), "
+            f"{manifest.training.steps} steps, at {', '.join(invite.addresses)}"
+        )
+        click.echo("whoever wants to take part runs `swarm-client join` with this invite:")
+        click.echo(invite.encode())
+        sys.stdout.flush()
+
+    return say
+
+
+def _report(line: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {line}")
+    sys.stdout.flush()
+
+
+def _log_to(path: Path) -> None:
+    """Machine details of this process, kept small by rotation."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
+        )
+    except OSError as error:
+        click.echo(
+            f"no log can be written to {path} ({error.strerror}); going on without", err=True
+        )
+        return
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+    )
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    # A full disk must not print a traceback for each line that cannot be logged.
+    logging.raiseExceptions = False
+
+
+@click.command("refresh", hidden=True)
+@RUN_DIR
+def refresh_command(run_dir: Path) -> None:
+    """Sign the manifest anew after run.toml was edited; `start` runs this by itself."""
+    from swarm_coordinator.initialise_run import refresh_manifest
+
+    folder = RunFolder.open(run_dir)
+    restored = _stored_progress(folder)
+    if restored is not None and restored.version > 0:
+        raise ConfigurationError(f"the run has applied {restored.version} steps already")
+    refresh_manifest(folder)
+
+
+# ---------------------------------------------------------------- invite, status, history
+
+
+@click.command("invite")
+@RUN_DIR
+def invite_command(run_dir: Path) -> None:
+    """Print the invite of the run in RUN_DIR."""
+    folder = RunFolder.open(run_dir)
+    settings, manifest = load_settings(folder), load_manifest(folder)
+    identity = load_identity(folder)
+    document = read_status(folder.status) if folder.in_use() else None
+    if document is not None and document.get("running"):
+        addresses = tuple(document["addresses"])
+    else:
+        network = settings.network
+        port = network.listen_port or folder.remembered_port()
+        listen_address(network.listen_host, port or 0)
+        if port is None:
+            port = _free_port(network.listen_host)
+            folder.remember_port(port)
+        addresses = dialable_addresses(network.listen_host, port, network.announce)
+    token = folder.admission_token() if settings.admission.mode == "token" else None
+    click.echo(_invite(identity, manifest, addresses, token).encode())
+
+
+def _invite(
+    identity: Identity, manifest: Manifest, addresses: tuple[str, ...], token: str | None
+) -> Invite:
+    return Invite(
+        coordinator=identity.peer_id,
+        addresses=addresses,
+        run_id=run_id_of(manifest),
+        organiser=manifest.organiser,
+        token=token,
+    )
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise NetworkError(
+            f"no port can be had on {host} ({error.strerror}); check [network] listen_host"
+        ) from error
+
+
+@click.command("status")
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def status_command(run_dir: Path, as_json: bool) -> None:
+    """Say how the run in RUN_DIR stands, whether its coordinator runs or not."""
+    folder = RunFolder.open(run_dir)
+    document = read_status(folder.status)
+    running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
+    if document is None:
+        document = {"run": load_manifest(folder).name, "phase": "never started"}
+    if as_json:
+        click.echo(json.dumps(finite({**document, "running": running}), indent=1))
+    elif "time" not in document:
+        click.echo(f"{document['run']} has not been started yet: swarm-coordinator start {run_dir}")
+    else:
+        for line in status_lines(document, running, time.time()):
+            click.echo(line)
+
+
+def _lock_holder(folder: RunFolder) -> int | None:
+    try:
+        text = folder.lock_file.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+@click.command("history")
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def history_command(run_dir: Path, as_json: bool) -> None:
+    """Print every applied step of the run in RUN_DIR, also while its coordinator is down."""
+    found = history(RunFolder.open(run_dir).database)
+    if as_json:
+        click.echo(json.dumps(steps_document(found.steps)))
+        return
+    click.echo(f"{'step':>8} {'loss':>10} {'tokens':>10} {'seconds':>9}")
+    for step in found.steps:
+        click.echo(f"{step.step:>8} {step.loss:>10.4f} {step.tokens:>10} {step.seconds:>9.2f}")
+    if found.heldout_loss is not None:
+        click.echo(f"held-out loss: {found.heldout_loss:.4f}")

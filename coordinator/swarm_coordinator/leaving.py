@@ -1,0 +1,62 @@
+"""When a volunteer that wants to stop may go: soon, and without taking anything with it.
+
+Part of the pure core. A leaver with replicas goes when nothing of the step depends on it; the last
+one of a stage leaves a checkpoint behind. Nobody is kept for long, whatever the others do.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator import checkpointing, membership, recovery
+from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState
+
+LEAVE_SECONDS = 120.0
+"""A step that has not ended by then goes on without the leaver's part of it."""
+
+
+def release_leavers(run: RunState, now: float) -> None:
+    """Say goodbye to every leaver that may go now."""
+    for peer in [p for p in run.peers.values() if p.leaving]:
+        if peer.stage is None or peer.phase is not PeerPhase.READY:
+            membership.say_goodbye(run, peer, "left before taking part", now)
+        elif not _is_needed(run, peer, now) and _leaves_nothing_open(run, peer, now):
+            membership.say_goodbye(run, peer, "left after its work was counted", now)
+
+
+def must_wait(run: RunState) -> bool:
+    """Whether the next step waits for the checkpoint that the last one of a stage leaves behind."""
+    pending = run.pending_checkpoint
+    return (
+        pending is not None
+        and pending.version == run.version
+        and any(p.leaving and _is_last(run, p) for p in run.peers.values())
+    )
+
+
+def _is_last(run: RunState, peer: PeerState) -> bool:
+    """Whether everybody who holds its stage is about to leave."""
+    assert peer.stage is not None
+    return all(p.leaving for p in run.ready_peers(peer.stage))
+
+
+def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether this step should end first. Between steps nothing depends on anybody."""
+    step = run.step
+    if run.phase is RunPhase.WAITING or step is None:
+        return False
+    if now - peer.leaving_since > LEAVE_SECONDS or not run.staffed():
+        return False
+    return (
+        _is_last(run, peer)
+        or any(cell.peer == peer.peer for cell in step.table.values())
+        or any(s.trainer == peer.peer and s.resolved_at is None for s in step.leases.values())
+    )
+
+
+def _leaves_nothing_open(run: RunState, peer: PeerState, now: float) -> bool:
+    """Whether the run's version outlives this peer, or is lost without its doing."""
+    if not _is_last(run, peer) or checkpointing.stored(run) or checkpointing.refused(run):
+        return True
+    if checkpointing.request(run, now):
+        return False
+    # No checkpoint can be had while another stage has nobody; it may only be re-attaching.
+    return recovery.is_lost(run, now)

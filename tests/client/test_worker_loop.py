@@ -1,0 +1,184 @@
+"""The compute loop in this process, over a socketpair: order of work, and what becomes of errors."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import uuid
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from swarm_client.child import SyncLink, encode_frame
+from swarm_client.worker import protocol
+from swarm_client.worker.compute import StageRunner
+from swarm_client.worker.loop import ComputeLoop, WorkerMemory, _answer, serve
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model_config import FrozenModel, ModelConfig
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+
+SLOTS = 4
+
+
+def make_manifest() -> Manifest:
+    shards = tuple(
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
+        for split in ("train", "heldout")
+    )
+    return Manifest(
+        name="test",
+        organiser="organiser",
+        model=ModelConfig(
+            vocabulary_size=64, hidden_size=16, intermediate_size=24, layers=2, heads=2,
+            key_value_heads=1, sequence_length=8,
+        ),
+        stages=(StageRange(first_layer=0, end_layer=1), StageRange(first_layer=1, end_layer=2)),
+        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
+        training=TrainingConfig(
+            steps=10, microbatches_per_step=4, sequences_per_microbatch=1, seed=5
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+    )  # fmt: skip
+
+
+class Rig:
+    """A loop in a thread, holding stage 0, and the daemon's end of its socket."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.runner = StageRunner(make_manifest(), StageIndex(0), torch.device("cpu"), 2**30, 2**30)
+        slot_bytes = self.runner.sizes.slot_bytes
+        name = f"test-{uuid.uuid4().hex[:12]}"
+        self.memory = WorkerMemory(name, SLOTS * slot_bytes, slot_bytes, self.runner.layout.count)
+        ours, theirs = socket.socketpair()
+        ours.settimeout(30)
+        self.socket = ours
+        self.link = SyncLink(ours, protocol.worker_answers)
+        self._child_link = SyncLink(theirs, protocol.worker_requests)
+        loop = ComputeLoop(self._child_link, self.runner, self.memory)
+        self._thread = threading.Thread(target=loop.run)
+        self._thread.start()
+
+    def ask(self, *requests: FrozenModel) -> None:
+        """All in one write, so that the loop sees them all before it computes."""
+        self.socket.sendall(b"".join(encode_frame(request) for request in requests))
+
+    def forward(self, number: int, slot: int) -> protocol.Forward:
+        nbytes = self.runner.sizes.input_bytes
+        ids = np.random.default_rng(number).integers(0, 64, nbytes // 4, dtype=np.uint32)
+        self.memory.slot(slot, nbytes)[:] = ids.tobytes()
+        return protocol.Forward(
+            request=number, step=Step(1), microbatch=MicrobatchIndex(number), accumulate=True,
+            slot=slot, nbytes=nbytes,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.link.close()
+        self._thread.join(30)
+        self._child_link.close()
+        self.memory.unlink()
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.close()
+
+
+def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig: Rig) -> None:
+    rig.ask(rig.forward(1, slot=0))
+    assert isinstance(rig.link.receive(), protocol.ForwardDone)
+    nbytes = rig.runner.sizes.output_bytes
+    rig.memory.slot(1, nbytes)[:] = bytes(nbytes)
+    rig.ask(
+        rig.forward(2, slot=2),
+        rig.forward(3, slot=3),
+        protocol.Backward(request=4, forward=1, slot=1, nbytes=nbytes),
+        protocol.Discard(request=2),
+        protocol.Evaluate(request=5, slot=0, nbytes=3),
+        protocol.Accumulated(request=6),
+    )
+    answers = [rig.link.receive() for _ in range(5)]
+    assert [type(answer).__name__ for answer in answers] == [
+        "Failed", "AccumulatedAre", "BackwardDone", "ForwardDone", "Failed",
+    ]  # fmt: skip
+    assert [answer.request for answer in answers if answer] == [2, 6, 4, 3, 5]
+    discarded, accumulated, _, _, misfit = answers
+    assert isinstance(discarded, protocol.Failed)
+    assert discarded.code == "discarded"
+    assert isinstance(accumulated, protocol.AccumulatedAre)
+    assert accumulated.microbatches == ()
+    assert isinstance(misfit, protocol.Failed)
+    assert misfit.code == "bad_input"
+
+
+def test_slots_that_are_not_there_are_refused(rig: Rig) -> None:
+    good = rig.forward(1, slot=0)
+    rig.ask(
+        good.model_copy(update={"slot": SLOTS}),
+        good.model_copy(update={"request": 2, "nbytes": rig.runner.sizes.slot_bytes + 1}),
+    )
+    for _ in range(2):
+        answer = rig.link.receive()
+        assert isinstance(answer, protocol.Failed)
+        assert answer.code == "bad_input"
+
+
+def test_the_output_lies_where_the_input_was(rig: Rig) -> None:
+    request = rig.forward(1, slot=1)
+    ids = bytes(rig.memory.slot(1, request.nbytes))
+    rig.ask(request)
+    answer = rig.link.receive()
+    assert isinstance(answer, protocol.ForwardDone)
+    seen = torch.frombuffer(rig.memory.slot(1, answer.nbytes), dtype=torch.float32)
+    ids_BT = torch.frombuffer(bytearray(ids), dtype=torch.uint32).long().view(1, -1)
+    assert torch.equal(seen.view(1, 8, 16), rig.runner.stage(ids_BT).detach())
+
+
+def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
+    request = protocol.Accumulated(request=3)
+
+    def too_much(_: protocol.Accumulated) -> protocol.Numbered:
+        torch.empty(2**50)
+        raise AssertionError("there is no such memory")
+
+    def bug(_: protocol.Accumulated) -> protocol.Numbered:
+        torch.zeros(2) + torch.zeros(3)
+        raise AssertionError("these shapes do not fit")
+
+    answer = _answer(request, too_much)
+    assert isinstance(answer, protocol.Failed)
+    assert (answer.request, answer.code) == (3, "out_of_memory")
+    with pytest.raises(RuntimeError, match="size"):
+        _answer(request, bug)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"slot_bytes": 8}, "too small"), ({"stage": 2}, "no stage 2")]
+)
+def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reason: str) -> None:
+    torch.set_num_threads(1)
+    configure = protocol.Configure(
+        request=1, manifest_json=make_manifest().model_dump_json(), stage=StageIndex(0),
+        device="cpu", threads=1, graph_budget_bytes=0, kept_budget_bytes=0, slot_bytes=2**20,
+        slot_count=2, namespace=f"test-{uuid.uuid4().hex[:12]}",
+    ).model_copy(update=change)  # fmt: skip
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(encode_frame(configure))
+        serve(SyncLink(theirs, protocol.worker_requests))
+        answer = SyncLink(ours, protocol.worker_answers).receive()
+    assert isinstance(answer, protocol.Failed)
+    assert answer.code == "bad_input"
+    assert reason in answer.message

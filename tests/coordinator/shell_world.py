@@ -1,0 +1,326 @@
+"""A run folder and scripted volunteers for tests of the coordinator's shell.
+
+The volunteers speak the control protocol over real nodes on loopback and sign real receipts; only
+their mathematics is made up. The coordinator under test is the real one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.server import Service, serve
+from swarm_coordinator.store import SqliteStore
+from swarm_coordinator.stored_run import load_identity, load_manifest, load_settings
+from swarm_shared.credentials import Receipt, sign_receipt
+from swarm_shared.errors import LinkClosed
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    CONTROL_PROTOCOL,
+    SOFTWARE_VERSION,
+    Applied,
+    Apply,
+    AssignStage,
+    ClientMessage,
+    Close,
+    CoordinatorMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Lease,
+    LeaseResult,
+    LinkBytes,
+    Ready,
+    RoundReport,
+    SaveSnapshot,
+    SnapshotReady,
+    StageRequest,
+    Welcome,
+    coordinator_messages,
+    encode,
+    parse,
+)
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.transfer import certificate_check, serve_transfers
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+
+LIMITS = FrameLimits(max_header_bytes=2**24)
+LINK = "/test/link/1"
+
+
+def make_run(path: Path, steps: int = 4, **changes: object) -> RunFolder:
+    """A small run of two stages that listens on loopback and checkpoints every two steps."""
+    text = path.parent / "text"
+    text.mkdir(exist_ok=True)
+    for index in range(40):
+        (text / f"{index}.txt").write_text(f"document {index}: " + "some words of text. " * 40)
+    overrides: dict[str, object] = {
+        "training.steps": steps, "training.microbatches_per_step": 2,
+        "training.sequences_per_microbatch": 1, "training.evaluation_microbatches": 1,
+        "checkpoint.every_steps": 2, "network.listen_host": "127.0.0.1",
+        "limits.receipt_interval_seconds": 0.05, "data.heldout_share": 0.2,
+        **{name.replace("__", "."): value for name, value in changes.items()},
+    }  # fmt: skip
+    initialise_run(path, "tiny", str(text), 2, overrides)
+    return RunFolder.open(path)
+
+
+@dataclass
+class Served:
+    """A coordinator that runs in the test's own event loop."""
+
+    folder: RunFolder
+    manifest: Manifest
+    invite: Invite
+    store: SqliteStore
+    lines: list[str]
+    ended: trio.Event
+    scope: trio.CancelScope
+
+
+@asynccontextmanager
+async def served(folder: RunFolder, port: int | None = None) -> AsyncIterator[Served]:
+    """Runs the real server until the block ends (or it ends by itself)."""
+    store = SqliteStore.open(folder.database)
+    manifest = load_manifest(folder)
+    lines: list[str] = []
+    invites: list[Invite] = []
+    ready, ended = trio.Event(), trio.Event()
+
+    def on_serving(invite: Invite) -> None:
+        invites.append(invite)
+        ready.set()
+
+    service = Service(
+        folder=folder, settings=load_settings(folder), manifest=manifest,
+        identity=load_identity(folder), store=store, report=lines.append, port=port,
+        on_serving=on_serving,
+    )  # fmt: skip
+    failure: list[BaseException] = []
+
+    async def run(scope: trio.CancelScope) -> None:
+        try:
+            with scope:
+                await serve(service)
+        except Exception as error:  # handed to the test below
+            failure.append(error)
+        ended.set()
+        ready.set()
+
+    scope = trio.CancelScope()
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, scope)
+            await ready.wait()
+            if not failure:
+                yield Served(folder, manifest, invites[0], store, lines, ended, scope)
+            scope.cancel()
+    finally:
+        store.close()
+    if failure:
+        raise failure[0]
+
+
+@dataclass
+class Volunteer:
+    """One scripted client. `crew` holds the identities of all, so that a trainer can sign."""
+
+    invite: Invite
+    manifest: Manifest
+    folder: Path
+    stage: StageIndex
+    crew: dict[StageIndex, Identity]
+    trainer: bool = False
+    version: Version | None = None
+    """None: holds nothing yet."""
+    averaged_attempt: int | None = None
+    seen: list[str] = field(default_factory=list)
+    welcomes: list[Welcome] = field(default_factory=list)
+    goodbyes: list[Goodbye] = field(default_factory=list)
+
+    @property
+    def identity(self) -> Identity:
+        return self.crew[self.stage]
+
+    def hello(self) -> Hello:
+        return hello_for(
+            self.invite, wanted_stage=self.stage, trainer=self.trainer,
+            stage=None if self.version is None else self.stage,
+            version=self.version or Version(0), averaged_attempt=self.averaged_attempt,
+            name=f"volunteer-{self.stage}",
+        )  # fmt: skip
+
+    async def take_part(self) -> None:
+        """From hello to goodbye, or to the loss of the coordinator."""
+        async with open_node(self.identity, ["/ip4/127.0.0.1/tcp/0"]) as node:
+            serve_transfers(
+                node,
+                lambda item, _: self.folder / item.replace("/", "-"),
+                certificate_check(run_id_of(self.manifest), self.manifest.organiser),
+            )
+            stream = await node.open_stream(
+                self.invite.coordinator, CONTROL_PROTOCOL, LIMITS, self.invite.addresses
+            )
+            hello = self.hello().model_copy(update={"addresses": node.addresses})
+            await stream.send(encode(hello))
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._beat, stream)
+                    while not self.goodbyes:
+                        frame = await stream.receive()
+                        message = parse(coordinator_messages, frame.header)
+                        for answer in self._answers(message):
+                            await stream.send(encode(answer))
+                    nursery.cancel_scope.cancel()
+            except* LinkClosed:
+                pass  # the coordinator is gone; a test may send this volunteer again
+
+    async def _beat(self, stream: FramedStream) -> None:
+        link = LinkBytes(remote=PeerId("someone"), protocol=LINK, sent=10, received=20)
+        while True:
+            await stream.send(
+                encode(Heartbeat(microbatches_per_second=1.0, queued=0, links=(link,)))
+            )
+            await trio.sleep(0.2)
+
+    def _answers(self, message: CoordinatorMessage) -> list[ClientMessage]:
+        self.seen.append(message.kind)
+        match message:
+            case Welcome():
+                self.welcomes.append(message)
+                return [] if message.keep else [StageRequest(stage=self.stage)]
+            case AssignStage():
+                self.version = message.version
+                return [Ready(stage=message.stage, version=message.version, digest="d")]
+            case Lease():
+                return self._leased(message)
+            case Close():
+                self.averaged_attempt = message.attempt
+                return [
+                    RoundReport(
+                        step=message.step, attempt=message.attempt, ok=True, own_squared=4.0
+                    )
+                ]
+            case Apply():
+                self.version, self.averaged_attempt = Version(message.step), None
+                return [Applied(step=message.step, digest="d", norm=1.0)]
+            case SaveSnapshot():
+                return [self._snapshot(message)]
+            case Goodbye():
+                self.goodbyes.append(message)
+        return []
+
+    def _snapshot(self, message: SaveSnapshot) -> SnapshotReady:
+        item = f"state/{message.version}/{message.stage}"
+        content = snapshot_content(message.version, message.stage)
+        (self.folder / item.replace("/", "-")).write_bytes(content)
+        return SnapshotReady(
+            version=message.version, stage=message.stage, item=item, bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )  # fmt: skip
+
+    def _leased(self, lease: Lease) -> list[ClientMessage]:
+        evaluate = lease.mode == "evaluate"
+        return [
+            LeaseResult(
+                step=lease.step, microbatch=leased.microbatch, lease=lease.lease, ok=True,
+                receipts=tuple(
+                    self.receipt(lease.step, leased.microbatch, stage)
+                    for stage in leased.accumulate
+                ),
+                evaluation_loss_sum=20.0 if evaluate else None,
+                evaluation_tokens=10 if evaluate else 0,
+            )
+            for leased in lease.microbatches
+        ]  # fmt: skip
+
+    def receipt(self, step: Step, microbatch: MicrobatchIndex, stage: StageIndex) -> str:
+        last = stage == self.manifest.stage_count - 1
+        tokens = self.manifest.tokens_per_microbatch
+        return receipt_for(
+            self.crew[stage],
+            Receipt(
+                run=run_id_of(self.manifest), generation=Generation(1), step=step,
+                microbatch=microbatch, stage=stage, peer=self.crew[stage].peer_id, samples=1,
+                tokens=tokens, loss_sum=loss_of(step) * tokens if last else None,
+            ),
+        )  # fmt: skip
+
+
+def loss_of(step: int) -> float:
+    return 5.0 - step / 8
+
+
+def snapshot_content(version: int, stage: int) -> bytes:
+    return f"state of stage {stage} at {version} ".encode() * 1000
+
+
+def receipt_for(identity: Identity, receipt: Receipt) -> str:
+    return base64.b64encode(sign_receipt(identity, receipt)).decode()
+
+
+def hello_for(invite: Invite, **changes: object) -> Hello:
+    values: dict[str, object] = {
+        "run": invite.run_id, "software": SOFTWARE_VERSION, "token": invite.token,
+        "addresses": (), "device": "test", "memory_bytes": 2**33,
+    }  # fmt: skip
+    return Hello.model_validate({**values, **changes})
+
+
+def crew_of(invite: Invite, manifest: Manifest, folder: Path) -> list[Volunteer]:
+    """One volunteer per stage; the first one is the trainer."""
+    crew = {StageIndex(stage): Identity.generate() for stage in range(manifest.stage_count)}
+    volunteers = []
+    for stage in crew:
+        home = folder / f"volunteer-{stage}"
+        home.mkdir(exist_ok=True)
+        volunteers.append(Volunteer(invite, manifest, home, stage, crew, trainer=stage == 0))
+    return volunteers
+
+
+@asynccontextmanager
+async def client(invite: Invite, identity: Identity | None = None) -> AsyncIterator[Client]:
+    """A node with one control stream and nothing said on it yet."""
+    async with open_node(identity or Identity.generate()) as node:
+        stream = await node.open_stream(
+            invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses
+        )
+        yield Client(node, stream)
+
+
+@dataclass
+class Client:
+    node: Node
+    stream: FramedStream
+
+    async def send(self, message: ClientMessage) -> None:
+        await self.stream.send(encode(message))
+
+    async def receive(self) -> CoordinatorMessage:
+        frame = await self.stream.receive(timeout_seconds=10)
+        return parse(coordinator_messages, frame.header)
+
+    async def until_closed(self) -> None:
+        while True:
+            try:
+                await self.stream.receive(timeout_seconds=10)
+            except LinkClosed:
+                return
+
+
+async def train_to_the_end(volunteers: list[Volunteer]) -> None:
+    async with trio.open_nursery() as nursery:
+        for volunteer in volunteers:
+            nursery.start_soon(partial(volunteer.take_part))

@@ -1,0 +1,122 @@
+"""What the simulated swarm computes: manifest, losses, norms, and the world's own words.
+
+Values are made up but fixed, so that every sum the coordinator reports can be checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from swarm_shared.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.messages import PeerRecord
+from swarm_shared.model_config import ModelConfig
+from swarm_shared.types import PeerId, StageIndex
+
+TOKENS = 4
+"""Tokens of a microbatch."""
+
+COORDINATOR = PeerRecord(
+    peer=PeerId("coordinator"), stage=StageIndex(0), addresses=(), certificate="",
+    microbatches_per_second=0.0,
+)  # fmt: skip
+
+
+class Violation(AssertionError):
+    """Something that must never happen has happened."""
+
+
+@dataclass(frozen=True)
+class Options:
+    stages: int = 2
+    peers: int = 4
+    microbatches: int = 4
+    steps: int = 3
+    checkpoint_steps: int = 2
+    evaluation: int = 2
+    tied: bool = False
+    starting: int = 1
+    uncommit_fails: float = 0.2
+    busy: float = 0.03
+    leave_bound_seconds: float = 400.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """After `wait` seconds `kind` happens to the `target`th of those it can happen to."""
+
+    wait: float
+    kind: str
+    target: int = 0
+    seconds: float = 3.0
+
+
+FAULTS = (
+    "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
+    "carrier", "block", "worker", "wedge",
+)  # fmt: skip
+
+
+def manifest_of(options: Options) -> Manifest:
+    shard = {"tokens": 10, "sha256": "0" * 64}
+    return Manifest(
+        name="sim",
+        organiser="coordinator",
+        model=ModelConfig(
+            vocabulary_size=16, hidden_size=8, intermediate_size=8, layers=options.stages,
+            heads=1, key_value_heads=1, sequence_length=2, tie_embeddings=options.tied,
+        ),
+        stages=tuple(
+            StageRange(first_layer=i, end_layer=i + 1, memory_bytes=100, work_flops=1.0)
+            for i in range(options.stages)
+        ),
+        data=DataConfig(
+            token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", **shard),
+                ShardInfo(name="b.tokens", split="heldout", **shard),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=options.steps, microbatches_per_step=options.microbatches,
+            sequences_per_microbatch=2, seed=0, evaluation_microbatches=options.evaluation,
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+        limits=LimitsConfig(
+            join_hold_seconds=5.0, round_stall_seconds=3.0, lease_seconds=20.0,
+            starting_peers_per_stage=options.starting,
+        ),
+        checkpoint_steps=options.checkpoint_steps,
+    )  # fmt: skip
+
+
+def checkpoint_item(version: int, stage: int) -> str:
+    return f"checkpoint/{version}/{stage}"
+
+
+def sha_of(params: tuple[object, ...], stage: int) -> str:
+    return hashlib.sha256(repr((stage, params)).encode()).hexdigest()
+
+
+def train_loss(step: int, microbatch: int) -> float:
+    return 4 * (5.0 - 0.01 * step) + 0.1 * microbatch
+
+
+def heldout_loss(version: int, microbatch: int) -> float:
+    return 4 * (4.0 - 0.01 * version) + 0.3 * microbatch
+
+
+def own_squared(step: int, stage: int) -> float:
+    return 1.0 + 0.1 * step + 0.01 * stage
+
+
+def tied_squared(step: int) -> float:
+    return 0.5 + 0.2 * step
