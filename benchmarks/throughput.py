@@ -75,19 +75,23 @@ def main(
 def _measure(
     chosen: Mapping[str, Contender], work: Path, steps: int, repetitions: int, preset: str
 ) -> Results:
-    templates: dict[int, Path] = {}
-    for stages in sorted({contender.stages for contender in chosen.values()}):
-        templates[stages] = work / f"template-{stages}"
-        click.echo(f"making a run of {stages} stage(s)")
-        initialise_run(templates[stages], preset, stages=stages, overrides={
+    templates: dict[tuple[int, int], Path] = {}
+    for contender in chosen.values():
+        stages, peers = shape = _shape(contender)
+        if shape in templates:
+            continue
+        templates[shape] = work / f"template-{stages}x{peers}"
+        click.echo(f"making a run of {stages} stage(s), {peers} peer(s) each")
+        initialise_run(templates[shape], preset, stages=stages, overrides={
             "training.steps": steps, "training.evaluation_microbatches": 0,
             "run.name": "benchmark", "network.listen_host": "127.0.0.1",
+            "limits.starting_peers_per_stage": peers,
         })  # fmt: skip
     results: Results = {name: [] for name in chosen}
     for repetition in range(1, repetitions + 1):
         for name, contender in chosen.items():
             place = work / f"{name}-{repetition}"
-            timed = run_contender(contender, templates[contender.stages], place, steps)
+            timed = run_contender(contender, templates[_shape(contender)], place, steps)
             results[name].append(timed)
             shutil.rmtree(place)
             click.echo(
@@ -95,6 +99,11 @@ def _measure(
                 f"{tokens_per_second(timed[1:]):>10,.0f} tokens/s  loss {timed[-1].loss:.4f}"
             )
     return results
+
+
+def _shape(contender: Contender) -> tuple[int, int]:
+    """Stages, and peers in each."""
+    return contender.stages, contender.processes // contender.stages
 
 
 def tokens_per_second(timed: Sequence[TimedStep]) -> float:

@@ -80,7 +80,7 @@ def _train(data: RunData, rank: int, steps: int) -> list[TimedStep]:
         dist.all_reduce(totals)
         norm = float(totals[0]) ** 0.5
         apply_step(
-            module, optimizer, layout, gradient,
+            optimizer, layout, gradient,
             learning_rate(manifest.optimizer, manifest.training.steps, step),
             clip_factor(norm, manifest.optimizer.clip_norm),
         )  # fmt: skip

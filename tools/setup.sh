@@ -19,12 +19,16 @@ main() {
     *) fail "there is no set of packages called '$extras'; use user or dev" ;;
     esac
     note=.venv/swarmtrain-installed
+    not_ours="the .venv here belongs to another user and has to be set up anew; ask them to run this \
+command, or work in a clone of your own"
     # A developer's environment also runs everything: `make demo` must not undo `make test`.
     if is_current "$extras" || { [ "$extras" = user ] && is_current dev; }; then
         exit 0
     fi
     if ! runs .venv/bin/python; then
         create_environment
+    elif [ ! -w .venv ]; then
+        fail "$not_ours"
     fi
     install "$extras"
 }
@@ -69,6 +73,10 @@ find_python() {
 }
 
 create_environment() {
+    # One that another user made with an interpreter of their own must not be half removed.
+    if [ -e .venv ] && [ ! -w .venv ]; then
+        fail "$not_ours"
+    fi
     python=$(find_python)
     "$python" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python has no 'venv' module; install it (Debian and Ubuntu:" \

@@ -180,7 +180,9 @@ class TrioLink(Generic[MessageT]):
 
 
 def _exit_on_signal(number: int, _frame: object) -> NoReturn:
-    # SystemExit, so that `finally` clauses unlink shared memory on the way out.
+    # SystemExit, so that `finally` clauses unlink shared memory on the way out; once, so that
+    # a second signal does not cut them short.
+    signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

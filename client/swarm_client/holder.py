@@ -18,6 +18,7 @@ from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import RoundMessage, Rounds
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import WorkerDied
+from swarm_client.worker.spare import SpareWorker
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
 from swarm_shared.types import StageIndex, Version
@@ -47,6 +48,10 @@ class Holder:
         self._ended: trio.Event | None = None
         self._numbers = itertools.count(1)
         self._deaths = 0
+        self._spare = SpareWorker(
+            volunteer.options.threads, volunteer.home.log_folder / "worker.log"
+        )
+        nursery.start_soon(self._spare.run)
 
     async def take(self, assignment: AssignStage) -> None:
         """Give up what is held and start on the assignment."""
@@ -107,6 +112,7 @@ class Holder:
             int(options.device.memory_bytes * GRAPH_SHARE),
             f"swarm-{volunteer.node.peer_id[-8:]}-{next(self._numbers)}",
             volunteer.home.log_folder / "worker.log",
+            process=self._spare.process(),
         ) as worker:
             try:
                 digest = await self._bring_up(worker, assignment)

@@ -20,8 +20,10 @@ from swarm_client.averager import GroupAverager
 from swarm_client.device import Device
 from swarm_client.directory import Directory
 from swarm_client.engine.downstream import Downstream
+from swarm_client.engine.edge import Stream
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.holding import Holding
+from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer
 from swarm_client.engine.trainer import Trainer
@@ -69,7 +71,7 @@ from swarm_shared.messages import (
     Welcome,
 )
 from swarm_shared.model_config import FrozenModel
-from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.network import FrameLimits, Node
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.signed_manifest import open_manifest, run_id_of
 from swarm_shared.transfer import Source, certificate_check, serve_transfers
@@ -179,10 +181,23 @@ class Volunteer:
         assert self.membership is not None
         return StageHello(run=self.membership.run, certificate=self.membership.certificate)
 
-    async def open_stage_stream(self, record: PeerRecord) -> FramedStream:
+    async def open_stage_stream(self, record: PeerRecord) -> Stream:
+        """A stream to a peer's stage server; this volunteer's own is in this process."""
+        if record.peer == self.node.peer_id:
+            ours, served = local_pair(record.peer)
+            self._nursery.start_soon(self._serve_locally, served)
+            return ours
         return await self.node.open_stream(
             record.peer, STAGE_PROTOCOL, self.stage_limits(), record.addresses
         )
+
+    async def _serve_locally(self, stream: LocalStream) -> None:
+        try:
+            await self.stage_server.handle(stream)
+        except SwarmError as error:
+            log.warning("this volunteer's own stage ended a link: %s", error)
+        finally:
+            await stream.reset()
 
     def stage_limits(self) -> FrameLimits:
         """The largest stage frame of this run: one activation or gradient, and its targets."""

@@ -10,8 +10,13 @@ import ipaddress
 from collections.abc import Sequence
 
 import psutil
+from pydantic import ValidationError
 
 from swarm_shared.errors import ConfigurationError
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.signing import describe_validation_error
 
 MAX_ADDRESSES = 16
 """Each makes the invite nine characters longer; a machine with more has containers."""
@@ -52,3 +57,17 @@ def interface_addresses(
             if ip.version == version and not ip.is_link_local:
                 found.add(ip)
     return sorted(found, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))
+
+
+def invite_for(manifest: Manifest, addresses: tuple[str, ...], token: str | None) -> Invite:
+    """The run's invite; ConfigurationError when an announced address is none."""
+    try:
+        return Invite(
+            coordinator=manifest.organiser, addresses=addresses, run_id=run_id_of(manifest),
+            organiser=manifest.organiser, token=token,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"run.toml: [network] announce: {describe_validation_error(error)}; "
+            f"write addresses like /ip4/192.0.2.1/tcp/4001 or /dns4/example.org/tcp/4001"
+        ) from error

@@ -14,9 +14,11 @@ from swarm_shared.types import StageIndex, Version
 CHECKPOINT_SECONDS = 600.0
 """A checkpoint that is not stored by then is given up; the next one is tried as usual."""
 
-MAXIMUM_FAILURES = 3
 RETRY_SECONDS = 5.0
-"""A checkpoint that a leaver or the end of the run waits for is tried so often, so far apart."""
+MAXIMUM_FAILURES = 3
+"""So often is a checkpoint tried that somebody waits for who wants to leave."""
+MAXIMUM_FAILURES_AT_END = 60
+"""The last one is worth more: within these five minutes the organiser can free some disk."""
 
 
 def due(run: RunState) -> bool:
@@ -34,7 +36,9 @@ def stored(run: RunState) -> bool:
 def refused(run: RunState) -> bool:
     """Whether the checkpoint of the run's version has failed so often that it is given up."""
     version, failures, _ = run.checkpoint_failed
-    return version == run.version and failures >= MAXIMUM_FAILURES
+    at_end = run.version >= run.manifest.training.steps
+    maximum = MAXIMUM_FAILURES_AT_END if at_end else MAXIMUM_FAILURES
+    return version == run.version and failures >= maximum
 
 
 def request(run: RunState, now: float) -> bool:
@@ -85,14 +89,17 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> No
     run.commands.append(FetchSnapshot(run.record_of(peer), message))
 
 
-def store_done(run: RunState, event: CheckpointStored) -> None:
+def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     """Only what was asked for last counts: the run may have been rolled back meanwhile, and the
     files of a version that was reached twice would be of the wrong history.
     """
     pending = run.pending_checkpoint
     files = {stage.stage: stage.sha256 for stage in event.stages}
-    if pending is None or pending.version != event.version or pending.fetched != files:
+    if pending is None or pending.version != event.version:
         run.note(f"a checkpoint of step {event.version} came too late and is not used")
+        return
+    if pending.fetched != files:
+        store_failed(run, event.version, "its files are of a history that was given up", now)
         return
     run.pending_checkpoint = None
     record = CheckpointRecord(event.version, event.stages)

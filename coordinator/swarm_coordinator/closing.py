@@ -142,8 +142,9 @@ def time_out(run: RunState, now: float) -> None:
     assert closing is not None
     limit = run.manifest.limits.lease_seconds
     if run.phase is RunPhase.CLOSING:
-        # Large states over slow links take long: every attempt is given more time.
-        if now - closing.began_at > limit * 2 ** min(step.closes - 1, 5):
+        # Large states over slow links take long: the next attempt is given more time.
+        if now - closing.began_at > limit * 2 ** min(step.timeouts, 5):
+            step.timeouts += 1
             silent = closing.members.keys() - closing.reports.keys()
             if len(silent) < len(closing.members):
                 for peer in sorted(silent):

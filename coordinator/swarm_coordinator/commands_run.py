@@ -18,7 +18,7 @@ from typing import Any
 import click
 import trio
 
-from swarm_coordinator.addresses import dialable_addresses, listen_address
+from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
 from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
 from swarm_coordinator.history import history, steps_document
@@ -38,11 +38,10 @@ from swarm_coordinator.stored_run import (
 )
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import ConfigurationError, NetworkError
-from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import PRESETS
-from swarm_shared.signed_manifest import run_id_of, sign_manifest
+from swarm_shared.signed_manifest import sign_manifest
 
 LOG_BYTES = 10 * 2**20
 LOG_FILES = 3
@@ -279,7 +278,6 @@ def invite_command(run_dir: Path) -> None:
     """Print the invite of the run in RUN_DIR."""
     folder = RunFolder.open(run_dir)
     settings, manifest = load_settings(folder), load_manifest(folder)
-    identity = load_identity(folder)
     document = read_status(folder.status) if folder.in_use() else None
     if document is not None and document.get("running"):
         addresses = tuple(document["addresses"])
@@ -292,19 +290,7 @@ def invite_command(run_dir: Path) -> None:
             folder.remember_port(port)
         addresses = dialable_addresses(network.listen_host, port, network.announce)
     token = folder.admission_token() if settings.admission.mode == "token" else None
-    click.echo(_invite(identity, manifest, addresses, token).encode())
-
-
-def _invite(
-    identity: Identity, manifest: Manifest, addresses: tuple[str, ...], token: str | None
-) -> Invite:
-    return Invite(
-        coordinator=identity.peer_id,
-        addresses=addresses,
-        run_id=run_id_of(manifest),
-        organiser=manifest.organiser,
-        token=token,
-    )
+    click.echo(invite_for(manifest, addresses, token).encode())
 
 
 def _free_port(host: str) -> int:

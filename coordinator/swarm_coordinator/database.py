@@ -166,7 +166,10 @@ def open_read_only(path: Path) -> sqlite3.Connection:
                 timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None,
             )  # fmt: skip
             try:
-                _check_format(schema_version(connection), path)
+                version = schema_version(connection)
+                _check_format(version, path)
+                if version == 0:
+                    raise StorageError(f"{path} is empty; the run has not been started yet")
                 return connection
             except BaseException as error:
                 connection.close()

@@ -114,7 +114,7 @@ def demo_command(
             seed=seed,
             preset=preset,
             threads=threads,
-            run_dir=run_dir or _free_folder(Path(DEFAULT_FOLDER)),
+            run_dir=run_dir or free_folder(Path(DEFAULT_FOLDER)),
             json_file=json_file,
             keep=keep,
         )
@@ -181,6 +181,8 @@ def _make_run(options: DemoOptions) -> Manifest:
         overrides={
             "training.steps": options.steps,
             "run.seed": options.seed,
+            # Everybody is here in a moment: nobody's first step is alone.
+            "limits.starting_peers_per_stage": options.volunteers // options.stages,
             # All of the demo happens on this machine: nobody else needs to reach it.
             "network.listen_host": "127.0.0.1",
         },
@@ -214,7 +216,7 @@ def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
     def show(seen: History, status: Mapping[str, Any]) -> None:
         # After the last step everybody leaves: who was there until then is what is worth seeing.
         if len(seen.steps) < options.steps or not peers:
-            peers[:] = [stage["peers"] for stage in status.get("stages", ())]
+            peers[:] = peers_per_stage(status)
         display.show(Progress(options.steps, seen.steps, tuple(peers), _note(seen, status)))
 
     def _note(seen: History, status: Mapping[str, Any]) -> str:
@@ -226,6 +228,12 @@ def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
 
     with ProgressDisplay(sys.stdout, monotonic) as display:
         return swarm.watch(show)
+
+
+def peers_per_stage(status: Mapping[str, Any]) -> list[int]:
+    """Peers that hold their stage; also while a step is being applied one after another."""
+    holding = [peer["stage"] for peer in status.get("peers", ()) if peer["phase"] == "ready"]
+    return [holding.count(row["stage"]) for row in status.get("stages", ())]
 
 
 def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int) -> str:
@@ -251,7 +259,7 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
     )  # fmt: skip
 
 
-def _free_folder(wanted: Path) -> Path:
+def free_folder(wanted: Path) -> Path:
     """`wanted`, or with the first number that makes it a new name."""
     names = itertools.chain(
         [wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))

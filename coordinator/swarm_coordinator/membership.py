@@ -98,7 +98,6 @@ def _still_current(run: RunState, event: PeerAttached) -> bool:
         hello.stage is not None
         and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.version
-        and run.version > 0
         # After a roll-back the same number can mean the state of the history that was given up.
         and (not run.rolled_back or event.peer in run.on_branch)
     )

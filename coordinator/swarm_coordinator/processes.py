@@ -162,7 +162,7 @@ def start(
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_end_with_parent(os.getpid()),
+                preexec_fn=_before_the_program(os.getpid()),
             )
     except OSError as error:
         raise StorageError(
@@ -234,15 +234,16 @@ def last_lines(path: Path, count: int) -> list[str]:
     return list(deque(text.splitlines(), maxlen=count))
 
 
-def _end_with_parent(parent_pid: int) -> Callable[[], None] | None:
-    """What a child does before it becomes the program: ask for SIGTERM when we are gone."""
+def _before_the_program(parent_pid: int) -> Callable[[], None]:
+    """What a child does before it becomes the program it is started for."""
     libc = _LIBC
-    if libc is None:
-        return None
 
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent_pid:  # we died between the fork and the line above
-            os._exit(1)
+    def prepare() -> None:
+        # A shell's background jobs ignore Ctrl-C, and whatever they start inherits that.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent_pid:  # we died between the fork and the line above
+                os._exit(1)
 
-    return ask
+    return prepare

@@ -66,7 +66,6 @@ def train_reference(
             gradient.div_(tokens)
             norm = global_norm([squared_norm(gradient, layout, count_tied=True)])
             apply_step(
-                stage,
                 optimizer,
                 layout,
                 gradient,

@@ -11,15 +11,15 @@ import base64
 import dataclasses
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import anyio.to_thread
 import trio
 
-from swarm_coordinator.addresses import dialable_addresses, listen_address
-from swarm_coordinator.admission import Admission
+from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
+from swarm_coordinator.admission import RENEW_AFTER_SECONDS, Admission
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.control import Control, control_limits
 from swarm_coordinator.events import (
@@ -34,6 +34,7 @@ from swarm_coordinator.events import (
     Restored,
     RolledBack,
     Send,
+    SessionLost,
     Stopped,
     StopRequested,
     Tick,
@@ -42,7 +43,7 @@ from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sessions import Sessions
 from swarm_coordinator.settings import RunSettings
-from swarm_coordinator.status import StatusFile
+from swarm_coordinator.status import StatusFile, printable
 from swarm_coordinator.store import Store
 from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
 from swarm_coordinator.transition import begin, transition
@@ -84,6 +85,7 @@ class Service:
     port: int | None = None
     clock: Clock = monotonic
     wall_clock: Clock = wall
+    renew_after_seconds: float = RENEW_AFTER_SECONDS
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
 
 
@@ -142,6 +144,7 @@ class Coordinator:
         )  # fmt: skip
         async with AsyncExitStack() as stack:
             node, addresses = await self._open_node(stack)
+            invite = invite_for(service.manifest, addresses, admission.token)
             state = begin(
                 service.manifest,
                 base64.b64encode(
@@ -156,7 +159,10 @@ class Coordinator:
                 service.clock(),
             )  # fmt: skip
             self._state = state
-            control = Control(admission, self._sessions, self._put.send, self._links_seen)
+            control = Control(
+                admission, self._sessions, self._put.send, self._links_seen,
+                service.renew_after_seconds,
+            )  # fmt: skip
             self._fetcher = CheckpointFetcher(
                 node, self._checkpoints, self._run_id, service.manifest.stage_count,
                 lambda: admission.certificate(service.identity.peer_id, "coordinator"),
@@ -170,9 +176,11 @@ class Coordinator:
             )
             node.serve(CONTROL_PROTOCOL, control.handle, control_limits(service.manifest))
             await self._status.write(service.clock(), self._all_links(node), control.ended)
-            service.on_serving(invite_of(service, addresses, admission.token))
+            # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
+            signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
+            service.on_serving(invite)
             try:
-                await self._run_tasks(node, control)
+                await self._run_tasks(node, control, signals)
             finally:
                 self._save_links(node, everything=True)
                 with trio.CancelScope(shield=True):
@@ -180,10 +188,10 @@ class Coordinator:
                         service.clock(), self._all_links(node), control.ended, running=False
                     )
 
-    async def _run_tasks(self, node: Node, control: Control) -> None:
+    async def _run_tasks(self, node: Node, control: Control, signals: AsyncIterator[int]) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
-            nursery.start_soon(self._take_signals)
+            nursery.start_soon(self._take_signals, signals)
             nursery.start_soon(self._tick)
             nursery.start_soon(self._write_status, node, control)
             nursery.start_soon(self._write_links, node)
@@ -247,6 +255,8 @@ class Coordinator:
             if isinstance(event, PeerAttached):
                 self._sessions.make_current(event.session, event.peer)
                 self._service.store.post(PeerSeen(event.peer, event.hello.name))
+            elif isinstance(event, SessionLost):
+                self._service.store.post(PeerSeen(event.peer))
             elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
                 log.info("the checkpoint of step %d is not wanted any more", event.version)
                 continue
@@ -266,12 +276,13 @@ class Coordinator:
         elif isinstance(command, Note):
             self._note(command.text, command.peer)
         elif isinstance(command, FetchSnapshot):
-            checkpoint = self._fetcher.begin(command.snapshot.version)
+            checkpoint = self._fetcher.begin(command)
             self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
         elif isinstance(command, CloseSession):
             self._sessions.finish(command.peer)
 
     def _note(self, text: str, peer: PeerId | None = None) -> None:
+        text = printable(text)
         log.info("%s%s", text, f" [{peer}]" if peer else "")
         self._service.report(text)
         self._service.store.post(Note(text, peer))
@@ -283,19 +294,18 @@ class Coordinator:
             if not self._events.statistics().current_buffer_used:
                 await self._put.send(Tick())
 
-    async def _take_signals(self) -> None:
+    async def _take_signals(self, signals: AsyncIterator[int]) -> None:
         """The first Ctrl-C ends in order; the second one at once."""
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            asked = False
-            async for _ in signals:
-                if asked:
-                    raise KeyboardInterrupt
-                asked = True
-                self._service.report(
-                    "stopping: the step under way and a last checkpoint are finished first; "
-                    "press Ctrl-C again to stop at once"
-                )
-                await self._put.send(StopRequested())
+        asked = False
+        async for _ in signals:
+            if asked:
+                raise KeyboardInterrupt
+            asked = True
+            self._service.report(
+                "stopping: the step under way and a last checkpoint are finished first; "
+                "press Ctrl-C again to stop at once"
+            )
+            await self._put.send(StopRequested())
 
     # ------------------------------------------------------------ status and links
 
@@ -337,13 +347,3 @@ def own_links(node: Node) -> tuple[LinkBytes, ...]:
         )
         for (remote, protocol), counts in totals.items()
     )  # fmt: skip
-
-
-def invite_of(service: Service, addresses: tuple[str, ...], token: str | None) -> Invite:
-    return Invite(
-        coordinator=service.identity.peer_id,
-        addresses=addresses,
-        run_id=run_id_of(service.manifest),
-        organiser=service.manifest.organiser,
-        token=token,
-    )

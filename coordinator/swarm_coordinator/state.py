@@ -124,6 +124,7 @@ class StepState:
     attempt: int = 0
     """Names the latest close: never used for another one, not by another step nor generation."""
     closes: int = 0
+    timeouts: int = 0
     blame: dict[PeerId, int] = field(default_factory=dict)
     """How many attempts of this step have failed because of each peer."""
     excluded: set[PeerId] = field(default_factory=set)

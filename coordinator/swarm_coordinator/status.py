@@ -90,6 +90,11 @@ def finite(value: Any) -> Any:
     return value
 
 
+def printable(text: str) -> str:
+    """Names and reasons come from volunteers: nothing of theirs may steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 def read_status(path: Path) -> dict[str, Any] | None:
     """The last status written; None when the run has never been started."""
     try:
@@ -108,8 +113,12 @@ def read_status(path: Path) -> dict[str, Any] | None:
 def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list[str]:
     """The status for a person."""
     age_seconds = max(0.0, now - float(document["time"]))
-    state = "running" if running else f"not running (last seen {_duration(age_seconds)} ago)"
-    lines = [f"{document['run']}: {state}, {document['phase']}"]
+    if running:
+        state = f"running, {document['phase']}"
+    else:
+        state = f"not running (last seen {_duration(age_seconds)} ago)"
+        state += ", finished" if document["phase"] == "finished" else ""
+    lines = [f"{document['run']}: {state}"]
     if running and document.get("waiting_for"):
         lines.append(f"  waiting for: {document['waiting_for']}")
     loss = document.get("loss")
@@ -131,7 +140,7 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
                 f"    {name}: {stage}, {peer['phase']}, "
                 f"{peer['microbatches_per_second']:.2f} microbatches/s, {peer['device']}"
             )
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _duration(seconds: float) -> str:

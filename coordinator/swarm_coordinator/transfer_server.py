@@ -57,6 +57,7 @@ class CheckpointUnderWay:
 
     version: Version
     files: dict[StageIndex, tuple[int, str]] = field(default_factory=dict)
+    asked: set[StageIndex] = field(default_factory=set)
     scopes: list[trio.CancelScope] = field(default_factory=list)
     given_up: bool = False
 
@@ -81,12 +82,19 @@ class CheckpointFetcher:
         self._put = put
         self._current: CheckpointUnderWay | None = None
 
-    def begin(self, version: Version) -> CheckpointUnderWay:
-        """To be called in the order of the commands; what it returns goes to `fetch_stage`."""
-        if self._current is None or self._current.version != version:
+    def begin(self, command: FetchSnapshot) -> CheckpointUnderWay:
+        """To be called in the order of the commands; what it returns goes to `fetch_stage`.
+
+        Another version, or a stage asked for again, means that the core gave up what was under
+        way: two fetches must not write the same file.
+        """
+        version, stage = command.snapshot.version, command.snapshot.stage
+        current = self._current
+        if current is None or current.version != version or stage in current.asked:
             self.give_up()
-            self._current = CheckpointUnderWay(version)
-        return self._current
+            current = self._current = CheckpointUnderWay(version)
+        current.asked.add(stage)
+        return current
 
     def give_up(self) -> None:
         """The checkpoint under way is not wanted any more."""

@@ -21,6 +21,8 @@ EMA_WEIGHT = 0.3
 
 BAN_SECONDS = 1.0
 BAN_MAXIMUM_SECONDS = 60.0
+MAXIMUM_DOUBLINGS = 10
+"""2**10 is past the maximum; an unbounded exponent would overflow a peer that fails for days."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ class InterleavedWeightedRoundRobin:
         candidate = self._candidates.get(peer)
         if candidate is None:
             return
-        ban_seconds = min(BAN_MAXIMUM_SECONDS, BAN_SECONDS * 2**candidate.failures)
+        ban_seconds = min(
+            BAN_MAXIMUM_SECONDS, BAN_SECONDS * 2 ** min(candidate.failures, MAXIMUM_DOUBLINGS)
+        )
         candidate.failures += 1
         candidate.banned_until = now + ban_seconds

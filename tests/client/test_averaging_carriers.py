@@ -142,7 +142,8 @@ class Libp2pSwarm:
 
     async def kill(self, peer: PeerId) -> None:
         self.scopes[peer].cancel()
-        await self.nodes[peer].close_connections()
+        for other in self.nodes[peer].connected_peers:
+            await self.nodes[peer].disconnect(other)
 
 
 @asynccontextmanager
@@ -395,9 +396,33 @@ def test_a_frozen_member_is_named_and_a_called_off_round_ends_at_once(tmp_path: 
     run(body)
 
 
-def test_a_stranger_that_claims_a_place_in_a_p2pd_round_is_refused(tmp_path: Path) -> None:
+async def check_directory(swarm: HivemindSwarm) -> None:
+    entrance = swarm.workers[0].started
+    assert entrance is not None
+    address = f"{entrance.addresses[0]}/p2p/{entrance.p2pd_peer_id}"
+    for worker in swarm.workers[1:]:
+        assert await worker.bootstrap((address,)) == 1
+    expires = time.time() + 60
+    records = {peer: f"signed by {peer}".encode() for peer in swarm.peers}
+    for peer, value in records.items():
+        assert await swarm.worker(peer).publish("stage 0", peer, value, expires)
+    for worker in swarm.workers:
+        assert await worker.lookup("stage 0") == records
+        assert await worker.lookup("stage 1") == {}
+    newer = await swarm.workers[0].publish("stage 0", swarm.peers[0], b"v2", expires + 1)
+    assert newer
+    found = await swarm.workers[2].lookup("stage 0")
+    assert found == {**records, swarm.peers[0]: b"v2"}
+    nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + entrance.p2pd_peer_id[:-1] + "x"
+    assert await swarm.workers[0].bootstrap((nowhere, "nonsense")) == 0
+
+
+def test_the_directory_finds_records_and_a_stranger_that_claims_a_place_is_refused(
+    tmp_path: Path,
+) -> None:
     async def body() -> None:
         async with hivemind_swarm(tmp_path, 3) as swarm:
+            await check_directory(swarm)
             first, second, stranger = swarm.peers
             real = Round(swarm, (first, second), 100_000)
             # The stranger runs the same round in the name of `second`, with its own p2pd.
@@ -463,31 +488,6 @@ def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
     run(body)
 
 
-def test_the_directory_keeps_records_that_every_peer_finds(tmp_path: Path) -> None:
-    async def body() -> None:
-        async with hivemind_swarm(tmp_path, 3) as swarm:
-            entrance = swarm.workers[0].started
-            assert entrance is not None
-            address = f"{entrance.addresses[0]}/p2p/{entrance.p2pd_peer_id}"
-            for worker in swarm.workers[1:]:
-                assert await worker.bootstrap((address,)) == 1
-            expires = time.time() + 60
-            records = {peer: f"signed by {peer}".encode() for peer in swarm.peers}
-            for peer, value in records.items():
-                assert await swarm.worker(peer).publish("stage 0", peer, value, expires)
-            for worker in swarm.workers:
-                assert await worker.lookup("stage 0") == records
-                assert await worker.lookup("stage 1") == {}
-            newer = await swarm.workers[0].publish("stage 0", swarm.peers[0], b"v2", expires + 1)
-            assert newer
-            found = await swarm.workers[2].lookup("stage 0")
-            assert found == {**records, swarm.peers[0]: b"v2"}
-            nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + entrance.p2pd_peer_id[:-1] + "x"
-            assert await swarm.workers[0].bootstrap((nowhere, "nonsense")) == 0
-
-    run(body)
-
-
 PARENT = """
     import sys, trio
     from pathlib import Path
@@ -523,6 +523,16 @@ def test_a_killed_daemon_leaves_no_process_behind_and_nothing_on_the_terminal(
         trio.run(gone, family)
         assert parent.stdout.read() == b""
     assert "Peer ID" in (home / "averaging/worker.log").read_text()
+
+
+def test_the_door_to_hivemind_opens_without_torch() -> None:
+    code = (
+        "import sys; from swarm_client.averaging.hivemind_door import open_door;"
+        "door = open_door(); assert door.p2pd_binary.is_file();"
+        "print(door.version, door.DHTNode.__name__, 'torch' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert told.stdout == "1.1.12 DHTNode False\n"
 
 
 def test_without_hivemind_the_worker_is_unavailable_and_says_why(

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import trio.testing
 
-from swarm_client.averaging.carrier import IncomingHub
+from swarm_client.averaging.carrier import MAX_PARKED, MAX_PARKED_PER_REMOTE, IncomingHub
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.frames import HELLO_BYTES, Header, Hello, Kind
+from swarm_client.averaging.frames import HELLO_BYTES, Abort, Header, Hello, Kind
 from swarm_client.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
 from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.reduce import RoundReport, all_reduce
@@ -412,6 +412,25 @@ def test_an_outsiders_stream_is_never_read_and_does_not_disturb_the_round(run: A
     assert group.results[A].tobytes() == group.in_order().tobytes()
 
 
+def test_strangers_that_fill_the_waiting_room_do_not_keep_members_out(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub = carriers[A].hub
+        async with anyio.create_task_group() as tasks:
+            for index in range(MAX_PARKED + 10):
+                tasks.start_soon(hub.accept, f"stranger {index // 4}", MemoryChannel.pair()[0])
+            for _ in range(MAX_PARKED_PER_REMOTE + 3):
+                tasks.start_soon(hub.accept, "one more", MemoryChannel.pair()[0])
+            while hub.refused < 10 + MAX_PARKED_PER_REMOTE + 3:
+                await anyio.lowlevel.checkpoint()
+            await group.all(carriers)
+            tasks.cancel_scope.cancel()
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+
+
 def test_a_member_that_comes_after_the_end_is_turned_away_at_once(run: Any) -> None:
     group = Group((A, B), 5_000)
 
@@ -517,8 +536,6 @@ def test_a_member_cannot_make_a_reducer_hold_more_than_its_window(run: Any) -> N
 def test_a_failure_that_another_member_tells_of_keeps_its_reason_and_teller(run: Any) -> None:
     group = Group((A, B, C), 60_000)
     spec = group.spec(B)
-    from swarm_client.averaging.frames import Abort
-
     payload = Abort(RoundFailure.STALLED, 2, "C is \x1b[31mslow").encode()
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:

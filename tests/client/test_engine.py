@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import trio
 import trio.testing
+
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.holding import Holding
@@ -92,7 +93,11 @@ class Peer:
         )  # fmt: skip
         book = ReceiptBook(identity, RUN, stage, lambda: 1)
         self.holding: Holding | None = Holding(
-            stage, self.worker, 0, book, self.worker.is_last  # type: ignore[arg-type]
+            stage,
+            self.worker,
+            0,
+            book,
+            self.worker.is_last,  # type: ignore[arg-type]
         )
         self.next_stage: Downstream | None = None
         self.server = StageServer(
@@ -152,7 +157,12 @@ class World:
 
         hello = StageHello(run=RUN, certificate=certificate or sender.membership.certificate)
         return Downstream(
-            stage, self.roster, lambda: hello, open_stream, ask, self.nursery  # type: ignore[arg-type]
+            stage,
+            self.roster,
+            lambda: hello,
+            open_stream,
+            ask,
+            self.nursery,  # type: ignore[arg-type]
         )
 
 
@@ -200,9 +210,7 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
                     await trio.lowlevel.checkpoint()
                     while not (dying.worker.forwards or survivor.worker.forwards):
                         await trio.sleep(0.01)
-                first, other = (
-                    (dying, survivor) if dying.worker.forwards else (survivor, dying)
-                )
+                first, other = (dying, survivor) if dying.worker.forwards else (survivor, dying)
                 assert other.worker.hold is not None
                 other.worker.hold.set()
                 await first.node.disconnect(sender.identity.peer_id)

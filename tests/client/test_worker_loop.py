@@ -1,4 +1,4 @@
-"""The compute loop in this process, over a socketpair: order of work, and what becomes of errors."""
+"""The compute loop in this process, over a socketpair: order of work, fate of errors."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from swarm_client.child import SyncLink, encode_frame
 from swarm_client.worker import protocol
 from swarm_client.worker.compute import StageRunner
 from swarm_client.worker.loop import ComputeLoop, WorkerMemory, _answer, serve
+from swarm_client.worker.steps import StepRunner
 from swarm_shared.manifest import (
     DataConfig,
     Manifest,
@@ -64,7 +65,7 @@ class Rig:
         self.socket = ours
         self.link = SyncLink(ours, protocol.worker_answers)
         self._child_link = SyncLink(theirs, protocol.worker_requests)
-        loop = ComputeLoop(self._child_link, self.runner, self.memory)
+        loop = ComputeLoop(self._child_link, self.runner, StepRunner(self.runner), self.memory)
         self._thread = threading.Thread(target=loop.run)
         self._thread.start()
 

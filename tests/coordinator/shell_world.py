@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import trio
 
+from swarm_coordinator.history import history
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.server import Service, serve
@@ -91,7 +92,9 @@ class Served:
 
 
 @asynccontextmanager
-async def served(folder: RunFolder, port: int | None = None) -> AsyncIterator[Served]:
+async def served(
+    folder: RunFolder, port: int | None = None, renew_after_seconds: float = 3600.0
+) -> AsyncIterator[Served]:
     """Runs the real server until the block ends (or it ends by itself)."""
     store = SqliteStore.open(folder.database)
     manifest = load_manifest(folder)
@@ -106,7 +109,7 @@ async def served(folder: RunFolder, port: int | None = None) -> AsyncIterator[Se
     service = Service(
         folder=folder, settings=load_settings(folder), manifest=manifest,
         identity=load_identity(folder), store=store, report=lines.append, port=port,
-        on_serving=on_serving,
+        on_serving=on_serving, renew_after_seconds=renew_after_seconds,
     )  # fmt: skip
     failure: list[BaseException] = []
 
@@ -114,7 +117,7 @@ async def served(folder: RunFolder, port: int | None = None) -> AsyncIterator[Se
         try:
             with scope:
                 await serve(service)
-        except Exception as error:  # handed to the test below
+        except Exception as error:  # noqa: BLE001 (raised again below)
             failure.append(error)
         ended.set()
         ready.set()
@@ -147,6 +150,8 @@ class Volunteer:
     """None: holds nothing yet."""
     averaged_attempt: int | None = None
     seen: list[str] = field(default_factory=list)
+    before_closing: Callable[[Step], Awaitable[None]] | None = None
+    """Awaited before the close of a step is answered, where a test needs something done first."""
     welcomes: list[Welcome] = field(default_factory=list)
     goodbyes: list[Goodbye] = field(default_factory=list)
 
@@ -181,6 +186,8 @@ class Volunteer:
                     while not self.goodbyes:
                         frame = await stream.receive()
                         message = parse(coordinator_messages, frame.header)
+                        if isinstance(message, Close) and self.before_closing is not None:
+                            await self.before_closing(message.step)
                         for answer in self._answers(message):
                             await stream.send(encode(answer))
                     nursery.cancel_scope.cancel()
@@ -318,6 +325,15 @@ class Client:
                 await self.stream.receive(timeout_seconds=10)
             except LinkClosed:
                 return
+
+
+async def checkpoint_of(folder: RunFolder, version: int) -> None:
+    """Waits until the database remembers a checkpoint of at least this version."""
+    while True:
+        record = history(folder.database).restored.checkpoint
+        if record is not None and record.version >= version:
+            return
+        await trio.sleep(0.02)
 
 
 async def train_to_the_end(volunteers: list[Volunteer]) -> None:

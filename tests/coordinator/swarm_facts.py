@@ -61,7 +61,7 @@ class Fault:
 
 FAULTS = (
     "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
-    "carrier", "block", "worker", "wedge",
+    "carrier", "block", "worker", "wedge", "lose", "unsaving", "differ", "small",
 )  # fmt: skip
 
 

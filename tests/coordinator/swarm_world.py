@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from swarm_checks import check_record, check_send, check_state
 from swarm_facts import (
     COORDINATOR,
     Fault,
     Options,
     Violation,
     checkpoint_item,
-    heldout_loss,
     manifest_of,
-    own_squared,
-    tied_squared,
-    train_loss,
 )
-from swarm_peer import REQUEST_SECONDS, Answer, Link, Parcel, Round, RoundFailure, SimPeer
+from swarm_network import Network
+from swarm_peer import SimPeer
+from swarm_peer_base import Link, Round
 
 from swarm_coordinator.events import (
     AppliedStep,
@@ -53,10 +50,9 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.state import PeerPhase, RunPhase, RunState
+from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.messages import AbortRound, Apply, Lease, Roster
-from swarm_shared.schedule import learning_rate
+from swarm_shared.messages import AbortRound
 from swarm_shared.types import PeerId, StageIndex, Version
 
 TICK_SECONDS = 0.25
@@ -106,7 +102,7 @@ class SimStore:
         )
 
 
-class World:
+class World(Network):
     """Build it, `run` it; `violations` end it at once as an exception."""
 
     def __init__(self, options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> None:
@@ -166,7 +162,7 @@ class World:
 
     def _tick(self) -> None:
         self.deliver(Tick())
-        self._check_state()
+        check_state(self)
         self.later(TICK_SECONDS, self._tick)
 
     # ---- the coordinator and its shell
@@ -206,7 +202,7 @@ class World:
         if isinstance(command, Send):
             self._send(command)
         elif isinstance(command, Persist):
-            self._check_record(command.record)
+            check_record(self, command.record)
             self.store.write(command.record)
         elif isinstance(command, Note):
             self.notes.append(f"{self.now:8.2f} {command.text}")
@@ -235,7 +231,7 @@ class World:
         if isinstance(message, AbortRound):
             self.aborted.add(message.attempt)
             self.aborts += 1
-        self._check_send(command)
+        check_send(self, command)
         link = self.current.get(command.peer)
         if link is not None:
             self._to_client(link, lambda: link.peer.on_message(link, message))
@@ -306,102 +302,11 @@ class World:
             )
             self.deliver(CheckpointStored(snapshot.version, stages))
 
-    # ---- between peers
-
-    def download(
-        self, holder: PeerId, item: str, version: int, stage: int
-    ) -> tuple[str, tuple[tuple[int, int], ...]] | None:
-        """A stage's file by its name, from a peer or from the coordinator's folder."""
-        if holder == COORDINATOR.peer:
-            return self.disk[version].get(stage) if self.run_state is not None else None
-        peer = self.peers[holder]
-        return peer.snapshots.get(item) if peer.alive and not peer.hung else None
-
-    def request(
-        self,
-        sender: SimPeer,
-        target: PeerId,
-        stage: int,
-        parcel: Parcel,
-        answered: Callable[[Answer], None],
-    ) -> None:
-        """One microbatch over one edge; exactly one answer, whatever happens to the target."""
-        open_request = [True]
-
-        def answer(value: Answer) -> None:
-            if open_request[0]:
-                open_request[0] = False
-                answered(value)
-
-        def reply(value: Answer) -> None:
-            sender.later(self.delay(), lambda: answer(value))
-
-        receiver = self.peers[target]
-        if frozenset((sender.id, target)) in self.blocked or not receiver.alive:
-            reply(Answer("dead"))
-            return
-        receiver.later(self.delay(), lambda: receiver.serve(sender, stage, parcel, reply))
-        sender.later(REQUEST_SECONDS, lambda: answer(Answer("dead")))
-
-    def join_round(
-        self,
-        peer: SimPeer,
-        key: object,
-        members: tuple[PeerId, ...],
-        hivemind: bool,
-        own: Counter[tuple[int, int]],
-        done: Callable[[Counter[tuple[int, int]] | RoundFailure], None],
-    ) -> Round:
-        group = self.rounds.setdefault(key, Round(members))
-        if group.failure is not None:
-            peer.later(self.delay(), lambda: done(group.failure or RoundFailure(None)))
-            return group
-        group.arrived[peer.id] = (own, done)
-        blocked = next(
-            (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
-        )
-        if hivemind and any(m in self.broken_carriers for m in members):
-            self._fail_round(group, RoundFailure(None, carrier_failed=True))
-        elif blocked is not None:
-            self._fail_round(group, RoundFailure(blocked))
-        elif len(group.arrived) == len(members):
-            self.later(0.1 + 0.2 * self.rng.random(), lambda: self._end_round(group))
-        else:
-            stall = self.manifest.limits.round_stall_seconds
-            peer.later(stall, lambda: self._stalled(group))
-        return group
-
-    def _stalled(self, group: Round) -> None:
-        absent = [m for m in group.members if m not in group.arrived]
-        if absent and not group.done:
-            self._fail_round(group, RoundFailure(absent[0]))
-
-    def _end_round(self, group: Round) -> None:
-        if group.failure is not None:
-            return
-        group.done = True
-        total: Counter[tuple[int, int]] = Counter()
-        for own, _ in group.arrived.values():
-            total.update(own)
-        for member, (_, done) in group.arrived.items():
-            self.peers[member].later(self.delay(), lambda done=done: done(Counter(total)))
-
-    def _fail_round(self, group: Round, failure: RoundFailure) -> None:
-        group.failure = failure
-        for member, (_, done) in group.arrived.items():
-            self.peers[member].later(self.delay(), lambda done=done: done(failure))
-
-    def end_rounds_of(self, peer: SimPeer) -> None:
-        """A member is lost: the rounds it was in fail for the others, at once."""
-        for group in self.rounds.values():
-            if peer.id in group.members and group.failure is None and not group.done:
-                group.arrived.pop(peer.id, None)
-                self._fail_round(group, RoundFailure(peer.id))
-
     # ---- people and faults
 
-    def join(self) -> SimPeer:
+    def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
+        peer.memory_bytes = memory_bytes
         self.peers[peer.id] = peer
         peer.start()
         return peer
@@ -413,6 +318,8 @@ class World:
         alive = [p for p in self.peers.values() if p.alive]
         if fault.kind == "join":
             self.join()
+        elif fault.kind == "small":
+            self.join(memory_bytes=50)
         elif fault.kind == "crash":
             self.crash(fault.seconds)
         elif fault.kind == "crash_between":
@@ -444,124 +351,6 @@ class World:
             self.later(0.1, self.start_coordinator)
         for _ in range(self.options.stages * self.options.starting):
             self.join()
-
-    # ---- what must hold
-
-    def _check_send(self, command: Send) -> None:
-        message, run = command.message, self.run_state
-        assert run is not None
-        if isinstance(message, Apply):
-            last = self.store.applied.get(message.step)
-            if last is None or last.attempt != message.attempt:
-                raise Violation(f"{message} is sent before it is durable")
-        elif isinstance(message, Lease):
-            trainer = run.peers.get(command.peer)
-            others = [p for p in run.peers.values() if p.trainer and not p.leaving]
-            if (
-                trainer is not None
-                and trainer.leaving
-                and any(p.phase is PeerPhase.READY for p in others)
-            ):
-                raise Violation(f"{command.peer} is leaving and gets {message}")
-        elif isinstance(message, Roster):
-            for record in message.peers:
-                peer = run.peers.get(record.peer)
-                rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
-                if peer is not None and peer.leaving and record.accepts_work and rest:
-                    raise Violation(f"{record.peer} is leaving and is offered as {record}")
-
-    def _check_record(self, record: object) -> None:
-        if isinstance(record, AppliedStep):
-            self._check_applied(record)
-        elif isinstance(record, RolledBack):
-            newest = max(self.store.checkpoints, default=0)
-            if record.version != newest or record.version >= self.store.version:
-                raise Violation(f"{record} with checkpoint {newest} at {self.store.version}")
-        elif isinstance(record, CheckpointRecord):
-            if record.version > self.store.version:
-                raise Violation(f"{record} is newer than the run at {self.store.version}")
-            for stage, (_, params) in self.disk[record.version].items():
-                if [step for step, _ in params] != list(range(1, record.version + 1)):
-                    raise Violation(f"stage {stage} of checkpoint {record.version}: {params}")
-        elif isinstance(record, EvaluationRecord):
-            losses = [heldout_loss(record.version, m) for m in range(self.options.evaluation)]
-            expected = math.fsum(losses) / (4 * len(losses))
-            if not math.isclose(record.heldout_loss, expected, rel_tol=1e-12):
-                raise Violation(f"{record}, expected {expected}")
-        elif isinstance(record, RunFinished):
-            version = self.store.version
-            if record.version != self.options.steps or version not in self.store.checkpoints:
-                raise Violation(f"{record} at {version}, checkpoints {[*self.store.checkpoints]}")
-
-    def _check_applied(self, record: AppliedStep) -> None:
-        options, step = self.options, record.step
-        if step != self.store.version + 1:
-            raise Violation(f"step {step} follows version {self.store.version}")
-        if record.attempt in self.attempts or record.attempt in self.aborted:
-            raise Violation(f"attempt {record.attempt} of step {step} was used or aborted")
-        self.attempts.add(record.attempt)
-        tokens = 4 * options.microbatches
-        loss = math.fsum(train_loss(step, m) for m in range(options.microbatches)) / tokens
-        if record.tokens != tokens or not math.isclose(record.loss, loss, rel_tol=1e-12):
-            raise Violation(f"{record}: expected {tokens} tokens and loss {loss}")
-        squared = sum(own_squared(step, s) for s in range(options.stages))
-        squared += tied_squared(step) if options.tied and options.stages > 1 else 0.0
-        if not math.isclose(record.global_norm, math.sqrt(squared), rel_tol=1e-12):
-            raise Violation(f"norm {record.global_norm}, expected {math.sqrt(squared)}")
-        if record.learning_rate != learning_rate(self.manifest.optimizer, options.steps, step):
-            raise Violation(f"learning rate {record.learning_rate}")
-        for stage in range(options.stages):
-            counted = sum(s.microbatches for s in record.shares if s.stage == stage)
-            if counted != options.microbatches:
-                raise Violation(f"stage {stage} counts {counted} microbatches: {record.shares}")
-        run = self.run_state
-        assert run is not None
-        assert run.step is not None
-        assert run.step.closing is not None
-        for member, stage in run.step.closing.members.items():
-            if self.peers[member].alive:
-                self.peers[member].check_averaged(step, record.attempt, stage)
-
-    def check_replicas(self, peer: SimPeer) -> None:
-        """All who reach a version hold the same: the same steps, by the same attempts."""
-        holding = peer.holding
-        assert holding is not None
-        steps = [step for step, _ in holding.params]
-        if steps != list(range(1, holding.version + 1)):
-            raise Violation(f"{peer.id} applied the steps {steps}")
-        attempts = [self.store.applied[step].attempt for step in steps]
-        if [attempt for _, attempt in holding.params] != attempts:
-            raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
-
-    def _check_state(self) -> None:
-        run = self.run_state
-        if run is None:
-            return
-        step = run.step
-        if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
-            for (microbatch, stage), cell in step.table.items():
-                held = run.peers.get(cell.peer)
-                if held is None or held.stage != stage or held.version != run.version:
-                    raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
-        if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
-            step is None or step.closing is None
-        ):
-            raise Violation(f"{run.phase} without a close")
-        for peer in run.peers.values():
-            if peer.leaving:
-                since = self.leaving_since.setdefault((peer.peer, peer.session), self.now)
-                if self.now - since > self.options.leave_bound_seconds:
-                    raise Violation(f"{peer.peer} cannot leave: {self.describe()}")
-
-    def check_end(self) -> None:
-        """The run is finished, on disk, and whole."""
-        steps = self.options.steps
-        if self.store.finished != steps or sorted(self.store.applied)[-1] != steps:
-            raise Violation(f"not finished: {self.describe()}")
-        files = self.disk[steps]
-        for stage in range(self.options.stages):
-            if [step for step, _ in files[stage][1]] != list(range(1, steps + 1)):
-                raise Violation(f"stage {stage} on disk: {files[stage]}")
 
     def describe(self) -> str:
         run = self.run_state

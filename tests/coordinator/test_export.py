@@ -65,7 +65,7 @@ def save_stages(described: Manifest, folder):
         flat = torch.randn(layout.count, generator=torch.Generator().manual_seed(index))
         tied = torch.randn(layout.tied_count, generator=torch.Generator().manual_seed(77))
         flat[layout.own_count :] = tied
-        apply_step(stage, optimizer, layout, flat, 0.05, 1.0)
+        apply_step(optimizer, layout, flat, 0.05, 1.0)
         paths.append(folder / f"stage-{index}.safetensors")
         save_state(paths[-1], state_to_tensors(stage, optimizer), {"stage": str(index)})
     return paths

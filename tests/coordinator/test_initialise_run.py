@@ -90,10 +90,10 @@ def test_the_shards_hold_the_text_and_no_sequence_is_on_both_sides(tmp_path: Pat
         found = set()
         for index in range(count):
             if heldout:
-                inputs_BT, _ = heldout_microbatch(streams["heldout"], manifest, index)  # noqa: N806
+                inputs_BT, _ = heldout_microbatch(streams["heldout"], manifest, index)
             else:
                 step, place = divmod(index, manifest.training.microbatches_per_step)
-                inputs_BT, _ = microbatch(streams["train"], manifest, step + 1, place)  # noqa: N806
+                inputs_BT, _ = microbatch(streams["train"], manifest, step + 1, place)
             found |= {row.tobytes() for row in inputs_BT}
         return found
 
@@ -120,7 +120,7 @@ def test_bpe_trains_its_tokenizer_and_writes_ids_below_the_vocabulary(tmp_path: 
     tokenizer = load_tokenizer("bpe", folder.tokenizer, manifest.data.tokenizer_sha256)
     assert tokenizer.vocabulary_size == 300
     assert manifest.data.token_bytes == 2
-    inputs_BT, _ = heldout_microbatch(  # noqa: N806
+    inputs_BT, _ = heldout_microbatch(
         open_shards(folder.data, manifest.data, "heldout"), manifest, 0
     )
     assert tokenizer.decode(inputs_BT[0]).startswith("word ü ")

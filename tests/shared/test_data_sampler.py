@@ -1,5 +1,3 @@
-# ruff: noqa: N806 (shape suffixes)
-
 from __future__ import annotations
 
 import hashlib

@@ -144,6 +144,18 @@ def test_each_kind_of_damage_gets_its_own_sentence() -> None:
             Invite.decode(damaged)
 
 
+def test_the_unused_bits_of_the_last_character_are_no_second_spelling() -> None:
+    refused = 0
+    for length in range(1, 6):
+        text = an_invite("t" * length).encode()
+        for last in "abcdefghijklmnopqrstuvwxyz234567":
+            if last != text[-1]:
+                with pytest.raises(InviteError):
+                    Invite.decode(text[:-1] + last)
+                refused += 1
+    assert refused == 5 * 31
+
+
 @given(st.binary(max_size=200))
 def test_a_wrongly_made_invite_with_a_right_checksum_is_refused(body: bytes) -> None:
     try:

@@ -32,7 +32,7 @@ def noise(layout: FlatLayout, seed: int) -> torch.Tensor:
 def run_steps(model: Stage, steps: int, clip: float = 0.5):
     optimizer, layout = make_optimizer(model, ADAMW), FlatLayout.of(model)
     for step in range(1, steps + 1):
-        apply_step(model, optimizer, layout, noise(layout, step), 0.01 / step, clip)
+        apply_step(optimizer, layout, noise(layout, step), 0.01 / step, clip)
     return optimizer
 
 
@@ -79,7 +79,7 @@ def test_a_step_leaves_the_bound_accumulator_alone():
     accumulator = layout.new_flat()
     bind_gradients(model, layout, accumulator)
     accumulator.fill_(3.0)
-    apply_step(model, optimizer, layout, noise(layout, 1), 0.01, 0.5)
+    apply_step(optimizer, layout, noise(layout, 1), 0.01, 0.5)
     assert torch.equal(accumulator, torch.full_like(accumulator, 3.0))
     model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64)).backward()
     assert not torch.equal(accumulator, torch.full_like(accumulator, 3.0))

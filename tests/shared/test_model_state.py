@@ -37,7 +37,7 @@ def train(model: Stage, optimizer, first_step: int, end_step: int) -> None:
     for step in range(first_step, end_step):
         generator = torch.Generator().manual_seed(step)
         flat = torch.randn(layout.count, generator=generator)
-        apply_step(model, optimizer, layout, flat, 0.01, 0.9)
+        apply_step(optimizer, layout, flat, 0.01, 0.9)
 
 
 def trained(steps: int = 3):

@@ -481,14 +481,3 @@ async def test_what_the_block_raises_comes_out_as_it_was() -> None:
     with pytest.raises(KeyError, match="mine"):
         async with open_node(Identity.generate()):
             raise KeyError("mine")
-
-
-async def test_libp2p_says_nothing_on_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    async with two_nodes() as (server, client):
-        stream = await client.open_stream(server.peer_id, SILENT, LIMITS)
-        with pytest.raises(NetworkError):
-            await client.connect(Identity.generate().peer_id, server.addresses)
-        with pytest.raises(NetworkError):
-            await client.open_stream(server.peer_id, "/none", LIMITS)
-        await stream.reset()
-    assert capfd.readouterr() == ("", "")

@@ -18,6 +18,8 @@ from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import Yamux
+from libp2p.transport.tcp.tcp import TCP
+from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from swarm_shared.errors import LinkClosed
@@ -104,6 +106,23 @@ async def test_the_end_of_a_stock_hosts_stream_is_noticed(how: str) -> None:
         stream = await node.open_stream(peer, "/test/end/1", LIMITS, [str(host.get_addrs()[0])])
         with pytest.raises(LinkClosed):
             await stream.receive(timeout_seconds=10)
+
+
+async def test_frames_in_one_message_with_the_end_of_the_negotiation_are_not_lost() -> None:
+    """go-libp2p and rust-libp2p do not wait for the answer before they send their first."""
+    key_pair = create_new_key_pair()
+    noise = NoiseTransport(key_pair, noise_privkey=create_x25519_key_pair().private_key)
+    upgrader = TransportUpgrader({NOISE_PROTOCOL: noise}, {})
+    async with open_node(Identity.generate(), [ANY_PORT]) as node:
+        raw = await TCP().dial(Multiaddr(node.addresses[0]))
+        session = await upgrader.upgrade_security(raw, True, ID.from_base58(node.peer_id))
+        ping = struct.pack(">BBHII", 0, 2, 1, 0, 77)
+        await session.write(b"\x13/multistream/1.0.0\n\x0d/yamux/1.0.0\n" + ping)
+        answer = struct.pack(">BBHII", 0, 2, 2, 0, 77)
+        received = b""
+        while answer not in received:
+            received += await session.read()
+        await session.close()
 
 
 async def test_a_window_grows_while_it_holds_back_a_reader_that_keeps_up() -> None:

@@ -136,7 +136,10 @@ class IncomingHub:
 
     async def _admit(self, remote: str, held: _Held) -> bool:
         waiting = self._parked.get(remote, 0)
-        if waiting >= MAX_PARKED_PER_REMOTE or sum(self._parked.values()) >= MAX_PARKED:
+        if waiting >= MAX_PARKED_PER_REMOTE:
+            return False
+        # Strangers can fill the waiting room, but not keep members of a known round out.
+        if not self._is_member(remote) and sum(self._parked.values()) >= MAX_PARKED:
             return False
         self._parked[remote] = waiting + 1
         try:
@@ -148,7 +151,7 @@ class IncomingHub:
 
     async def _wait_for_round(self, remote: str, held: _Held) -> bool:
         with anyio.move_on_after(self._park_seconds):
-            while not any(remote in known.members for known in self._rounds.values()):
+            while not self._is_member(remote):
                 await self._changed.wait()
             hello = await _read_hello(held)
             if hello is None:
@@ -190,6 +193,9 @@ class IncomingHub:
             self._notify()
             deliver.close()
             _drop_undelivered(arrivals)
+
+    def _is_member(self, remote: str) -> bool:
+        return any(remote in known.members for known in self._rounds.values())
 
     def _notify(self) -> None:
         self._changed.set()

@@ -76,6 +76,3 @@ class Directory:
             if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
                 records.append((subkey, value, float(entry.expiration_time)))
         return records
-
-    async def shutdown(self) -> None:
-        await self._node.shutdown()

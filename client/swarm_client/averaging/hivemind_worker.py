@@ -95,6 +95,11 @@ class DaemonLink:
         body = message.model_dump_json().encode()
         self._writer.write(_LENGTH.pack(len(body)) + body)
 
+    async def flush(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
 
 class Worker:
     """Carries out the daemon's messages, each in its own task."""
@@ -264,8 +269,6 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> i
             tasks.start_soon(_enter_directory, directory, settings)
             await Worker(link, averaging, directory, tasks).serve()
             tasks.cancel_scope.cancel()
-        with contextlib.suppress(Exception):  # it is going anyway
-            await directory.shutdown()
         return status
 
 
@@ -276,8 +279,7 @@ async def _enter_directory(directory: Directory, settings: Configure) -> None:
         logger.exception("the directory could not be entered")
 
 
-async def _main(descriptor: int) -> int:
-    link = await DaemonLink.inherit(descriptor)
+async def _main(link: DaemonLink) -> int:
     settings = await link.receive()
     if not isinstance(settings, Configure):
         return 0
@@ -290,6 +292,17 @@ async def _main(descriptor: int) -> int:
     except SwarmError as error:
         link.send(Unavailable(reason=str(error), permanent=False))
     return 1
+
+
+async def _run(descriptor: int) -> None:
+    link = await DaemonLink.inherit(descriptor)
+    status = await _main(link)
+    with anyio.move_on_after(1):
+        await link.flush()
+    sys.stderr.flush()
+    # Here and not after the loop's own end: hivemind's tasks wait for a p2pd that is gone, and
+    # threads of a round that was cut short would delay it too.
+    os._exit(status)
 
 
 def _become_child() -> None:
@@ -306,10 +319,7 @@ def main() -> None:
     descriptor: int = parser.parse_args().fd
     _become_child()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
-    status = asyncio.run(_main(descriptor))
-    sys.stderr.flush()
-    # Threads of a round that was cut short, and hivemind's own, must not delay the end.
-    os._exit(status)
+    asyncio.run(_run(descriptor))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from swarm_client.averaging.plan import RoundSpec
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.types import PeerId
 
-WRITE_BYTES = 64 * 1024
-"""Per write, so that progress is seen at that grain (and p2pd likes it best)."""
+WRITE_BYTES = 256 * 1024
+"""Per write: progress is seen at that grain. Smaller writes cost py-libp2p a third more CPU."""
 READ_BYTES = 256 * 1024
 OUTBOX_FRAMES = 4
 """Frames of at most a piece each that wait for the network, per stream."""
@@ -71,8 +71,12 @@ class Link:
         self.quiet = False
         """True once nothing more is due from either end: neither watched nor kept alive."""
         self.sends_beats = True
+        self.told = False
+        """True once the other end has told us of a failure: it needs no word from us."""
         self.last_heard = anyio.current_time()
         self.pumped = anyio.Event()
+        """Set when the pump has nothing left to write, or cannot."""
+        self._keep_open = False
         self._state = state
         self._on_failure = on_failure
         self._my_index = state.spec.my_index
@@ -113,7 +117,8 @@ class Link:
         self._queue.close()
 
     def abort(self, failure: RoundFailed) -> None:
-        """Drop what is queued and say goodbye with the reason."""
+        """Drop what is queued and say goodbye with the reason; the stream stays open."""
+        self._keep_open = True
         try:
             while True:
                 self._queued.receive_nowait()
@@ -128,7 +133,7 @@ class Link:
         self._queue.close()
 
     async def pump(self) -> None:
-        """Write what is queued until `finish` or `abort`, then close the stream."""
+        """Write what is queued. After `finish` close the stream; after `abort` wait for the end."""
         clean = False
         try:
             async for header, payload in self._queued:
@@ -137,6 +142,9 @@ class Link:
                 for offset in range(0, len(view), WRITE_BYTES):
                     await self._write(view[offset : offset + WRITE_BYTES])
                     self._state.last_progress = anyio.current_time()
+            if self._keep_open:
+                self.pumped.set()
+                await anyio.sleep_forever()
             await self.channel.aclose()
             clean = True
         except (NetworkError, ProtocolError) as error:
@@ -193,8 +201,11 @@ class Link:
             self._state.last_progress = self.last_heard
 
     async def drain(self) -> None:
-        """After a failure: take what still comes, so that the other end gets to read our reason
-        (it may be writing, and a stream closed with unread data loses what it carried back)."""
+        """After a failure: take what still comes until the other end closes.
+
+        It closes when it has read our reason. Closed by us first, with data from there unread, the
+        stream would be reset (by p2pd, as by TCP) and the reason lost with it.
+        """
         with contextlib.suppress(NetworkError, ProtocolError):
             while await self.channel.receive(READ_BYTES):
                 pass
@@ -236,6 +247,7 @@ class Link:
             abort = Abort.decode(payload, len(members))
         except ProtocolError as error:
             raise self.violated(str(error)) from error
+        self.told = True
         raise RoundFailed(
             abort.reason,
             None if abort.culprit is None else members[abort.culprit],

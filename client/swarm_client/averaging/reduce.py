@@ -56,7 +56,7 @@ from swarm_shared.types import PeerId
 
 T = TypeVar("T")
 
-ABORT_GRACE_SECONDS = 0.25
+ABORT_GRACE_SECONDS = 0.5
 """For the reason of a failure to reach the others before the streams are dropped."""
 STUCK_STALLS = 4
 """A round in which no data moves for this many stall limits fails, though all are alive."""
@@ -217,13 +217,13 @@ class _Round:
 
     async def _tell_others(self, failure: RoundFailed) -> None:
         with anyio.move_on_after(ABORT_GRACE_SECONDS):
-            async with anyio.create_task_group() as drains:
+            async with anyio.create_task_group() as ends:
                 for link in self._links:
-                    link.abort(failure)
-                    drains.start_soon(link.drain)
-                for link in self._links:
-                    await link.pumped.wait()
-                drains.cancel_scope.cancel()
+                    if link.told:
+                        ends.start_soon(link.channel.abort)
+                    else:
+                        link.abort(failure)
+                        ends.start_soon(link.drain)
 
     def _add_link(self, link: Link, pumps: anyio.abc.TaskGroup) -> Link:
         self._links.append(link)

@@ -44,6 +44,7 @@ from swarm_client.averaging.protocol import (
 from swarm_client.averaging.protocol import RoundFailure as RoundFailureMessage
 from swarm_client.child import Child, start_child
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
+from swarm_shared.model_config import FrozenModel
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ HEALTHY_SECONDS = 60.0
 """A worker that lived this long starts the back-off anew."""
 START_SECONDS = 60.0
 """Importing on a machine whose cores are all busy takes its time."""
+SEND_SECONDS = 5.0
+"""The socket takes many messages before it is full; a worker that long behind is frozen."""
 DIRECTORY_SECONDS = 20.0
 MAX_LOG_BYTES = 4 * 2**20
 # A unix socket's path has at most 107 bytes on Linux; hivemind's names take 34 of them.
@@ -102,6 +105,7 @@ class AveragingWorker:
         self._started: Started | None = None
         self._reason = "the averaging worker has not been started yet"
         self._changed = trio.Event()
+        self._sending = trio.Lock()
         self._waiting: dict[str | int, _Waiter] = {}
         self._next_request = 0
         self._permanent = False
@@ -161,7 +165,7 @@ class AveragingWorker:
             ) from error
         finally:
             if not finished:
-                with trio.CancelScope(shield=True), trio.move_on_after(1):
+                with trio.CancelScope(shield=True):
                     await self.abort(request.round_id)
         match answer:
             case RoundDone():
@@ -180,7 +184,7 @@ class AveragingWorker:
         child = self._child
         if child is not None:
             with contextlib.suppress(LinkClosed):
-                await child.link.send(AbortRound(round_id=round_id, reason=reason))
+                await self._send(child, AbortRound(round_id=round_id, reason=reason))
 
     # -------------------------------------------------------------------------------- directory
 
@@ -239,13 +243,22 @@ class AveragingWorker:
             )
         waiter = self._waiting[key] = _Waiter()
         try:
-            await child.link.send(message)
+            await self._send(child, message)
             answer = await waiter.wait()
         finally:
             del self._waiting[key]
         if answer is None:
             raise LinkClosed(self._reason)
         return answer
+
+    async def _send(self, child: Child[WorkerMessage], message: FrozenModel) -> None:
+        """One message at a time, and whole: half a message would be the last one understood."""
+        async with self._sending:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_SECONDS):
+                await child.link.send(message)
+                return
+        child.kill()
+        raise LinkClosed("the averaging worker takes no messages any more")
 
     # ------------------------------------------------------------------------- the child's life
 

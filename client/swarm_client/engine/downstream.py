@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import trio
 
-from swarm_client.engine.edge import Buffer, Edge, EdgeAnswer, greet
+from swarm_client.engine.edge import Buffer, Edge, EdgeAnswer, Stream, greet
 from swarm_client.engine.errors import EdgeRefused, MicrobatchAbandoned
 from swarm_client.engine.roster import RosterView
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
@@ -23,7 +23,6 @@ from swarm_shared.messages import (
     RefusalReason,
     StageHello,
 )
-from swarm_shared.network import FramedStream
 from swarm_shared.routing import InterleavedWeightedRoundRobin
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
@@ -37,7 +36,7 @@ MAXIMUM_ATTEMPTS = 8
 """Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
 
 AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
-OpenStream = Callable[[PeerRecord], Awaitable[FramedStream]]
+OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_client.engine.errors import EdgeRefused
+from swarm_client.engine.local_stream import LocalStream
 from swarm_shared.errors import LinkClosed, ProtocolError, SwarmError
 from swarm_shared.messages import (
     Backward,
@@ -35,6 +36,8 @@ HELLO_SECONDS = 10.0
 
 Buffer = bytes | bytearray | memoryview
 
+Stream = FramedStream | LocalStream
+
 
 @dataclass(slots=True, eq=False)
 class EdgeAnswer:
@@ -54,7 +57,7 @@ class _Waiter:
 class Edge:
     """Made by `open_edge`; `run` must be running while it is used."""
 
-    def __init__(self, stream: FramedStream, hello: StageHelloAnswer) -> None:
+    def __init__(self, stream: Stream, hello: StageHelloAnswer) -> None:
         self.peer: PeerId = stream.remote
         self.stage = hello.stage
         self.closed = False
@@ -136,7 +139,7 @@ class Edge:
                 waiter.event.set()
 
 
-async def greet(stream: FramedStream, hello: StageHello) -> Edge:
+async def greet(stream: Stream, hello: StageHello) -> Edge:
     """Introduce ourselves on a fresh stream; the edge, or EdgeRefused with the reason."""
     await stream.send(encode(hello))
     frame = await stream.receive(timeout_seconds=HELLO_SECONDS)

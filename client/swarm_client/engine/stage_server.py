@@ -17,7 +17,7 @@ from typing import Protocol
 import trio
 
 from swarm_client.engine.downstream import Downstream, Parcel
-from swarm_client.engine.edge import HELLO_SECONDS, Buffer
+from swarm_client.engine.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.holding import Holding
 from swarm_client.worker.errors import RequestFailed, WorkerDied
@@ -37,7 +37,6 @@ from swarm_shared.messages import (
     parse,
     stage_requests,
 )
-from swarm_shared.network import FramedStream
 from swarm_shared.types import PeerId, RunId
 
 log = logging.getLogger(__name__)
@@ -75,7 +74,7 @@ class StageServer:
         self._wall_clock = wall_clock
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
 
-    async def handle(self, stream: FramedStream) -> None:
+    async def handle(self, stream: Stream) -> None:
         """Serve one sender until its stream ends."""
         if not await self._greet(stream):
             return
@@ -101,7 +100,7 @@ class StageServer:
         except* LinkClosed:
             pass  # the sender is gone: nobody waits for these gradients any more
 
-    async def _greet(self, stream: FramedStream) -> bool:
+    async def _greet(self, stream: Stream) -> bool:
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(stage_requests, frame.header)
         membership, holding = self._membership(), self._holding()
@@ -140,7 +139,7 @@ class StageServer:
 
     async def _serve(
         self,
-        stream: FramedStream,
+        stream: Stream,
         message: Forward,
         payload: Buffer,
         scope: trio.CancelScope,
@@ -156,7 +155,7 @@ class StageServer:
             del scopes[message.request]
 
     async def _try_to_serve(
-        self, stream: FramedStream, message: Forward, payload: Buffer
+        self, stream: Stream, message: Forward, payload: Buffer
     ) -> StageRefused | None:
         """Answer the request; a refusal to send instead when that is not possible."""
 

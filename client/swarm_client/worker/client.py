@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,16 +18,15 @@ from typing import TypeVar
 import trio
 
 from swarm_client import shared_memory
-from swarm_client.child import Child, start_child
+from swarm_client.child import Child
 from swarm_client.worker import protocol
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_client.worker.output import Buffer, Output, SlotPool
 from swarm_client.worker.sizes import StageSizes, stage_sizes
+from swarm_client.worker.spare import WorkerChild, worker_process
 from swarm_shared.errors import FrameError, LinkClosed
 from swarm_shared.manifest import Manifest
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
-
-WORKER_MODULE = "swarm_client.worker"
 
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""
@@ -393,18 +392,17 @@ async def open_worker(
     log_path: Path,
     *,
     kept_budget_bytes: int = KEPT_BUDGET_BYTES,
+    process: AbstractAsyncContextManager[WorkerChild] | None = None,
 ) -> AsyncIterator[StageWorker]:
     """Start a worker for one stage at version 0; on leaving, it is dead and its memory gone.
 
     `namespace` begins the names of its shared memory and is not used by another live worker.
+    `process` is one that was started ahead (`spare`); by default a new one is.
     WorkerDied or RequestFailed if it cannot start (no such device, not enough memory).
     """
     attached: list[shared_memory.Segment] = []
     try:
-        async with start_child(
-            WORKER_MODULE, (), incoming=protocol.worker_answers, log_path=log_path,
-            environment={"OMP_NUM_THREADS": str(threads)},
-        ) as child:  # fmt: skip
+        async with process or worker_process(threads, log_path) as child:
             worker = StageWorker(child, manifest, stage)
             async with _quiet_nursery() as nursery:
                 nursery.start_soon(worker._receive_all)

@@ -80,19 +80,16 @@ class ComputeLoop:
     """Serves one daemon with one stage until the link ends."""
 
     def __init__(
-        self, link: WorkerLink, runner: StageRunner, memory: WorkerMemory,
+        self, link: WorkerLink, runner: StageRunner, steps: StepRunner, memory: WorkerMemory,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
         self._link = link
         self._runner = runner
-        self._steps = StepRunner(runner)
+        self._steps = steps
         self._memory = memory
         self._clock = clock
         self._backwards: deque[protocol.Backward] = deque()
         self._forwards: deque[protocol.Forward | protocol.Evaluate] = deque()
-
-    def fingerprint_digest(self) -> str:
-        return self._steps.fingerprint().digest
 
     def run(self) -> None:
         """Return when the daemon has closed the link."""
@@ -287,15 +284,24 @@ def serve(link: WorkerLink) -> None:
     if not isinstance(request, protocol.Configure):
         return
     made: list[tuple[ComputeLoop, WorkerMemory]] = []
+
+    def unlink() -> None:
+        for _, memory in made:
+            memory.unlink()
+
     try:
-        link.send(_answer(request, lambda configure: _configure(link, configure, made)))
-        for loop, _ in made:
-            loop.run()
+        try:
+            link.send(_answer(request, lambda configure: _configure(link, configure, made)))
+            for loop, _ in made:
+                loop.run()
+        finally:
+            unlink()
     except LinkClosed:
         return
     finally:
-        for _, memory in made:
-            memory.unlink()
+        # Again: when the daemon is killed, the end of the link comes first and the signal of its
+        # death (which comes once) then interrupts whatever runs, the first unlink included.
+        unlink()
 
 
 def _configure(
@@ -320,16 +326,18 @@ def _configure(
             f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
             f"{runner.sizes.slot_bytes}",
         )
+    steps = StepRunner(runner)
+    digest = steps.fingerprint().digest
+    # Last, so that no signal finds segments that `made` does not name.
     memory = WorkerMemory(
         request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
         runner.layout.count,
     )  # fmt: skip
-    loop = ComputeLoop(link, runner, memory)
-    made.append((loop, memory))
+    made.append((ComputeLoop(link, runner, steps, memory), memory))
     return protocol.Configured(
         request=request.request,
         version=runner.version,
-        digest=loop.fingerprint_digest(),
+        digest=digest,
         own_elements=runner.layout.own_count,
         tied_elements=runner.layout.tied_count,
         slots_name=memory.slots.name,

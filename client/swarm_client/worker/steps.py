@@ -86,9 +86,7 @@ class StepRunner:
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
         mean = (result / step_tokens).to(self._runner.stage.device)
-        apply_step(
-            self._runner.stage, self._optimizer, self._runner.layout, mean, learning_rate, factor
-        )
+        apply_step(self._optimizer, self._runner.layout, mean, learning_rate, factor)
         self._runner.reset()
         self._runner.version = Version(step)
         return self.fingerprint()

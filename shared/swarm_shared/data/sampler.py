@@ -11,8 +11,6 @@ resist an attacker; it only has to be a permutation and look unordered.
 Legend: B sequences of a microbatch, T tokens of a sequence.
 """
 
-# ruff: noqa: N803, N806 (shape suffixes)
-
 from __future__ import annotations
 
 import hashlib

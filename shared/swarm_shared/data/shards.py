@@ -5,8 +5,6 @@ nothing else; what it holds is said by `ShardInfo` in the manifest). Does not de
 tokens make up a microbatch (sampler.py) or where they come from.
 """
 
-# ruff: noqa: N803, N806 (shape suffixes)
-
 from __future__ import annotations
 
 import hashlib

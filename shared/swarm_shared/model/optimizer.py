@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from swarm_shared.manifest import OptimizerConfig
 from swarm_shared.model.gradients import FlatLayout, ordered_sum_of_squares
@@ -31,43 +32,66 @@ class Fingerprint:
     norm: float
 
 
-def make_optimizer(stage: Stage, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters of the stage, its state allocated at once.
+@dataclass(slots=True)
+class AdamW:
+    """The state of AdamW over a stage's parameters, in the stage's order.
 
-    The fused kernels: four times faster than foreach on a CPU, and measured bitwise equal for
-    any number of threads and any alignment, which replicas depend on.
+    torch's functional form, fused: four times faster than foreach on a CPU, and measured bitwise
+    equal for any number of threads and any alignment, which replicas depend on. Not the class
+    torch.optim.AdamW: making one imports torch's compiler, 1.5 s of CPU in every worker.
     """
-    parameters = [parameter for _, parameter in stage.all_parameters()]
-    groups = [
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim >= 2],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in parameters if parameter.ndim < 2],
-            "weight_decay": 0.0,
-        },
-    ]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.epsilon,
-        fused=True,
+
+    config: OptimizerConfig
+    parameters: list[Tensor]
+    first_moments: list[Tensor]
+    second_moments: list[Tensor]
+    steps: list[Tensor]
+    """The number of steps taken, once per parameter as the kernels want it; all are equal."""
+
+    def set_steps(self, count: int) -> None:
+        for step in self.steps:
+            step.fill_(float(count))
+
+    def step(self, gradients: list[Tensor], learning_rate: float) -> None:
+        """One step; weight decay on matrices only."""
+        for decayed in (True, False):
+            chosen = [i for i, p in enumerate(self.parameters) if (p.ndim >= 2) is decayed]
+            if not chosen:
+                continue
+            adamw(
+                [self.parameters[i] for i in chosen],
+                [gradients[i] for i in chosen],
+                [self.first_moments[i] for i in chosen],
+                [self.second_moments[i] for i in chosen],
+                [],
+                [self.steps[i] for i in chosen],
+                foreach=False,
+                fused=True,
+                amsgrad=False,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                lr=learning_rate,
+                weight_decay=self.config.weight_decay if decayed else 0.0,
+                eps=self.config.epsilon,
+                maximize=False,
+            )
+
+
+def make_optimizer(stage: Stage, config: OptimizerConfig) -> AdamW:
+    """AdamW over all parameters, its state allocated at once: a stage at version 0 downloads and
+    checkpoints like any other."""
+    parameters: list[Tensor] = [parameter for _, parameter in stage.all_parameters()]
+    return AdamW(
+        config,
+        parameters,
+        [torch.zeros_like(p, requires_grad=False) for p in parameters],
+        [torch.zeros_like(p, requires_grad=False) for p in parameters],
+        [torch.zeros((), dtype=torch.float32, device=p.device) for p in parameters],
     )
-    # Eager state: a stage at version 0 downloads and checkpoints like any other.
-    for parameter in parameters:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        }
-    return optimizer
 
 
 def apply_step(
-    stage: Stage,
-    optimizer: torch.optim.AdamW,
+    optimizer: AdamW,
     layout: FlatLayout,
     flat_mean_gradient: Tensor,
     learning_rate: float,
@@ -76,21 +100,12 @@ def apply_step(
     """One AdamW step with the mean gradient (per token), clipped.
 
     `flat_mean_gradient` lies on the stage's device and is scaled in place; the parameters'
-    own `.grad`, bound to an accumulator or not, are the same afterwards as before.
+    own `.grad` is neither used nor changed.
     """
     if clip_factor != 1.0:
         flat_mean_gradient.mul_(clip_factor)
-    parameters = [parameter for _, parameter in stage.all_parameters()]
-    accumulated = [parameter.grad for parameter in parameters]
-    try:
-        for parameter, view in zip(parameters, layout.views(flat_mean_gradient), strict=True):
-            parameter.grad = view
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    finally:
-        for parameter, gradient in zip(parameters, accumulated, strict=True):
-            parameter.grad = gradient
+    with torch.no_grad():
+        optimizer.step(list(layout.views(flat_mean_gradient)), learning_rate)
 
 
 def fingerprint(stage: Stage) -> Fingerprint:

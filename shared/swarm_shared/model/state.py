@@ -24,6 +24,7 @@ from torch import Tensor
 from swarm_shared.atomic_file import atomic_file
 from swarm_shared.errors import ProtocolError, StorageError
 from swarm_shared.model.llama import Stage
+from swarm_shared.model.optimizer import AdamW
 
 FIRST_MOMENT = "optimizer.exp_avg."
 SECOND_MOMENT = "optimizer.exp_avg_sq."
@@ -47,22 +48,24 @@ class StoredState:
     metadata: dict[str, str]
 
 
-def state_to_tensors(stage: Stage, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+def state_to_tensors(stage: Stage, optimizer: AdamW) -> dict[str, Tensor]:
     """Everything training goes on from. No copies: valid until the next `apply_step`."""
     tensors: dict[str, Tensor] = {}
     steps: set[int] = set()
-    for name, parameter in stage.all_parameters():
-        state = optimizer.state[parameter]
+    moments = zip(optimizer.first_moments, optimizer.second_moments, optimizer.steps, strict=True)
+    for (name, parameter), (first, second, taken) in zip(
+        stage.all_parameters(), moments, strict=True
+    ):
         tensors[name] = parameter.detach()
-        tensors[FIRST_MOMENT + name] = state["exp_avg"]
-        tensors[SECOND_MOMENT + name] = state["exp_avg_sq"]
-        steps.add(int(state["step"].item()))
+        tensors[FIRST_MOMENT + name] = first
+        tensors[SECOND_MOMENT + name] = second
+        steps.add(int(taken.item()))
     assert len(steps) <= 1, "all parameters step together"
     tensors[STEP_NAME] = torch.tensor(steps.pop() if steps else 0, dtype=torch.int64)
     return tensors
 
 
-def load_state(stage: Stage, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor]) -> None:
+def load_state(stage: Stage, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
     """Take over `tensors`, from a peer or a file. All checks precede the first change."""
     expected = state_to_tensors(stage, optimizer)
     _check_names(expected, tensors)
@@ -78,8 +81,7 @@ def load_state(stage: Stage, optimizer: torch.optim.AdamW, tensors: Mapping[str,
         for name, target in expected.items():
             if name != STEP_NAME:
                 target.copy_(tensors[name])
-        for _, parameter in stage.all_parameters():
-            optimizer.state[parameter]["step"].fill_(float(step))
+        optimizer.set_steps(step)
 
 
 def save_state(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ peers on its own accord and answers identify requests.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
@@ -171,15 +172,16 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
 
 def _quieten_libp2p() -> None:
-    """Nothing of libp2p's reaches the terminal unless somebody sets up its logger.
+    """Nothing of libp2p's reaches the terminal unless its own LIBP2P_DEBUG asks for it.
 
     Its connection module logs through the root logger, which would also install a handler on
-    it; that module gets a logger of its own. A level that somebody set is left alone.
+    it; that module gets a logger of its own.
     """
-    libp2p_logger = logging.getLogger("libp2p")
-    if not libp2p_logger.handlers:
-        libp2p_logger.addHandler(logging.NullHandler())
-        libp2p_logger.setLevel(logging.CRITICAL)
-        libp2p_logger.propagate = False
     swarm_connection_module.logging = logging.getLogger("libp2p.network.connection")
+    if os.environ.get("LIBP2P_DEBUG"):
+        return
+    libp2p_logger = logging.getLogger("libp2p")
+    libp2p_logger.addHandler(logging.NullHandler())
+    libp2p_logger.setLevel(logging.CRITICAL)
+    libp2p_logger.propagate = False
     logging.getLogger("multiaddr").setLevel(logging.WARNING)

@@ -40,7 +40,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
 
     async def read(self, n: int | None = None) -> bytes:
         if n is None:
-            n = max(1, self._end - self._start)
+            n = min(max(1, self._end - self._start), _MAX_READ_BYTES)
         if n > _MAX_READ_BYTES:
             raise ConnectionClosedError(f"the remote announces a message of {n} bytes")
         while self._end - self._start < n:

@@ -1,4 +1,4 @@
-"""What a node sees of a remote process that is killed."""
+"""What takes real processes: a remote that is killed, and what reaches the terminal."""
 
 from __future__ import annotations
 
@@ -100,3 +100,45 @@ async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing
             while len(closed) < 2:
                 await trio.lowlevel.checkpoint()
         assert not node.is_connected(peer)
+
+
+TROUBLE = """
+import logging
+import trio
+from swarm_shared.errors import NetworkError
+from swarm_shared.identity import Identity
+from swarm_shared.network import FrameLimits, open_node
+
+async def main():
+    async with (
+        open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as server,
+        open_node(Identity.generate()) as client,
+    ):
+        server.serve("/test/none/1", lambda stream: trio.sleep_forever(), FrameLimits())
+        wrong = Identity.generate().peer_id
+        address = server.addresses[0].removesuffix(f"/p2p/{server.peer_id}")
+        for peer, addresses in ((wrong, [address]), (wrong, ["/ip4/127.0.0.1/tcp/1"])):
+            try:
+                await client.connect(peer, addresses)
+            except NetworkError:
+                pass
+        stream = await client.open_stream(
+            server.peer_id, "/test/none/1", FrameLimits(), server.addresses
+        )
+        try:
+            await client.open_stream(server.peer_id, "/test/other/1", FrameLimits())
+        except NetworkError:
+            pass
+        await server.disconnect(client.peer_id)
+
+trio.run(main)
+assert not logging.getLogger().handlers, "libp2p took over the root logger"
+"""
+
+
+@pytest.mark.integration
+async def test_libp2p_says_nothing_on_the_terminal_whatever_goes_wrong() -> None:
+    result = await trio.run_process(
+        [sys.executable, "-c", TROUBLE], capture_stdout=True, capture_stderr=True
+    )
+    assert (result.stdout, result.stderr) == (b"", b"")

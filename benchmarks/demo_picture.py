@@ -1,0 +1,75 @@
+"""Makes docs/demo.png from a demo that really ran: what it printed, and the curve it drew.
+
+    make demo ARGS="--run-dir /tmp/shown" | tee /tmp/shown.txt
+    .venv/bin/python -m benchmarks.demo_picture /tmp/shown.txt /tmp/shown/loss.png docs/demo.png
+
+Lines are left out to make it fit, and long ones cut (dots say where); nothing else is changed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import matplotlib.image
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+COLUMNS = 92
+PROGRESS_LINES = 6
+LINK_LINES = 6
+SAMPLE_LINES = 5
+
+WIDTH_INCHES, DOTS_PER_INCH = 9.6, 110
+LINE_INCHES = 0.17
+BACKGROUND_COLOR, TEXT_COLOR, MUTED_COLOR = "#16191d", "#e4e6e8", "#8b949e"
+FONT_POINTS = 8.6
+
+
+@click.command()
+@click.argument("output", type=click.Path(path_type=Path, exists=True))
+@click.argument("curve", type=click.Path(path_type=Path, exists=True))
+@click.argument("picture", type=click.Path(path_type=Path))
+def main(output: Path, curve: Path, picture: Path) -> None:
+    """Put the text of OUTPUT and the image CURVE one above the other into PICTURE."""
+    lines = shown_lines(output.read_text().splitlines())
+    image = matplotlib.image.imread(curve)
+    curve_inches = WIDTH_INCHES * image.shape[0] / image.shape[1]
+    text_inches = LINE_INCHES * (len(lines) + 2)
+    height_inches = text_inches + curve_inches
+    figure = Figure((WIDTH_INCHES, height_inches), dpi=DOTS_PER_INCH, facecolor=BACKGROUND_COLOR)
+    FigureCanvasAgg(figure)
+    for number, line in enumerate(lines):
+        figure.text(
+            0.02, 1 - LINE_INCHES * (number + 1.6) / height_inches, line,
+            family="DejaVu Sans Mono", fontsize=FONT_POINTS, parse_math=False,
+            color=MUTED_COLOR if line.strip() == "..." else TEXT_COLOR,
+        )  # fmt: skip
+    axes = figure.add_axes((0, 0, 1, curve_inches / height_inches))
+    axes.imshow(image, aspect="auto")
+    axes.axis("off")
+    figure.savefig(picture)
+
+
+def shown_lines(lines: list[str]) -> list[str]:
+    """The parts of a demo's output worth a picture."""
+    progress = [line for line in lines if line.startswith("step ")]
+    start = next(number for number, line in enumerate(lines) if line.startswith("steps "))
+    summary = lines[start:]
+    shown = ["$ make demo", *lines[:1], "  ...", *progress[-PROGRESS_LINES:], ""]
+    shown += _thinned(summary, "Bytes per link", LINK_LINES + 1)
+    return [f"{line[: COLUMNS - 1]}…" if len(line) > COLUMNS else line for line in shown]
+
+
+def _thinned(summary: list[str], heading: str, keep: int) -> list[str]:
+    """The long table and the sample cut short; where the files lie is left out."""
+    first = summary.index(heading) + 1
+    last = next(n for n in range(first, len(summary)) if summary[n].startswith("  all"))
+    shown = [*summary[: first + keep], "  ...", *summary[last:]]
+    end = max(number for number, line in enumerate(shown) if line.startswith("  |"))
+    begin = next(number for number, line in enumerate(shown) if line.startswith("  |"))
+    return shown[: min(end + 1, begin + SAMPLE_LINES)]
+
+
+if __name__ == "__main__":
+    main()

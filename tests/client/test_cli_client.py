@@ -1,0 +1,123 @@
+"""What a volunteer who mistypes something sees: one sentence, an exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from swarm_client.cli import main
+from swarm_shared.errors import CapacityError, InviteError, NetworkError, StorageError, UsageError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["swarm-client", *words])
+        code = 0
+        try:
+            main()
+        except SystemExit as ended:
+            code = int(ended.code or 0)
+        seen = capsys.readouterr()
+        return code, seen.out + seen.err
+
+    return call
+
+
+def invite(port: int = 1) -> str:
+    peer = Identity.generate().peer_id
+    return Invite(
+        coordinator=peer, addresses=(f"/ip4/127.0.0.1/tcp/{port}",), run_id="ab" * 32,
+        organiser=peer,
+    ).encode()  # fmt: skip
+
+
+def one_sentence(text: str) -> str:
+    assert "Traceback" not in text
+    lines = [line for line in text.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    return lines[0]
+
+
+def test_a_damaged_invite_is_told_before_any_network_use(run: Run, tmp_path: Path) -> None:
+    good = invite()
+    damaged = good[:40] + ("a" if good[40] != "a" else "b") + good[41:]
+    code, text = run("join", damaged, "--home", str(tmp_path / "h"))
+    assert code == InviteError.exit_code == 4
+    assert "damaged" in one_sentence(text)
+    assert not (tmp_path / "h").exists()
+
+
+def test_something_that_is_no_invite_is_told_as_such(run: Run) -> None:
+    code, text = run("join", "hello")
+    assert code == InviteError.exit_code
+    one_sentence(text)
+
+
+def test_an_unknown_device_is_a_usage_error(run: Run, tmp_path: Path) -> None:
+    code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "toaster")
+    assert code == UsageError.exit_code == 2
+    assert "cpu, cuda:0 or auto" in one_sentence(text)
+
+
+def test_a_gpu_that_is_not_there_is_told_with_what_is(run: Run, tmp_path: Path) -> None:
+    code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cuda:99")
+    assert code == CapacityError.exit_code == 6
+    assert "--device cpu" in one_sentence(text)
+
+
+def test_a_home_that_cannot_be_made_is_told_with_another_way(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    code, text = run("join", invite(), "--home", str(tmp_path / "file" / "h"), "--device", "cpu")
+    assert code == StorageError.exit_code == 7
+    assert "--home" in one_sentence(text)
+
+
+def test_a_second_client_in_the_same_home_is_refused(run: Run, tmp_path: Path) -> None:
+    from swarm_client.home import Home
+
+    with Home.at(tmp_path / "h").locked():
+        code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cpu")
+    assert code == StorageError.exit_code
+    assert "another swarm-client" in one_sentence(text)
+
+
+def test_a_port_in_use_is_told_by_its_number(run: Run, tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, text = run(
+            "join", invite(), "--home", str(tmp_path / "h"), "--device", "cpu",
+            "--listen", f"/ip4/127.0.0.1/tcp/{port}",
+        )  # fmt: skip
+    assert code == NetworkError.exit_code == 8
+    assert str(port) in one_sentence(text)
+
+
+def test_a_missing_argument_and_an_unknown_command_are_usage_errors(run: Run) -> None:
+    assert run("join")[0] == 2
+    assert run("jion", "x")[0] == 2
+    assert run("--version")[0] == 0
+
+
+def test_the_daemon_and_its_command_line_import_neither_torch_nor_hivemind() -> None:
+    script = (
+        "import sys, json, swarm_client.cli, swarm_client.daemon;"
+        "print(json.dumps([m for m in ('torch', 'hivemind', 'textual') if m in sys.modules]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert json.loads(done.stdout) == []

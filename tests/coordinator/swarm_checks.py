@@ -1,0 +1,154 @@
+"""What must hold in the simulated world, at every record, every message and every tick."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from swarm_facts import (
+    Violation,
+    heldout_loss,
+    own_squared,
+    tied_squared,
+    train_loss,
+)
+from swarm_peer_base import PeerBase
+
+from swarm_coordinator.events import (
+    AppliedStep,
+    CheckpointRecord,
+    EvaluationRecord,
+    RolledBack,
+    RunFinished,
+    Send,
+)
+from swarm_coordinator.state import PeerPhase, RunPhase
+from swarm_shared.messages import Apply, Lease, Roster
+from swarm_shared.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from swarm_world import World
+
+
+def check_send(world: World, command: Send) -> None:
+    message, run = command.message, world.run_state
+    assert run is not None
+    if isinstance(message, Apply):
+        last = world.store.applied.get(message.step)
+        if last is None or last.attempt != message.attempt:
+            raise Violation(f"{message} is sent before it is durable")
+    elif isinstance(message, Lease):
+        trainer = run.peers.get(command.peer)
+        others = [p for p in run.peers.values() if p.trainer and not p.leaving]
+        if (
+            trainer is not None
+            and trainer.leaving
+            and any(p.phase is PeerPhase.READY for p in others)
+        ):
+            raise Violation(f"{command.peer} is leaving and gets {message}")
+    elif isinstance(message, Roster):
+        for record in message.peers:
+            peer = run.peers.get(record.peer)
+            rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
+            if peer is not None and peer.leaving and record.accepts_work and rest:
+                raise Violation(f"{record.peer} is leaving and is offered as {record}")
+
+
+def check_record(world: World, record: object) -> None:
+    if isinstance(record, AppliedStep):
+        check_applied(world, record)
+    elif isinstance(record, RolledBack):
+        newest = max(world.store.checkpoints, default=0)
+        if record.version != newest or record.version >= world.store.version:
+            raise Violation(f"{record} with checkpoint {newest} at {world.store.version}")
+    elif isinstance(record, CheckpointRecord):
+        if record.version > world.store.version:
+            raise Violation(f"{record} is newer than the run at {world.store.version}")
+        for stage, (_, params) in world.disk[record.version].items():
+            if [step for step, _ in params] != list(range(1, record.version + 1)):
+                raise Violation(f"stage {stage} of checkpoint {record.version}: {params}")
+    elif isinstance(record, EvaluationRecord):
+        losses = [heldout_loss(record.version, m) for m in range(world.options.evaluation)]
+        expected = math.fsum(losses) / (4 * len(losses))
+        if not math.isclose(record.heldout_loss, expected, rel_tol=1e-12):
+            raise Violation(f"{record}, expected {expected}")
+    elif isinstance(record, RunFinished):
+        version = world.store.version
+        if record.version != world.options.steps or version not in world.store.checkpoints:
+            raise Violation(f"{record} at {version}, checkpoints {[*world.store.checkpoints]}")
+
+
+def check_applied(world: World, record: AppliedStep) -> None:
+    options, step = world.options, record.step
+    if step != world.store.version + 1:
+        raise Violation(f"step {step} follows version {world.store.version}")
+    if record.attempt in world.attempts or record.attempt in world.aborted:
+        raise Violation(f"attempt {record.attempt} of step {step} was used or aborted")
+    world.attempts.add(record.attempt)
+    tokens = 4 * options.microbatches
+    loss = math.fsum(train_loss(step, m) for m in range(options.microbatches)) / tokens
+    if record.tokens != tokens or not math.isclose(record.loss, loss, rel_tol=1e-12):
+        raise Violation(f"{record}: expected {tokens} tokens and loss {loss}")
+    squared = sum(own_squared(step, s) for s in range(options.stages))
+    squared += tied_squared(step) if options.tied and options.stages > 1 else 0.0
+    if not math.isclose(record.global_norm, math.sqrt(squared), rel_tol=1e-12):
+        raise Violation(f"norm {record.global_norm}, expected {math.sqrt(squared)}")
+    if record.learning_rate != learning_rate(world.manifest.optimizer, options.steps, step):
+        raise Violation(f"learning rate {record.learning_rate}")
+    for stage in range(options.stages):
+        counted = sum(s.microbatches for s in record.shares if s.stage == stage)
+        if counted != options.microbatches:
+            raise Violation(f"stage {stage} counts {counted} microbatches: {record.shares}")
+    run = world.run_state
+    assert run is not None
+    assert run.step is not None
+    assert run.step.closing is not None
+    for member, stage in run.step.closing.members.items():
+        link = world.peers[member].link
+        # One that has just died, or lost its worker, is not heard of yet and applies nothing.
+        if link is not None and link.open:
+            world.peers[member].check_averaged(step, record.attempt, stage)
+
+
+def check_replicas(world: World, peer: PeerBase) -> None:
+    """All who reach a version hold the same: the same steps, by the same attempts."""
+    holding = peer.holding
+    assert holding is not None
+    steps = [step for step, _ in holding.params]
+    if steps != list(range(1, holding.version + 1)):
+        raise Violation(f"{peer.id} applied the steps {steps}")
+    attempts = [world.store.applied[step].attempt for step in steps]
+    if [attempt for _, attempt in holding.params] != attempts:
+        raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
+
+
+def check_state(world: World) -> None:
+    run = world.run_state
+    if run is None:
+        return
+    step = run.step
+    if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
+        for (microbatch, stage), cell in step.table.items():
+            held = run.peers.get(cell.peer)
+            if held is None or held.stage != stage or held.version != run.version:
+                raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
+    if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
+        step is None or step.closing is None
+    ):
+        raise Violation(f"{run.phase} without a close")
+    for peer in run.peers.values():
+        if peer.leaving:
+            since = world.leaving_since.setdefault((peer.peer, peer.session), world.now)
+            if world.now - since > world.options.leave_bound_seconds:
+                raise Violation(f"{peer.peer} cannot leave: {world.describe()}")
+
+
+def check_end(world: World) -> None:
+    """The run is finished, on disk, and whole."""
+    steps = world.options.steps
+    if world.store.finished != steps or sorted(world.store.applied)[-1] != steps:
+        raise Violation(f"not finished: {world.describe()}")
+    files = world.disk[steps]
+    for stage in range(world.options.stages):
+        if [step for step, _ in files[stage][1]] != list(range(1, steps + 1)):
+            raise Violation(f"stage {stage} on disk: {files[stage]}")

@@ -1,0 +1,151 @@
+"""What the parts of a simulated volunteer share: its life, its link, and what it holds.
+
+A gradient is a Counter of (stage, microbatch) pairs, parameters are the tuple of applied (step,
+attempt) pairs; both are checked wherever the real client would compute with them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from swarm_coordinator.events import (
+    Event,
+    MessageReceived,
+    Session,
+)
+from swarm_shared.credentials import Receipt
+from swarm_shared.messages import (
+    AssignStage,
+    ClientMessage,
+    Close,
+    Lease,
+    LeasedMicrobatch,
+    Roster,
+)
+from swarm_shared.types import PeerId
+
+if TYPE_CHECKING:
+    from swarm_world import World
+
+
+Params = tuple[tuple[int, int], ...]
+REQUEST_SECONDS = 4.0
+"""A downstream peer that says nothing for so long is given up."""
+
+
+@dataclass
+class Link:
+    """One attachment, as both ends see it."""
+
+    number: int
+    peer: PeerBase
+    open: bool = True
+    up_at: float = 0.0
+    down_at: float = 0.0
+
+
+@dataclass
+class Round:
+    """One all-reduce: complete when all members came, failed for all when one is lost."""
+
+    members: tuple[PeerId, ...]
+    arrived: dict[PeerId, tuple[Counter[Any], Callable[[Counter[Any] | RoundFailure], None]]] = (
+        field(default_factory=dict)
+    )
+    failure: RoundFailure | None = None
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class RoundFailure:
+    culprit: PeerId | None
+    carrier_failed: bool = False
+
+
+@dataclass(frozen=True)
+class Parcel:
+    mode: str
+    step: int
+    microbatch: int
+    accumulate: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    state: str
+    """ok, busy, wrong_step, failed, or dead."""
+    receipts: tuple[Receipt, ...] = ()
+    loss: float = 0.0
+
+
+@dataclass
+class Holding:
+    """A stage and everything that goes with it when it is given up."""
+
+    stage: int
+    version: int
+    params: Params
+    held: dict[int, Receipt] = field(default_factory=dict)
+    unreported: list[Receipt] = field(default_factory=list)
+    closing: Close | None = None
+    averaged: tuple[int, Counter[Any], Counter[Any] | None] | None = None
+    in_flight: int = 0
+
+
+class PeerBase:
+    """What every part of a peer works with."""
+
+    def __init__(self, world: World, peer: PeerId) -> None:
+        self.world, self.id = world, peer
+        self.life = 0
+        self.alive = False
+        self.leaving = False
+        self.gone = False
+        self.trainer = True
+        self.hung = False
+        self.wedged = False
+        self.memory_bytes = 1000
+        self.serving: list[tuple[PeerBase, Callable[[Answer], None]]] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self.holding: Holding | None = None
+        self.link: Link | None = None
+        self.attached = False
+        self.generation = 0
+        self.roster: Roster | None = None
+        self.snapshots: dict[str, tuple[str, Params]] = {}
+        self.backlog: list[tuple[int, Callable[[], object]]] = []
+        self.masks: dict[int, Callable[[frozenset[int] | None], None]] = {}
+        self.waiting: list[tuple[Lease, LeasedMicrobatch]] = []
+        self.driving = 0
+        self.window = 1
+        self.assignment: AssignStage | None = None
+        self.round: Round | None = None
+        self.unsaving_until = -1.0
+        self.differs = False
+        self._masks_asked = 0
+
+    def later(self, seconds: float, action: Callable[[], object]) -> None:
+        """In this process's life; a hung process does it when it wakes."""
+        life = self.life
+        self.world.later(seconds, lambda: self._act(life, action))
+
+    def _act(self, life: int, action: Callable[[], object]) -> None:
+        if not self.alive or life != self.life:
+            return
+        if self.hung:
+            self.backlog.append((life, action))
+        else:
+            action()
+
+    def say(self, message: ClientMessage) -> None:
+        if self.link is not None:
+            self.tell(MessageReceived(Session(self.link.number), self.id, message))
+
+    def tell(self, event: Event) -> None:
+        if self.link is not None and self.link.open and self.attached:
+            self.world.to_coordinator(self.link, event)

@@ -1,0 +1,151 @@
+"""A simulated volunteer's close, norm and apply, as the real client's `engine.rounds`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from swarm_checks import check_replicas
+from swarm_facts import (
+    Violation,
+    own_squared,
+    sha_of,
+    tied_squared,
+)
+from swarm_peer_base import Holding, PeerBase, RoundFailure
+
+from swarm_shared.messages import (
+    AbortRound,
+    Applied,
+    Apply,
+    Carrier,
+    Close,
+    Reduction,
+    RoundReport,
+)
+from swarm_shared.types import MicrobatchIndex, Step
+
+
+class Averaging(PeerBase):
+    # ---- close, average, apply
+
+    def _close(self, close: Close) -> None:
+        holding = self.holding
+        if holding is None or close.step != holding.version + 1:
+            self.say(
+                RoundReport(
+                    step=close.step, attempt=close.attempt, ok=False, reason="not at this step",
+                    missing=close.committed,
+                )
+            )  # fmt: skip
+            return
+        self._cancel_round()
+        holding.closing, holding.averaged = close, None
+        if not self.wedged:
+            self.later(0.05 * self.world.rng.random(), lambda: self._reconcile(holding, close))
+
+    def _reconcile(self, holding: Holding, close: Close) -> None:
+        if self.holding is not holding or holding.closing is not close:
+            return
+        extra = set(holding.held) - set(close.committed)
+        missing = set(close.committed) - set(holding.held)
+        if extra and self.world.rng.random() < self.world.options.uncommit_fails:
+            holding.held.clear()
+            holding.unreported.clear()
+            self._failed(close, reset=True, reason="extras cannot be taken out")
+            return
+        for microbatch in extra:
+            del holding.held[microbatch]
+        if missing:
+            self._failed(
+                close, missing=tuple(MicrobatchIndex(m) for m in sorted(missing)), reason="missing"
+            )
+            return
+        self._average(holding, close, Counter((holding.stage, m) for m in holding.held), {}, 0)
+
+    def _failed(self, close: Close, **details: Any) -> None:
+        self.say(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
+
+    def _average(
+        self, holding: Holding, close: Close, own: Counter[Any], results: dict[str, Any], index: int
+    ) -> None:
+        if self.holding is not holding or holding.closing is not close:
+            return
+        if index == len(close.reductions):
+            holding.averaged = (close.attempt, results["own"], results.get("tied"))
+            tied = tied_squared(close.step) if "tied" in results else 0.0
+            self.say(
+                RoundReport(
+                    step=close.step, attempt=close.attempt, ok=True,
+                    own_squared=own_squared(close.step, holding.stage), tied_squared=tied,
+                )
+            )  # fmt: skip
+            return
+        reduction: Reduction = close.reductions[index]
+
+        def done(result: Counter[Any] | RoundFailure) -> None:
+            self.round = None
+            if self.holding is not holding or holding.closing is not close:
+                return
+            if isinstance(result, RoundFailure):
+                self._failed(
+                    close, reason="a member was lost", culprit=result.culprit,
+                    carrier_failed=result.carrier_failed,
+                )  # fmt: skip
+                return
+            results[reduction.part] = result
+            self._average(holding, close, own, results, index + 1)
+
+        hivemind = reduction.carrier is Carrier.HIVEMIND
+        key = (close.step, close.attempt, reduction.part, reduction.members)
+        self.round = self.world.join_round(self, key, reduction.members, hivemind, own, done)
+
+    def _cancel_round(self) -> None:
+        if self.round is not None:
+            self.round = None
+            self.world.end_rounds_of(self)
+
+    def _abort(self, message: AbortRound) -> None:
+        holding = self.holding
+        if holding is None:
+            return
+        if holding.closing is not None and holding.closing.attempt == message.attempt:
+            self._cancel_round()
+            holding.closing = None
+        if holding.averaged is not None and holding.averaged[0] == message.attempt:
+            holding.averaged = None
+
+    def check_averaged(self, step: int, attempt: int, stage: int) -> None:
+        """What this member is about to apply is every microbatch exactly once, and no more."""
+        holding, options = self.holding, self.world.options
+        if holding is None or holding.averaged is None or holding.averaged[0] != attempt:
+            raise Violation(f"{self.id} has not averaged attempt {attempt} of step {step}")
+        if (holding.stage, holding.version) != (stage, step - 1):
+            raise Violation(f"{self.id} is at {holding.stage}, {holding.version}, not {stage}")
+        _, own, tied = holding.averaged
+        last, microbatches = options.stages - 1, range(options.microbatches)
+        if own != Counter((stage, m) for m in microbatches):
+            raise Violation(f"stage {stage} of step {step} sums up {own}")
+        has_tied = options.tied and last > 0 and stage in (0, last)
+        expected = Counter((s, m) for s in (0, last) for m in microbatches) if has_tied else None
+        if tied != expected:
+            raise Violation(f"the tied part of step {step} sums up {tied}")
+
+    def _apply(self, message: Apply) -> None:
+        holding = self.holding
+        if holding is None or holding.version >= message.step:
+            return  # it came twice, or this peer has been given something else
+        self.check_averaged(message.step, message.attempt, holding.stage)
+        if message.attempt in self.world.aborted:
+            raise Violation(f"{self.id} applies the aborted attempt {message.attempt}")
+        holding.params += ((message.step, message.attempt),)
+        holding.version = message.step
+        holding.held.clear()
+        holding.unreported.clear()
+        holding.closing = holding.averaged = None
+        self.waiting = [entry for entry in self.waiting if entry[0].step > message.step]
+        check_replicas(self.world, self)
+        digest = sha_of(holding.params, holding.stage)[:16]
+        if not self.wedged:
+            norm, self.differs = 2.0 if self.differs else 1.0, False
+            self.say(Applied(step=Step(message.step), digest=digest, norm=norm))

@@ -1,0 +1,181 @@
+"""The demo itself, in small: real processes, a real run of a few steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_coordinator import demo
+from swarm_coordinator.cli import run
+from swarm_coordinator.processes import (
+    COORDINATOR_MODULE,
+    Child,
+    Children,
+    module_command,
+    wait_until,
+)
+
+PATIENCE_SECONDS = 240.0
+
+pytestmark = pytest.mark.timeout(PATIENCE_SECONDS + 60)
+
+
+def start_demo(children: Children, tmp_path: Path, *words: str) -> Child:
+    command = module_command(COORDINATOR_MODULE, "demo", *words)
+    return children.start("demo", command, tmp_path / "demo.out", {"OMP_NUM_THREADS": "1"})
+
+
+def processes_naming(text: str) -> list[str]:
+    """Command lines of processes of this machine that mention `text`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if text in words:
+            found.append(words)
+    return found
+
+
+def wait_for_output(child: Child, wanted: str) -> None:
+    def ready() -> bool:
+        assert child.exit_code() is None, f"the demo ended without it: {child.last_lines()}"
+        return wanted in child.log.read_text()
+
+    wait_until(ready, Children(), PATIENCE_SECONDS, wanted)
+
+
+@pytest.mark.integration
+def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_path: Path) -> None:
+    run_dir, json_file = tmp_path / "a run", tmp_path / "the result.json"
+    with Children() as children:
+        child = start_demo(
+            children, tmp_path, "--volunteers", "2", "--stages", "2", "--steps", "3", "--seed", "7",
+            "--run-dir", str(run_dir), "--json", str(json_file),
+        )  # fmt: skip
+        assert child.wait(PATIENCE_SECONDS) == 0, child.last_lines()
+    output = child.log.read_text()
+    for part in ("step 3/3", "held-out loss", "tokens/s", "Who contributed", "Bytes per link"):
+        assert part in output
+    assert "activations, gradients" in output
+    assert str(run_dir / "loss.png") in output
+    assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    document = json.loads(json_file.read_text())
+    assert [step["step"] for step in document["steps"]] == [1, 2, 3]
+    assert document["steps"][2]["loss"] < document["steps"][0]["loss"] < 6
+    assert {peer["stage"] for peer in document["peers"]} == {0, 1}
+    assert sum(peer["microbatches"] for peer in document["peers"]) == 2 * 3 * 16
+    assert document["heldout_loss"] > 0
+    assert document["sample"].startswith("def ")
+    assert processes_naming(str(run_dir)) == []
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
+def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    run_dir = tmp_path / "run"
+    with Children() as children:
+        child = start_demo(
+            children, tmp_path, "--volunteers", "2", "--steps", "1000", "--run-dir", str(run_dir)
+        )
+        wait_for_output(child, "step 1/1000")
+        assert processes_naming(str(run_dir))
+        os.kill(child.pid, number)
+        assert child.wait(PATIENCE_SECONDS) == 130
+    assert f"swarm-coordinator start {run_dir}" in child.log.read_text()
+    assert processes_naming(str(run_dir)) == []
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_a_volunteer_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with Children() as children:
+        child = start_demo(
+            children, tmp_path, "--volunteers", "2", "--steps", "1000", "--run-dir", str(run_dir)
+        )
+        wait_for_output(child, "started 2 volunteers")
+        log = run_dir / "log" / "volunteer-2.out"
+        wait_until(lambda: "device" in log.read_text(), Children(), PATIENCE_SECONDS, "a peer")
+        os.kill(volunteer_pid(run_dir, "volunteer-2"), signal.SIGKILL)
+        assert child.wait(PATIENCE_SECONDS) == 1
+    output = child.log.read_text()
+    assert "volunteer-2 was ended by SIGKILL" in output
+    assert "device: CPU" in output
+    assert "Traceback" not in output
+    assert processes_naming(str(run_dir)) == []
+
+
+def volunteer_pid(run_dir: Path, name: str) -> int:
+    """The client that was started with this home, not one of its own workers."""
+    home = str(run_dir / "volunteers" / name)
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        words = path.read_bytes().decode(errors="replace").split("\0")
+        if "join" in words and home in words:
+            return int(path.parent.name)
+    raise AssertionError(f"there is no process of {name}")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--volunteers", "2", "--stages", "3"], "2 volunteer(s) cannot hold 3 stages"),
+        (["--json", "no/such/folder/result.json"], "does not exist; make it first"),
+        (["--preset", "huge"], "'huge' is not one of"),
+    ],
+)
+def test_impossible_wishes_are_refused_before_anything_is_made(
+    words: list[str],
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["demo", *words]) == 2
+    assert sentence in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_run_is_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "precious").write_text("work of years")
+    assert run(["demo", "--run-dir", str(tmp_path)]) != 0
+    assert str(tmp_path) in capsys.readouterr().err
+    assert (tmp_path / "precious").read_text() == "work of years"
+
+
+def test_each_demo_gets_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for expected in ("demo-run", "demo-run-2", "demo-run-3"):
+        folder = demo.free_folder(Path("demo-run"))
+        assert folder == tmp_path / expected
+        folder.mkdir()
+
+
+def test_peers_are_counted_by_the_stage_they_hold() -> None:
+    def peer(stage: int | None, phase: str) -> dict[str, Any]:
+        return {"stage": stage, "phase": phase}
+
+    status = {
+        "stages": [{"stage": 0, "peers": 0}, {"stage": 1, "peers": 0}],
+        "peers": [
+            peer(0, "ready"), peer(1, "ready"), peer(1, "ready"), peer(1, "syncing"),
+            peer(None, "admitted"),
+        ],
+    }  # fmt: skip
+    assert demo.peers_per_stage(status) == [1, 2]
+    assert demo.peers_per_stage({}) == []

@@ -1,0 +1,175 @@
+"""Habits of the project itself: contracts, documents that tell the truth, and its shell scripts."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from swarm_client.cli import swarm_client
+from swarm_coordinator.cli import cli as swarm_coordinator
+from swarm_shared import errors
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = (ROOT / "README.md").read_text()
+
+
+def test_imports_point_the_way_the_contracts_say() -> None:
+    program = Path(sys.executable).with_name("lint-imports")
+    done = subprocess.run(
+        [program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_of_a_document_leads_to_a_file(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
+    missing = [t for t in targets if ":" not in t and not (document.parent / t).exists()]
+    assert missing == []
+
+
+def test_files_named_in_the_documents_exist() -> None:
+    for document in DOCUMENTS:
+        for name in re.findall(r"`((?:tests|docs|tools)/[\w/.-]+\.\w+)`", document.read_text()):
+            assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+def test_the_readme_lists_every_exit_code() -> None:
+    listed = {int(code) for code in re.findall(r"\| (\d+) \|", README)}
+    raised = {
+        error.exit_code
+        for error in vars(errors).values()
+        if isinstance(error, type) and issubclass(error, errors.SwarmError)
+    }
+    assert raised <= listed
+    assert {0, 130} <= listed
+
+
+@pytest.mark.parametrize("group", [swarm_coordinator, swarm_client], ids=["coordinator", "client"])
+def test_the_readme_lists_every_command(group: click.Group) -> None:
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if command is not None and not command.hidden:
+            program = "swarm-client" if group is swarm_client else "swarm-coordinator"
+            assert f"{program} {name}" in README
+
+
+def test_the_index_of_decisions_is_complete() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    pages = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    assert [page for page in pages if f"({page})" not in index] == []
+    numbers = [page[:4] for page in pages]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_the_shell_scripts_parse() -> None:
+    subprocess.run(["sh", "-n", ROOT / "tools" / "setup.sh"], check=True)
+    subprocess.run(["bash", "-n", ROOT / ".ci" / "run"], check=True)
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+# ---------------------------------------------------------------- tools/setup.sh
+
+FAKE_PYTHON = """#!/bin/sh
+# Stands in for an interpreter: makes an "environment" of itself and writes down what pip is asked.
+case "$*" in
+*"-m venv "*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+*"-m pip "*) echo "$*" >> pip-calls ;;
+*ensurepip*) exit {venv_missing} ;;
+*"--version"*) echo "Python 3.11.0" ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder with a space in its name, with what the script needs and an interpreter to find."""
+    folder = tmp_path / "a checkout"
+    (folder / "tools").mkdir(parents=True)
+    for name in ("tools/setup.sh", "pyproject.toml", "constraints.txt", "Makefile"):
+        shutil.copy(ROOT / name, folder / name)
+    write_python(folder, venv_missing=False)
+    return folder
+
+
+def write_python(folder: Path, *, venv_missing: bool) -> None:
+    path = folder / "fake python"
+    path.write_text(FAKE_PYTHON.replace("{venv_missing}", str(int(venv_missing))))
+    path.chmod(0o755)
+
+
+def set_up(folder: Path, extras: str = "user") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "tools/setup.sh", extras],
+        cwd=folder, env={**os.environ, "PYTHON": str(folder / "fake python")},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def pip_calls(folder: Path) -> int:
+    path = folder / "pip-calls"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_setup_installs_once_and_asks_pip_for_nothing_when_nothing_has_changed(
+    checkout: Path,
+) -> None:
+    assert set_up(checkout).returncode == 0
+    first = pip_calls(checkout)
+    assert first > 0
+    assert "--constraint constraints.txt" in (checkout / "pip-calls").read_text()
+    again = set_up(checkout)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+    assert pip_calls(checkout) == first
+
+
+def test_setup_installs_again_after_a_change_of_dependencies_or_a_move(checkout: Path) -> None:
+    set_up(checkout)
+    calls = pip_calls(checkout)
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("another==1.0\n")
+    set_up(checkout)
+    assert pip_calls(checkout) > calls
+    calls = pip_calls(checkout)
+    moved = checkout.rename(checkout.with_name("moved checkout"))
+    assert set_up(moved).returncode == 0
+    assert pip_calls(moved) > calls
+
+
+def test_a_developers_environment_serves_the_demo_too(checkout: Path) -> None:
+    set_up(checkout, "dev")
+    calls = pip_calls(checkout)
+    assert ".[dev]" in (checkout / "pip-calls").read_text()
+    set_up(checkout, "user")
+    assert pip_calls(checkout) == calls
+
+
+def test_setup_says_what_to_install_when_venv_is_missing(checkout: Path) -> None:
+    write_python(checkout, venv_missing=True)
+    done = set_up(checkout)
+    assert done.returncode == 1
+    assert "apt-get install python3-venv" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_setup_says_so_when_there_is_no_suitable_python(checkout: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("sh", "dirname", "cksum", "cat", "rm"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    done = subprocess.run(
+        [str(tools / "sh"), "tools/setup.sh"], cwd=checkout, env={"PATH": str(tools)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "no Python 3.11 or newer was found" in done.stderr
