@@ -99,19 +99,40 @@ install() {
         target=.
         echo "setup: installing swarmtrain (torch is large: minutes the first time)"
     fi
-    # The build backend is installed beside the rest and used from there, so that a change of
-    # pyproject.toml that asks for nothing new is taken over without network too.
-    pip_install hatchling editables
-    pip_install --no-build-isolation --editable "$target"
+    if ! install_offline "$target"; then
+        # What a later change of pyproject.toml is taken over with, offline.
+        pip_install hatchling editables || give_up
+        # The one dependency that is there as source only (tools/install_without_compiler.py).
+        if pip_install fastecdsa==2.3.2 >/dev/null 2>&1; then
+            pip_install --editable "$target" || give_up
+        else
+            echo "setup: no C compiler with gmp's and Python's headers here; doing without" \
+                "(pip will remark that fastecdsa is newer than libp2p asks for; that is meant)"
+            if [ "$1" = dev ]; then
+                .venv/bin/python tools/install_without_compiler.py dev || give_up
+            else
+                .venv/bin/python tools/install_without_compiler.py || give_up
+            fi
+        fi
+    fi
     description "$1" >"$note"
     echo "setup: done"
 }
 
+install_offline() {
+    # After an edit of pyproject.toml, or of where this folder lies, everything is usually there.
+    .venv/bin/python -c 'import editables, hatchling' 2>/dev/null &&
+        pip_install --no-index --no-build-isolation --editable "$1" >/dev/null 2>&1
+}
+
 pip_install() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-input \
-        --constraint constraints.txt "$@" ||
-        fail "the packages could not be installed; pip's message above says why (the first" \
-            "installation needs network access)"
+        --constraint constraints.txt "$@"
+}
+
+give_up() {
+    fail "the packages could not be installed; pip's message above says why (the first" \
+        "installation needs network access)"
 }
 
 main "$@"

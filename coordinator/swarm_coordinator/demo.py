@@ -241,11 +241,15 @@ def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int)
     checkpoint = finished.restored.checkpoint
     if checkpoint is None:
         return ""
+    import torch
+
     from swarm_coordinator.export import merge_stages
     from swarm_coordinator.sample import sample_text
     from swarm_shared.data.tokenizer import load_tokenizer
     from swarm_shared.model.initialise import build_whole
 
+    # One token at a time is too little work to share: threads would only wait for each other.
+    torch.set_num_threads(1)
     checkpoints = CheckpointFolder(
         folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
     )

@@ -52,7 +52,8 @@ class LocalSwarm:
     threads: int = 1
     """Compute threads of each volunteer."""
     volunteers: list[Child] = field(default_factory=list)
-    excused: list[Child] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to the environment of what is started next."""
     coordinator: Child | None = None
 
     @property
@@ -110,7 +111,7 @@ class LocalSwarm:
 
     def excuse(self, child: Child) -> None:
         """This one may end before the run does: its end is somebody's purpose."""
-        self.excused.append(child)
+        self.children.excused.append(child)
 
     def watch(self, on_change: Callable[[History, Mapping[str, Any]], None]) -> History:
         """Follow the run until it is finished; SwarmError when a process ends before that."""
@@ -119,7 +120,7 @@ class LocalSwarm:
             ended = [
                 child
                 for child in self.children.started
-                if child.exit_code() is not None and child not in self.excused
+                if child.exit_code() is not None and child not in self.children.excused
             ]
             seen = self.history()
             if seen is not None:
@@ -149,7 +150,8 @@ class LocalSwarm:
     def _environment(self) -> dict[str, str]:
         # Libraries under torch make a thread per core in every process if they are not told.
         count = str(self.threads)
-        return {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+        quiet = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+        return {**quiet, **self.environment}
 
 
 def _modified(path: Path) -> int | None:

@@ -181,13 +181,18 @@ def refuse(run: RunState, peer: PeerState, reason: str) -> None:
 
 
 def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """Give a stage to a peer; where its state comes from is settled by `find_sources`."""
+    """Give a stage to a peer, and tell it where to get it from if that is known already."""
+    give(run, peer, stage, reason, now)
+    find_sources(run, now)
+
+
+def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
+    """The stage is the peer's; where its state comes from is settled by `find_sources`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
     peer.source_asked, peer.catching_up, peer.holds = False, None, 0
     peer.early_receipts.clear()
     _hold(run, peer, now)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
-    find_sources(run, now)
 
 
 def _hold(run: RunState, peer: PeerState, now: float) -> None:

@@ -98,6 +98,8 @@ class Children:
 
     grace_seconds: float = 10.0
     started: list[Child] = field(default_factory=list)
+    excused: list[Child] = field(default_factory=list)
+    """These may end as they like: it is somebody's purpose."""
 
     def __enter__(self) -> Self:
         return self
@@ -126,8 +128,9 @@ class Children:
         return [child for child in self.started if child.exit_code() is None]
 
     def failed(self) -> list[Child]:
-        """Those that have ended with anything but success."""
-        return [child for child in self.started if child.exit_code() not in (None, 0)]
+        """Those that have ended with anything but success and without an excuse."""
+        ended = [child for child in self.started if child.exit_code() not in (None, 0)]
+        return [child for child in ended if child not in self.excused]
 
     def wait(self, timeout_seconds: float) -> list[Child]:
         """Wait for all to end by themselves; returns those that have not in that time."""

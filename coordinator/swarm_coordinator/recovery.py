@@ -85,4 +85,5 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.roster_dirty = True
     for peer in list(run.peers.values()):
         if peer.stage is not None:
-            membership.assign(run, peer, peer.stage, "back to the checkpoint", now)
+            membership.give(run, peer, peer.stage, "back to the checkpoint", now)
+    membership.find_sources(run, now)

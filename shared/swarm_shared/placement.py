@@ -1,12 +1,13 @@
 """Which stage a newcomer should take: one pure function, used by both sides.
 
-A stage's rate is the sum of its peers' measured rates; the pipeline runs at the slowest stage
-(design: placement). A newcomer therefore takes the stage with the lowest rate among those that
-fit its memory. A peer that has no measurement yet counts with the mean rate of those that have.
+The pipeline runs at its slowest stage (design: placement), so a newcomer takes the stage with the
+fewest peers for its work among those that fit its memory. Peers are counted, not their measured
+rates: a rate says how fast a peer was fed, and in the thinnest stage everybody looks fast.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from swarm_shared.errors import CapacityError
@@ -20,6 +21,8 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
     Stages without any peer come first, then fewer peers per unit of work; ties go to the
     earlier stage. Raises CapacityError when no stage fits `memory_bytes`.
     """
+    if not rows:
+        raise CapacityError("the run names no stage to take; ask the organiser to look at it")
     fitting = [row for row in rows if row.memory_bytes <= memory_bytes]
     if not fitting:
         needed = min(row.memory_bytes for row in rows)
@@ -28,11 +31,11 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
             f"needs {_gib(needed)}; free memory, choose another device, or ask the organiser for "
             "more and smaller stages"
         )
-    mean_work = sum(row.work_flops for row in rows) / len(rows) or 1.0
+    # Divided before it is summed: the rows may come from the network, and must not overflow.
+    mean_work = math.fsum(row.work_flops / len(rows) for row in rows) or 1.0
 
     def service(row: StageRow) -> tuple[float, StageIndex]:
-        relative_work = row.work_flops / mean_work if row.work_flops else 1.0
-        return row.peers / relative_work, row.stage
+        return row.peers / (row.work_flops or mean_work), row.stage
 
     return min(fitting, key=service).stage
 

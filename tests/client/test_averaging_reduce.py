@@ -14,7 +14,7 @@ import trio.testing
 
 from swarm_client.averaging.carrier import MAX_PARKED, MAX_PARKED_PER_REMOTE, IncomingHub
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.frames import HELLO_BYTES, Abort, Header, Hello, Kind
+from swarm_client.averaging.frames import HEADER_BYTES, HELLO_BYTES, Abort, Header, Hello, Kind
 from swarm_client.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
 from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.reduce import RoundReport, all_reduce
@@ -437,13 +437,31 @@ def test_a_member_that_comes_after_the_end_is_turned_away_at_once(run: Any) -> N
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         with carriers[A].hub.round(round_tag("round 1"), {B: B}):
             pass
-        with carriers[A].hub.round(round_tag("round 2"), {B: B}):
-            with anyio.fail_after(5):
-                await group.member(group.spec(B), carriers[B], stall_seconds=1000)
+        with anyio.fail_after(5):
+            await group.member(group.spec(B), carriers[B], stall_seconds=1000)
 
     run(lambda: with_network(group.names, body))
     assert group.failures[B].culprit == A
     assert group.failures[B].failure is RoundFailure.LOST
+
+
+def test_a_member_that_comes_after_the_failure_is_told_why(run: Any) -> None:
+    group = Group((A, B, C), 5_000)
+    group.vectors[A][2000] = np.nan  # in the slice of B, which A sends before C is there
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(group.member, group.spec(B), carriers[B])
+            while not {A, B} <= set(group.failures):
+                await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(5):
+            await group.member(group.spec(C), carriers[C], stall_seconds=1000)
+
+    run(lambda: with_network(group.names, body))
+    failure = group.failures[C]
+    assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, A)
+    assert failure.told_by in (A, B)
 
 
 def test_a_round_cannot_be_started_twice(run: Any) -> None:
@@ -473,8 +491,10 @@ async def evil_member(
                 await channel.send(frame)
             except LinkClosed:
                 break
-        while A not in group.failures:
-            await anyio.sleep(0.01)
+        # ACCEPT first, without payload; then A has seen enough, and says so or closes.
+        while (header := await channel.receive(HEADER_BYTES)) and header[0] != Kind.ABORT:
+            pass
+        await channel.abort()
 
 
 def frame(kind: Kind, payload: bytes = b"", **changes: Any) -> bytes:

@@ -17,17 +17,27 @@ from swarm_peer_base import PeerBase
 from swarm_coordinator.events import (
     AppliedStep,
     CheckpointRecord,
+    Command,
     EvaluationRecord,
     RolledBack,
     RunFinished,
     Send,
 )
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import Apply, Lease, Roster
+from swarm_shared.messages import Apply, AssignStage, Lease, Roster
 from swarm_shared.schedule import learning_rate
 
 if TYPE_CHECKING:
     from swarm_world import World
+
+
+def check_batch(commands: list[Command]) -> None:
+    """Nobody is told twice at once what to hold: it would download twice."""
+    assigned = [
+        c.peer for c in commands if isinstance(c, Send) and isinstance(c.message, AssignStage)
+    ]
+    if len(assigned) != len(set(assigned)):
+        raise Violation(f"two assignments at once: {commands}")
 
 
 def check_send(world: World, command: Send) -> None:

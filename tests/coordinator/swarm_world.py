@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm_checks import check_record, check_send, check_state
+from swarm_checks import check_batch, check_record, check_send, check_state
 from swarm_facts import (
     COORDINATOR,
     Fault,
@@ -190,7 +190,9 @@ class World(Network):
     def deliver(self, event: Event) -> None:
         if self.run_state is None or self.stopped:
             return
-        for command in transition(self.run_state, event, self.now):
+        commands = transition(self.run_state, event, self.now)
+        check_batch(commands)
+        for command in commands:
             if self.crash_countdown is not None:
                 self.crash_countdown -= 1
                 if self.crash_countdown < 0:

@@ -96,6 +96,25 @@ async def test_many_big_frames_go_both_ways_at_once() -> None:
         await done.wait()
 
 
+async def test_two_dozen_streams_that_are_full_both_ways_all_finish() -> None:
+    """py-libp2p's own muxer stops dead here."""
+    payload = bytes(2 << 20)
+
+    async def exchange(stream: FramedStream) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stream.send, b"", payload)
+            assert (await stream.receive()).payload == payload
+
+    async with two_nodes() as (server, client), trio.open_nursery() as nursery:
+        server.serve("/test/exchange/1", exchange, LIMITS)
+
+        async def call() -> None:
+            await exchange(await client.open_stream(server.peer_id, "/test/exchange/1", LIMITS))
+
+        for _ in range(24):
+            nursery.start_soon(call)
+
+
 async def test_streams_that_nobody_reads_do_not_hold_up_the_others() -> None:
     """Both ends write more than windows and socket buffers take, on many streams, and nobody
     reads: pings, new streams and other streams' data must still get through."""
@@ -475,6 +494,19 @@ async def test_a_cancelled_node_closes_and_cancellation_passes_through() -> None
             stream = await client.open_stream(server.peer_id, SILENT, LIMITS)
             await stream.receive()
     assert scope.cancelled_caught
+
+
+async def test_a_failure_of_the_host_ends_the_block_with_a_network_error() -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError("a fault inside py-libp2p")
+
+    async def run() -> None:
+        async with open_node(Identity.generate(), [ANY_PORT]) as node:
+            node._manager.run_task(fail)
+            await trio.sleep_forever()
+
+    with pytest.raises(NetworkError, match="a fault inside py-libp2p"):
+        await run()
 
 
 async def test_what_the_block_raises_comes_out_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import struct
 from collections.abc import AsyncIterator
@@ -30,7 +31,8 @@ from swarm_shared.errors import FrameError, NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, yamux
 from swarm_shared.network.host import MAX_CONNECTIONS_PER_PEER
-from swarm_shared.network.yamux import YamuxConnection, YamuxStream
+from swarm_shared.network.yamux import YamuxConnection
+from swarm_shared.network.yamux_stream import FIRST_WINDOW_BYTES, YamuxStream
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=100_000)
@@ -282,7 +284,7 @@ async def test_who_sends_more_than_was_granted_is_disconnected() -> None:
         with pytest.raises(MuxedStreamReset):
             await stream.write(bytes(1 << 28))
         await lost.wait()
-        assert sum(len(chunk) for chunk in theirs._chunks) <= yamux.FIRST_WINDOW_BYTES
+        assert sum(len(chunk) for chunk in theirs._chunks) <= FIRST_WINDOW_BYTES
         assert await victim.works()
 
 
@@ -303,9 +305,9 @@ async def test_who_asks_for_answers_and_does_not_read_them_is_disconnected() -> 
         most = 0
         with trio.move_on_after(30):
             while not theirs.is_closed:
-                if connection._queued_bytes < 1 << 20:
-                    connection.queue(ping * 5000)
-                most = max(most, theirs._queued_bytes)
+                if connection.queue.queued_bytes < 1 << 20:
+                    connection.queue.put(ping * 5000)
+                most = max(most, theirs.queue.queued_bytes)
                 await trio.sleep(0)
         assert theirs.is_closed
         assert most < 1 << 20
@@ -326,15 +328,36 @@ async def test_who_breaks_the_muxers_rules_is_disconnected(frame: bytes) -> None
         await attacker.connect(victim.node.peer_id, victim.node.addresses)
         lost = trio.Event()
         victim.node.on_disconnect(lambda peer: lost.set())
-        connection_of(attacker).queue(frame)
+        connection_of(attacker).queue.put(frame)
         await lost.wait()
         assert await victim.works()
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_random_bytes_in_the_muxer_do_no_harm(seed: int) -> None:
+    rng = random.Random(seed)
+    async with a_victim() as victim, open_node(Identity.generate()) as attacker:
+        await attacker.connect(victim.node.peer_id, victim.node.addresses)
+        connection = connection_of(attacker)
+        for _ in range(50):
+            # Mostly valid types and small numbers, so that the parser gets somewhere.
+            header = struct.pack(
+                ">BBHII",
+                0,
+                rng.choice([0, 0, 1, 2, 3 if rng.random() < 0.05 else 1]),
+                rng.choice([0, 1, 1, 2, 4, 8, 5, 9, rng.getrandbits(16)]),
+                rng.choice([1, 3, 5, 7, 2, rng.getrandbits(32)]),
+                rng.choice([0, 1, 10, rng.getrandbits(20), rng.getrandbits(32)]),
+            )
+            connection.queue.put(header + rng.randbytes(rng.choice([0, 0, 1, 10, 1000])))
+        assert await victim.works()
+        assert victim.node.handler_errors == {}
 
 
 async def test_an_announced_frame_takes_no_memory_and_holds_up_nobody_else() -> None:
     async with a_victim() as victim, open_node(Identity.generate()) as attacker:
         await attacker.connect(victim.node.peer_id, victim.node.addresses)
-        connection_of(attacker).queue(struct.pack(">BBHII", 0, 0, 1, 1, 2**32 - 1) + b"x")
+        connection_of(attacker).queue.put(struct.pack(">BBHII", 0, 0, 1, 1, 2**32 - 1) + b"x")
         assert await victim.works()
 
 

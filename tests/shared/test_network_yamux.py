@@ -25,6 +25,7 @@ from multiaddr import Multiaddr
 from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, yamux
+from swarm_shared.network.yamux_stream import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=8 << 20)
@@ -147,8 +148,8 @@ async def test_a_window_grows_while_it_holds_back_a_reader_that_keeps_up() -> No
             for connection in node._swarm.get_connections()
             for stream in connection.muxed_conn._streams.values()
         ]
-        assert max(sizes) > yamux.INITIAL_WINDOW_BYTES
-        assert max(sizes) <= yamux.MAX_WINDOW_BYTES
+        assert max(sizes) > FIRST_WINDOW_BYTES
+        assert max(sizes) <= MAX_WINDOW_BYTES
 
 
 async def test_a_remote_that_is_silent_for_long_is_given_up(

@@ -15,9 +15,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import anyio
-from anyio.streams.memory import MemoryObjectReceiveStream
 
-from swarm_client.averaging.carrier import Incoming, IncomingHub
+from swarm_client.averaging.carrier import Arrivals, IncomingHub
 from swarm_client.averaging.hivemind_door import Hivemind
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.protocol import Member
@@ -127,9 +126,7 @@ class HivemindCarrier:
         member = self._members[peer]
         return await self._averaging.open(member.p2pd_peer_id, member.p2pd_addresses)
 
-    def incoming(
-        self, spec: RoundSpec, tag: bytes
-    ) -> AbstractContextManager[MemoryObjectReceiveStream[Incoming]]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
         names = {self._members[peer].p2pd_peer_id: peer for peer in spec.members}
         return self._averaging.hub.round(tag, names)
 

@@ -141,10 +141,12 @@ class Worker:
                     raise AssertionError("a worker is configured once")
 
     async def _run_round(self, message: StartRound) -> None:
+        done = False
         with anyio.CancelScope() as scope:
             self._rounds[message.round_id] = scope
             try:
                 self._link.send(await self._reduce(message))
+                done = True
             except errors.RoundFailed as failure:
                 self._link.send(_round_failure(message.round_id, failure))
             except SwarmError as error:
@@ -154,11 +156,12 @@ class Worker:
                 self._link.send(_stopped(message.round_id, f"internal error: {error!r}"))
             finally:
                 del self._rounds[message.round_id]
-                # Tracebacks of a failed round hold its arrays; cheap, because of gc.freeze.
-                gc.collect()
         reason = self._called_off.pop(message.round_id, "the worker is ending")
         if scope.cancelled_caught:
             self._link.send(_stopped(message.round_id, reason))
+        if not done:
+            # The tracebacks of a failed round hold its arrays, which are shared memory.
+            gc.collect()
 
     async def _reduce(self, message: StartRound) -> RoundDone:
         spec = RoundSpec(

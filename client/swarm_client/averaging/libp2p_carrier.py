@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
-from anyio.streams.memory import MemoryObjectReceiveStream
-
-from swarm_client.averaging.carrier import Incoming, IncomingHub
+from swarm_client.averaging.carrier import Arrivals, IncomingHub
 from swarm_client.averaging.plan import RoundSpec
 from swarm_shared.errors import LinkClosed
 from swarm_shared.network.node import Node
@@ -84,7 +82,5 @@ class Libp2pCarrier:
         addresses = self._addresses.get(peer, ())
         return FramedChannel(await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses))
 
-    def incoming(
-        self, spec: RoundSpec, tag: bytes
-    ) -> AbstractContextManager[MemoryObjectReceiveStream[Incoming]]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
         return self._hub.round(tag, {peer: peer for peer in spec.members})

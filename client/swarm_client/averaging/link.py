@@ -53,6 +53,17 @@ class RoundState:
     bytes_received: int = 0
 
 
+def abort_frame(state: RoundState, failure: RoundFailed) -> bytes:
+    """Header and payload: why the round has failed here."""
+    members, culprit = state.spec.members, failure.culprit
+    index = members.index(culprit) if culprit in members else None
+    payload = Abort(failure.failure, index, failure.reason).encode()
+    header = Header(
+        Kind.ABORT, state.spec.my_index, state.tag[:TAG_BYTES], payload_bytes=len(payload)
+    )
+    return header.encode() + payload
+
+
 class Link:
     """A stream to or from `peer`, its place in the group `peer_index`."""
 
@@ -77,6 +88,8 @@ class Link:
         self.pumped = anyio.Event()
         """Set when the pump has nothing left to write, or cannot."""
         self._keep_open = False
+        self._header_bytes = bytearray()
+        self._payload_left = 0
         self._state = state
         self._on_failure = on_failure
         self._my_index = state.spec.my_index
@@ -124,12 +137,8 @@ class Link:
                 self._queued.receive_nowait()
         except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
             pass
-        culprit = failure.culprit
-        members = self._state.spec.members
-        index = members.index(culprit) if culprit in members else None
-        payload = Abort(failure.failure, index, failure.reason).encode()
         with contextlib.suppress(*_NO_ROOM):
-            self._queue.send_nowait((self._header(Kind.ABORT, len(payload)), payload))
+            self._queue.send_nowait((abort_frame(self._state, failure), b""))
         self._queue.close()
 
     async def pump(self) -> None:
@@ -198,26 +207,33 @@ class Link:
             chunk = await self._receive_some(min(READ_BYTES, len(target) - filled))
             target[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
+            self._payload_left -= len(chunk)
             self._state.last_progress = self.last_heard
 
     async def drain(self) -> None:
-        """After a failure: take what still comes until the other end closes.
+        """After a failure: read on until the other end says that it knows, or closes.
 
-        It closes when it has read our reason. Closed by us first, with data from there unread, the
-        stream would be reset (by p2pd, as by TCP) and the reason lost with it.
+        Closed before that, with data unread, the stream would be reset (by p2pd, as by TCP) and
+        our reason lost with it. Goes on wherever the cancelled reader has stopped.
         """
-        with contextlib.suppress(NetworkError, ProtocolError):
-            while await self.channel.receive(READ_BYTES):
-                pass
+        with contextlib.suppress(RoundFailed):
+            while True:
+                while self._payload_left:
+                    chunk = await self._receive_some(min(READ_BYTES, self._payload_left))
+                    self._payload_left -= len(chunk)
+                if (await self._receive_header()).kind is Kind.ABORT:
+                    return
 
     async def _receive_header(self) -> Header:
-        data = bytearray()
-        while len(data) < HEADER_BYTES:
-            data += await self._receive_some(HEADER_BYTES - len(data))
+        # In the link and not on the stack, so that a cancellation loses nothing (see drain).
+        while len(self._header_bytes) < HEADER_BYTES:
+            self._header_bytes += await self._receive_some(HEADER_BYTES - len(self._header_bytes))
         try:
-            header = Header.decode(data)
+            header = Header.decode(self._header_bytes)
         except ProtocolError as error:
             raise self.violated(str(error)) from error
+        self._header_bytes.clear()
+        self._payload_left = header.payload_bytes
         if header.tag != self._short_tag or header.sender != self.peer_index:
             raise self.violated("sent a frame of another round or in another member's name")
         if header.payload_bytes and header.kind in (Kind.ACCEPT, Kind.BYE, Kind.BEAT):

@@ -9,7 +9,7 @@ import anyio.abc
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from swarm_client.averaging.carrier import Incoming, IncomingHub
+from swarm_client.averaging.carrier import Arrivals, IncomingHub
 from swarm_client.averaging.plan import RoundSpec
 from swarm_shared.errors import LinkClosed, NetworkError
 from swarm_shared.types import PeerId
@@ -102,7 +102,5 @@ class MemoryCarrier:
     async def open(self, peer: PeerId) -> MemoryChannel:
         return await self._network.connect(self._peer, peer)
 
-    def incoming(
-        self, spec: RoundSpec, tag: bytes
-    ) -> AbstractContextManager[MemoryObjectReceiveStream[Incoming]]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
         return self.hub.round(tag, {peer: peer for peer in spec.members})

@@ -35,7 +35,7 @@ import anyio.abc
 import anyio.to_thread
 import numpy as np
 
-from swarm_client.averaging.carrier import Carrier, Incoming
+from swarm_client.averaging.carrier import Arrivals, Carrier
 from swarm_client.averaging.codec import (
     EncodedPiece,
     Float32,
@@ -49,7 +49,7 @@ from swarm_client.averaging.codec import (
 )
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.frames import HELLO_BYTES, Kind
-from swarm_client.averaging.link import Link, RoundState
+from swarm_client.averaging.link import Link, RoundState, abort_frame
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest, round_tag
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.types import PeerId
@@ -153,6 +153,7 @@ class _Round:
         self._waiting_for: PeerId | None = None
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
+        self._arrivals: Arrivals | None = None
         # What members sent and was not summed yet, per place in the group.
         window = spec.window_pieces
         self._inboxes = [
@@ -189,6 +190,7 @@ class _Round:
         self._to_accept = {self.spec.members[i] for i in reducers}
         self._to_come = {self.spec.members[i] for i in senders}
         with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
+            self._arrivals = arrivals
             async with anyio.create_task_group() as watched:
                 watched.start_soon(self._watch, stall_seconds, join_seconds)
                 async with anyio.create_task_group() as work:
@@ -203,6 +205,8 @@ class _Round:
         """The first failure is the round's; everything stops."""
         if self._failure is None:
             self._failure = failure
+            if self._arrivals is not None:
+                self._arrivals.farewell = abort_frame(self.state, failure)
         self._work_scope.cancel()
 
     async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
@@ -306,7 +310,7 @@ class _Round:
 
     async def _welcome(
         self,
-        arrivals: anyio.abc.ObjectReceiveStream[Incoming],
+        arrivals: Arrivals,
         work: anyio.abc.TaskGroup,
         pumps: anyio.abc.TaskGroup,
     ) -> None:

@@ -48,7 +48,12 @@ def dial_errors(doing: str) -> Iterator[None]:
 def summary(error: BaseException) -> str:
     """The innermost reason in a few words: py-libp2p wraps errors in several layers."""
     innermost = error
-    while innermost.__cause__ is not None:
-        innermost = innermost.__cause__
+    while True:
+        if isinstance(innermost, BaseExceptionGroup):
+            innermost = innermost.exceptions[0]
+        elif innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        else:
+            break
     text = " ".join(str(innermost).split())[:200]
     return text or type(innermost).__name__

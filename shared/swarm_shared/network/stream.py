@@ -14,7 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from swarm_shared.errors import FrameError, LinkClosed, LinkTimeout
 from swarm_shared.network.errors import stream_errors
 from swarm_shared.network.traffic import TrafficCounter
-from swarm_shared.network.yamux import YamuxStream
+from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
 from swarm_shared.wire import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame
 

@@ -1,0 +1,93 @@
+"""What is killed comes back, or is replaced, and the run ends with the same losses."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+
+STEPS = 8
+
+
+def test_killed_volunteers_and_a_killed_coordinator_change_no_loss(make_run) -> None:
+    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    victims = [swarm.start_volunteer(invite) for _ in range(3)]
+
+    run.wait_for_version(2)
+    swarm.excuse(victims[0])
+    victims[0].kill()
+    run.wait_for_version(4)
+    assert swarm.coordinator is not None
+    swarm.excuse(swarm.coordinator)
+    swarm.coordinator.kill()
+    before = run.losses()
+    assert swarm.start_coordinator() == invite
+    history = swarm.watch(lambda *_: None)
+
+    assert run.losses()[: len(before)] == before  # nothing acknowledged was lost
+    assert history.restored.generation == 2
+    assert swarm.wait_for_goodbye() == []
+    run.assert_equals_reference()
+
+
+def test_a_run_that_was_stopped_goes_on_where_it_was_with_other_volunteers(make_run) -> None:
+    run = make_run(
+        2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3
+    )
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    for _ in range(2):
+        swarm.start_volunteer(invite)
+    run.wait_for_version(2)
+    assert swarm.coordinator is not None
+    swarm.coordinator.signal(signal.SIGINT)
+    assert swarm.coordinator.wait(60) == 0
+    stopped_at = run.version()
+    for volunteer in swarm.volunteers:
+        volunteer.kill()
+    for child in swarm.children.started:
+        swarm.excuse(child)
+    before = run.losses()
+
+    swarm.start_coordinator()
+    for _ in range(2):
+        swarm.start_volunteer(invite)
+    swarm.watch(lambda *_: None)
+
+    assert len(before) == stopped_at >= 2
+    assert run.losses()[:stopped_at] == before  # the checkpoint was of the very last step
+    run.assert_equals_reference()
+
+
+def test_a_swarm_of_which_one_member_has_no_hivemind_averages_over_libp2p(
+    make_run, tmp_path: Path
+) -> None:
+    """hivemind is hidden from one volunteer, as on a system that has no wheel of it."""
+    hiding = tmp_path / "hiding"
+    hiding.mkdir()
+    (hiding / "sitecustomize.py").write_text(
+        "from importlib.machinery import PathFinder\n"
+        "find = PathFinder.find_spec\n"
+        "def find_others(name, path=None, target=None):\n"
+        "    return None if name == 'hivemind' else find(name, path, target)\n"
+        "PathFinder.find_spec = find_others\n"
+    )
+    run = make_run(1, steps=STEPS)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.environment["PYTHONPATH"] = str(hiding)
+    without = swarm.start_volunteer(invite)
+    del swarm.environment["PYTHONPATH"]
+    swarm.start_volunteer(invite)
+    history = swarm.watch(lambda *_: None)
+
+    assert any("all-reduce goes over libp2p" in line for line in without.last_lines(50))
+    protocols = {link.protocol for link in history.links}
+    assert "/swarmtrain/all-reduce/1" in protocols
+    assert "all-reduce over p2pd" not in protocols
+    run.assert_equals_reference()
