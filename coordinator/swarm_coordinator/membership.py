@@ -47,6 +47,7 @@ SYNC_RETRY_SECONDS = 1.0
 JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which parameters stand still, so that a download can end in time."""
 
+
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
     """Take a client in, whether new, restarted, or back with the stage it holds."""
     hello = event.hello

@@ -193,9 +193,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
         run.note(f"{display(peer)} wants to leave", peer.peer)
 
 
-def drop(
-    run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True
-) -> None:
+def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
     """A peer is gone: its cells, its leases, and the attempt that it was part of."""
     membership.remove(run, peer, reason, now, announce=announce)
     closing.member_lost(run, peer, now)

@@ -47,7 +47,7 @@ class DataConfig(FrozenModel):
     tokenizer: Literal["bytes", "bpe"]
     tokenizer_sha256: str | None = None
     unigram_entropy_nats: float
-    """Entropy of the held-out split's own token distribution; no unigram model does better on it."""
+    """Entropy of the held-out split's own token distribution: no unigram model does better."""
 
     def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
         return tuple(shard for shard in self.shards if shard.split == name)

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,6 +46,14 @@ SENTINEL = np.float32(-7)
 # Far above what anything here takes, even on a busy machine: who needs it has hung.
 STALL_SECONDS = 30.0
 _names = itertools.count()
+_vectors: list[Vectors] = []
+
+
+@pytest.fixture(autouse=True)
+def no_shared_memory_stays() -> Iterator[None]:
+    yield
+    while _vectors:
+        _vectors.pop().remove()
 
 
 class Vectors:
@@ -58,6 +66,7 @@ class Vectors:
         rng = np.random.default_rng(seed)
         self.source[:] = rng.standard_normal(elements, dtype=np.float32)
         self.result[:] = SENTINEL
+        _vectors.append(self)
 
     def remove(self) -> None:
         for segment in self.segments:
@@ -241,10 +250,6 @@ class Round:
         while (self.vectors[peer].result == SENTINEL).all():
             await trio.sleep(0.001)
 
-    def remove(self) -> None:
-        for vectors in self.vectors.values():
-            vectors.remove()
-
 
 def test_members_end_bitwise_equal_whatever_the_shares_the_codec_and_who_comes_late(
     opener: Opener, tmp_path: Path
@@ -256,14 +261,12 @@ def test_members_end_bitwise_equal_whatever_the_shares_the_codec_and_who_comes_l
                 plain.check_exact()
                 floor = 2 * 4 * 300_001 * (count - 1)
                 assert floor <= sum(plain.sent.values()) <= 1.01 * floor + 10_000
-                plain.remove()
             small = await Round(swarm, swarm.peers[:3], 300_001, codec="float16").all()
             assert small.failures == {}
             results = [vectors.result for vectors in small.vectors.values()]
             assert len({result.tobytes() for result in results}) == 1
             exact = in_order(list(small.vectors.values()))
             np.testing.assert_allclose(results[0], exact, rtol=2e-3, atol=5e-3)
-            small.remove()
             # The vector of one member is not finite: all learn whose.
             bad = Round(swarm, swarm.peers[:3], 300_001)
             bad.vectors[swarm.peers[1]].source[200_000] = np.inf
@@ -272,7 +275,6 @@ def test_members_end_bitwise_equal_whatever_the_shares_the_codec_and_who_comes_l
             for failure in bad.failures.values():
                 assert failure.failure is RoundFailure.NON_FINITE
                 assert failure.culprit == swarm.peers[1]
-            bad.remove()
             # One comes when the others' streams are there already.
             late = Round(swarm, swarm.peers[:3], 100_000)
             async with trio.open_nursery() as nursery:
@@ -281,7 +283,6 @@ def test_members_end_bitwise_equal_whatever_the_shares_the_codec_and_who_comes_l
                 await Round(swarm, swarm.peers[:2], 1000).all()
                 nursery.start_soon(late.member, swarm.peers[2])
             late.check_exact()
-            late.remove()
 
     run(body)
 
@@ -308,7 +309,6 @@ def test_a_killed_member_fails_the_others_long_before_the_stall_limit_and_a_retr
             again = Round(swarm, (first, second), 2**22, vectors=hurt.vectors)
             await again.all()
             again.check_exact()
-            hurt.remove()
 
     run(body)
 
@@ -350,7 +350,6 @@ def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_serves
             assert (tmp_path / "1/averaging/p2pd.key").stat().st_mode & 0o777 == 0o600
             whole = await Round(swarm, swarm.peers, 10_000).all()
             whole.check_exact()
-            whole.remove()
             # p2pd alone dies: the worker follows it and both are started again.
             assert worker.pid is not None
             (p2pd,) = processes_of(worker.pid)
@@ -390,8 +389,6 @@ def test_a_frozen_member_is_named_and_a_called_off_round_ends_at_once(tmp_path: 
                 await swarm.worker(first).abort(waiting.name, "peer2 has died")
             assert waiting.failures[first].failure is RoundFailure.STOPPED
             assert waiting.failures[first].reason == "peer2 has died"
-            hurt.remove()
-            waiting.remove()
 
     run(body)
 
@@ -461,7 +458,6 @@ def test_the_directory_finds_records_and_a_stranger_that_claims_a_place_is_refus
                 await swarm.worker(stranger).abort(real.name)
             real.check_exact()
             assert len(refusals) == 1
-            real.remove()
             # Neither finished nor failed rounds keep the memory of their vectors.
             for worker in swarm.workers:
                 while "swarm-test" in Path(f"/proc/{worker.pid}/maps").read_text():
@@ -487,7 +483,6 @@ def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
             with trio.move_on_after(0.2) as waited:
                 await stream.receive()
             assert waited.cancelled_caught
-            real.remove()
 
     run(body)
 

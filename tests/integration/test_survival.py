@@ -36,9 +36,7 @@ def test_killed_volunteers_and_a_killed_coordinator_change_no_loss(make_run) -> 
 
 
 def test_a_run_that_was_stopped_goes_on_where_it_was_with_other_volunteers(make_run) -> None:
-    run = make_run(
-        2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3
-    )
+    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1, checkpoint__every_steps=3)
     swarm = run.swarm
     invite = swarm.start_coordinator()
     for _ in range(2):

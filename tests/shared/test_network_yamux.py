@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 
 import pytest
 import trio
+import trio.testing
 from libp2p import new_host
 from libp2p.abc import INetStream
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -17,6 +18,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_PROTOCOL
 from libp2p.security.noise.transport import Transport as NoiseTransport
+from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
@@ -178,3 +180,35 @@ async def test_a_remote_that_is_silent_for_long_is_given_up(
         with pytest.raises(LinkClosed):
             await stream.receive(timeout_seconds=10)
         hang.set()
+
+
+async def test_streams_that_are_lost_while_they_wait_to_send_do_not_strand_the_others() -> None:
+    async with (
+        open_node(Identity.generate(), [ANY_PORT]) as server,
+        open_node(Identity.generate()) as client,
+    ):
+        server.serve(ECHO, echo, LIMITS)
+        await client.connect(server.peer_id, server.addresses)
+        streams = [await client.open_stream(server.peer_id, ECHO, LIMITS) for _ in range(9)]
+        [connection] = client._swarm.get_connections()
+        channel = connection.muxed_conn._channel
+        write, proceed = channel.write, trio.Event()
+
+        async def held_up(messages: list[bytes]) -> None:
+            await proceed.wait()
+            await write(messages)
+
+        channel.write = held_up
+        async with trio.open_nursery() as nursery:
+
+            async def send(stream: FramedStream, lives: bool) -> None:
+                with nullcontext() if lives else pytest.raises(LinkClosed):
+                    await stream.send(b"", PAYLOAD)
+
+            for index, stream in enumerate(streams):
+                nursery.start_soon(send, stream, index == 8)
+                await trio.testing.wait_all_tasks_blocked()
+            for stream in streams[:8]:
+                stream._muxed.lose(MuxedStreamReset("lost"))
+            proceed.set()
+        assert (await streams[8].receive()).payload == PAYLOAD
