@@ -79,7 +79,7 @@ async def join(options: JoinOptions, report: Report) -> None:
             try:
                 await volunteer.stay_attached()
             finally:
-                report(summary(volunteer))
+                report(str(volunteer.contribution))
             nursery.cancel_scope.cancel()
 
 
@@ -92,13 +92,6 @@ async def start_averaging(home: Home, nursery: trio.Nursery, report: Report) -> 
     if not worker.available:
         report(f"all-reduce goes over libp2p: {worker.reason}")
     return worker
-
-
-def summary(volunteer: Volunteer) -> str:
-    return (
-        f"contributed {volunteer.microbatches_counted} microbatches "
-        f"({volunteer.tokens_counted} tokens) in {volunteer.steps_applied} steps"
-    )
 
 
 async def _leave_on_signal(volunteer: Volunteer, scope: trio.CancelScope, report: Report) -> None:

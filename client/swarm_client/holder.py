@@ -176,10 +176,9 @@ class Holder:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
-        tokens = counted * volunteer.membership.manifest.tokens_per_microbatch
-        volunteer.microbatches_counted += counted
-        volunteer.tokens_counted += tokens
-        volunteer.steps_applied += 1
+        volunteer.contribution.add_step(
+            counted, volunteer.membership.manifest.tokens_per_microbatch
+        )
         volunteer.report(
             f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches of it here"
         )

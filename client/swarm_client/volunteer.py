@@ -7,7 +7,6 @@ accumulator and its receipts stay, and the next Hello tells of them (design: the
 from __future__ import annotations
 
 import base64
-import itertools
 import logging
 import random
 import time
@@ -17,20 +16,21 @@ from dataclasses import dataclass
 import trio
 
 from swarm_client.averager import GroupAverager
+from swarm_client.contribution import Contribution
 from swarm_client.device import Device
 from swarm_client.directory import Directory
 from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.edge import Stream
-from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer
-from swarm_client.engine.trainer import Trainer
 from swarm_client.holder import Holder
 from swarm_client.home import Home
+from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
-from swarm_client.sync import RunSamples, Snapshots, fetch_data
+from swarm_client.sync import Snapshots, fetch_data
+from swarm_client.trainer_role import TrainerRole
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import (
     AdmissionError,
@@ -61,7 +61,6 @@ from swarm_shared.messages import (
     Leaving,
     LinkBytes,
     Mask,
-    MaskRequest,
     PeerRecord,
     Receipts,
     Roster,
@@ -75,7 +74,7 @@ from swarm_shared.network import FrameLimits, Node
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.signed_manifest import open_manifest, run_id_of
 from swarm_shared.transfer import Source, certificate_check, serve_transfers
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+from swarm_shared.types import Generation, PeerId, RunId, StageIndex, Step, Version
 
 log = logging.getLogger(__name__)
 
@@ -136,17 +135,13 @@ class Volunteer:
         self.roster = RosterView()
         self.finished = False
         self.leaving = False
-        self.microbatches_counted = 0
-        self.tokens_counted = 0
-        self.steps_applied = 0
+        self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
         self._nursery = nursery
         self._holder = Holder(self, nursery)
-        self._trainer: Trainer | None = None
-        self._first_stage: Downstream | None = None
-        self._mask_numbers = itertools.count(1)
-        self._masks: dict[int, tuple[trio.Event, list[tuple[StageIndex, ...] | None]]] = {}
+        self._trainer = TrainerRole(self._report_lease, self.current_step, nursery)
+        self._masks = MaskDesk(self._try_to_send)
         self._session_scope: trio.CancelScope | None = None
         self.directory = Directory(identity, averager.worker, invite.run_id, invite.organiser)
         averager.bind(node, self.roster, invite.run_id)
@@ -176,6 +171,13 @@ class Volunteer:
         """To the coordinator, if it is there."""
         if self.session is not None:
             self.session.send(message)
+
+    def _try_to_send(self, message: FrozenModel) -> bool:
+        self.send(message)
+        return self.session is not None
+
+    def _report_lease(self, result: LeaseResult) -> None:
+        self.send(result)
 
     def stage_hello(self) -> StageHello:
         assert self.membership is not None
@@ -211,28 +213,8 @@ class Volunteer:
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
         return Downstream(
-            stage, self.roster, self.stage_hello, self.open_stage_stream, self.ask_mask, nursery
+            stage, self.roster, self.stage_hello, self.open_stage_stream, self._masks.ask, nursery
         )
-
-    async def ask_mask(
-        self, step: Step, microbatch: MicrobatchIndex, suspect: PeerId
-    ) -> tuple[StageIndex, ...]:
-        """Which stages still have to count this microbatch; the coordinator alone knows."""
-        if self.session is None:
-            raise MicrobatchAbandoned("the coordinator is away, nobody can say who counted it")
-        number = next(self._mask_numbers)
-        event, answer = trio.Event(), [None]
-        self._masks[number] = (event, answer)  # type: ignore[assignment]
-        try:
-            self.send(
-                MaskRequest(request=number, step=step, microbatch=microbatch, suspect=suspect)
-            )
-            await event.wait()
-        finally:
-            self._masks.pop(number, None)
-        if answer[0] is None:
-            raise MicrobatchAbandoned("the coordinator went away before it could answer")
-        return answer[0]
 
     # ---- sessions
 
@@ -324,8 +306,7 @@ class Volunteer:
         finally:
             self.session = self._session_scope = None
             self._holder.session_lost()
-            for event, _ in self._masks.values():
-                event.set()
+            self._masks.session_lost()
         return problem
 
     async def _enter(self, welcome: Welcome) -> None:
@@ -366,25 +347,17 @@ class Volunteer:
         """A newcomer's way in: data first, then the choice of a stage."""
         assert self.membership is not None
         manifest = self.membership.manifest
-        if self._trainer is None:
+        if not self._trainer.begun:
             folder = await fetch_data(
                 self.node, self.home, self.invite.run_id, manifest,
                 Source(self.invite.coordinator, self.invite.addresses),
                 self.membership.certificate,
             )  # fmt: skip
-            samples = RunSamples(manifest, folder)
-            self._first_stage = self.downstream(StageIndex(0), self._nursery)
-            self._trainer = Trainer(
-                samples, self._first_stage, self._lease_result, self.current_step, self._nursery
-            )
-            self._trainer.leaving = self.leaving
+            self._trainer.begin(manifest, folder, self.downstream(StageIndex(0), self._nursery))
         stage = self.options.wanted_stage
         if stage is None:
             stage = most_underserved_stage(welcome.stages, self.options.device.memory_bytes)
         self.send(StageRequest(stage=stage))
-
-    def _lease_result(self, result: LeaseResult) -> None:
-        self.send(result)
 
     async def _report_receipts(self, interval_seconds: float) -> None:
         while True:
@@ -419,19 +392,15 @@ class Volunteer:
         match message:
             case Roster():
                 self.roster.replace(message)
-                for downstream in (self._first_stage, self._holder.next_stage):
-                    if downstream is not None:
-                        downstream.roster_changed()
+                self._trainer.roster_changed()
+                if self._holder.next_stage is not None:
+                    self._holder.next_stage.roster_changed()
             case AssignStage():
                 await self._holder.take(message)
             case Lease():
-                if self._trainer is not None:
-                    self._trainer.take(message)
+                self._trainer.take(message)
             case Mask():
-                waiting = self._masks.get(message.request)
-                if waiting is not None:
-                    waiting[1][0] = message.accumulate
-                    waiting[0].set()
+                self._masks.answer(message)
             case Close() | AbortRound() | Apply() | SaveSnapshot():
                 self._holder.round_message(message)
             case Goodbye():
@@ -450,8 +419,7 @@ class Volunteer:
     def leave(self) -> None:
         """Finish what is in flight, take nothing new, and go when the coordinator agrees."""
         self.leaving = True
-        if self._trainer is not None:
-            self._trainer.stop_taking()
+        self._trainer.leave()
         self.send(Leaving())
 
     def restart_session(self) -> None:

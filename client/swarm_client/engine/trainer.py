@@ -31,6 +31,11 @@ class Samples(Protocol):
     def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]: ...
 
 
+Report = Callable[[LeaseResult], None]
+StepNow = Callable[[], Step | None]
+"""The step that this volunteer's own stage works on; None while it holds none."""
+
+
 class Trainer:
     """Works through leases with at most `window` microbatches in flight."""
 
@@ -38,8 +43,8 @@ class Trainer:
         self,
         samples: Samples,
         first_stage: Downstream,
-        report: Callable[[LeaseResult], None],
-        current_step: Callable[[], Step | None],
+        report: Report,
+        current_step: StepNow,
         nursery: trio.Nursery,
     ) -> None:
         self._samples = samples

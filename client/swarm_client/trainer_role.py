@@ -1,0 +1,53 @@
+"""The volunteer as a trainer: its data, its way to stage 0, and the leases it works through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import trio
+
+from swarm_client.engine.downstream import Downstream
+from swarm_client.engine.trainer import Report, StepNow, Trainer
+from swarm_client.sync import RunSamples
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import Lease
+
+
+class TrainerRole:
+    """Nothing until `begin`: a volunteer that has no data yet takes no lease."""
+
+    def __init__(self, report: Report, current_step: StepNow, nursery: trio.Nursery) -> None:
+        self._report = report
+        self._current_step = current_step
+        self._nursery = nursery
+        self._trainer: Trainer | None = None
+        self._first_stage: Downstream | None = None
+        self._leaving = False
+
+    @property
+    def begun(self) -> bool:
+        return self._trainer is not None
+
+    def begin(self, manifest: Manifest, data_folder: Path, first_stage: Downstream) -> None:
+        self._first_stage = first_stage
+        self._trainer = Trainer(
+            RunSamples(manifest, data_folder),
+            first_stage,
+            self._report,
+            self._current_step,
+            self._nursery,
+        )
+        self._trainer.leaving = self._leaving
+
+    def take(self, lease: Lease) -> None:
+        if self._trainer is not None:
+            self._trainer.take(lease)
+
+    def leave(self) -> None:
+        self._leaving = True
+        if self._trainer is not None:
+            self._trainer.stop_taking()
+
+    def roster_changed(self) -> None:
+        if self._first_stage is not None:
+            self._first_stage.roster_changed()
