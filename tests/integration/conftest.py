@@ -37,7 +37,7 @@ SETTINGS: dict[str, object] = {
     "training.evaluation_microbatches": 2,
     "run.seed": 11,
     # A rate at which training is smooth: at 2e-3 from a cold start even two orders of summation
-    # in one process end 2e-3 apart (docs/decisions/adam-epsilon.md).
+    # in one process end 2e-3 apart (docs/decisions/0002-adam-epsilon.md).
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 5,
     "limits.starting_peers_per_stage": 2,
@@ -79,6 +79,9 @@ class Run:
         seen = self.swarm.history()
         assert seen is not None
         return tuple(step.loss for step in seen.steps)
+
+    def reference_losses(self) -> tuple[float, ...]:
+        return reference(self.manifest.model_dump_json(), str(self.folder.data)).losses
 
     def final_parameters(self) -> dict[str, torch.Tensor]:
         checkpoints = CheckpointFolder(

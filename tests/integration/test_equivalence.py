@@ -39,3 +39,30 @@ def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
         "all-reduce over p2pd",
     }
     run.assert_equals_reference()
+
+
+def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) -> None:
+    run = make_run(2, steps=5, model__tie_embeddings=True)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    for _ in range(4):
+        swarm.start_volunteer(invite)
+    swarm.watch(lambda *_: None)
+
+    assert swarm.wait_for_goodbye() == []
+    run.assert_equals_reference()
+
+
+def test_a_bfloat16_run_follows_a_bfloat16_process(make_run) -> None:
+    run = make_run(
+        2, steps=3, training__dtype="bfloat16", training__microbatches_per_step=4,
+        model__sequence_length=32, limits__starting_peers_per_stage=1,
+    )  # fmt: skip
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    for _ in range(2):
+        swarm.start_volunteer(invite)
+    swarm.watch(lambda *_: None)
+
+    # Sums of microbatches differ in their last float32 bits, which bfloat16 then rounds.
+    assert run.losses() == pytest.approx(run.reference_losses(), rel=1e-3)

@@ -1,0 +1,98 @@
+"""Records in hivemind's DHT are believed for their signature and certificate alone."""
+
+from __future__ import annotations
+
+import base64
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from swarm_client.directory import DIRECTORY_DOMAIN, Directory, DirectoryRecord
+from swarm_shared.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity import Identity
+from swarm_shared.messages import PeerRecord
+from swarm_shared.signing import sign_message
+
+RUN = "ab" * 32
+
+
+class Shelf:
+    """What a DHT would hold: anything that anybody has put there."""
+
+    def __init__(self) -> None:
+        self.available = True
+        self.values: dict[str, bytes] = {}
+        self.entered: list[tuple[str, ...]] = []
+
+    async def lookup(self, _key: str) -> dict[str, bytes]:
+        return dict(self.values)
+
+    async def publish(self, _key: str, subkey: str, value: bytes, _expires: float) -> bool:
+        self.values[subkey] = value
+        return True
+
+    async def bootstrap(self, addresses: tuple[str, ...]) -> int:
+        self.entered.append(addresses)
+        return len(addresses)
+
+
+@pytest.fixture
+def scene() -> SimpleNamespace:
+    organiser, peer, shelf = Identity.generate(), Identity.generate(), Shelf()
+    return SimpleNamespace(
+        organiser=organiser,
+        peer=peer,
+        shelf=shelf,
+        directory=Directory(peer, shelf, RUN, organiser.peer_id),  # type: ignore[arg-type]
+    )
+
+
+def record(scene: SimpleNamespace, peer: Identity, signer: Identity | None = None) -> PeerRecord:
+    certificate = MembershipCertificate(
+        peer=peer.peer_id, run=RUN, generation=1, not_before=time.time() - 1,
+        expires=time.time() + 60, role="volunteer",
+    )  # fmt: skip
+    envelope = sign_certificate(signer or scene.organiser, certificate)
+    return PeerRecord(
+        peer=peer.peer_id, stage=0, addresses=("/ip4/192.0.2.1/tcp/1",),
+        certificate=base64.b64encode(envelope).decode(), microbatches_per_second=1.0,
+    )  # fmt: skip
+
+
+def signed(peer: Identity, entry: PeerRecord, expires: float) -> bytes:
+    return sign_message(peer, DirectoryRecord(record=entry, expires=expires), DIRECTORY_DOMAIN)
+
+
+async def test_what_a_member_publishes_is_found_as_it_was(scene: SimpleNamespace) -> None:
+    entry = record(scene, scene.peer)
+    scene.directory.enter(("/ip4/192.0.2.9/tcp/1/p2p/x",))
+    await scene.directory.publish(entry)
+    await scene.directory.publish(entry)
+    assert await scene.directory.lookup() == [entry]
+    assert scene.shelf.entered == [("/ip4/192.0.2.9/tcp/1/p2p/x",)]  # once is enough
+
+
+async def test_forged_foreign_expired_and_damaged_records_are_left_out(
+    scene: SimpleNamespace,
+) -> None:
+    soon = time.time() + 60
+    thief, stranger = Identity.generate(), Identity.generate()
+    victim = record(scene, scene.peer)
+    good = signed(scene.peer, victim, soon)
+    scene.shelf.values = {
+        "good": good,
+        "signed by another": signed(thief, victim, soon),
+        "no member": signed(stranger, record(scene, stranger, signer=thief), soon),
+        "expired": signed(scene.peer, victim, time.time() - 1),
+        "damaged": good[:-3] + b"\0\0\0",
+        "empty": b"",
+    }
+    assert await scene.directory.lookup() == [victim]
+
+
+async def test_without_hivemind_the_directory_is_silent(scene: SimpleNamespace) -> None:
+    scene.shelf.available = False
+    await scene.directory.publish(record(scene, scene.peer))
+    assert scene.shelf.values == {}
+    assert await scene.directory.lookup() == []
