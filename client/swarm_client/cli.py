@@ -9,6 +9,7 @@ import traceback
 from pathlib import Path
 
 import click
+import platformdirs
 import trio
 
 from swarm_shared.errors import SwarmError
@@ -103,8 +104,9 @@ def _fail(error: BaseException) -> None:
         sys.exit(expected.exit_code)
     if _interrupted(error):
         sys.exit(INTERRUPTED)
-    path = Path.cwd() / "swarm-client-error.log"
     try:
+        folder = platformdirs.user_log_path("swarmtrain", appauthor=False, ensure_exists=True)
+        path = folder / "swarm-client-error.log"
         path.write_text("".join(traceback.format_exception(error)))
         where = f"the details are in {path}"
     except OSError:

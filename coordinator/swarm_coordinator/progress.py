@@ -96,8 +96,6 @@ def commit(run: RunState, receipt: Receipt) -> bool:
     if cell in step.table:
         # Somebody else was first. The close tells this peer what it may count.
         return step.table[cell].peer == receipt.peer
-    if run.phase is RunPhase.CLOSING:
-        return False
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
     return True
 

@@ -168,8 +168,11 @@ def read_restored(connection: sqlite3.Connection) -> Restored:
     # A run whose database was lost goes on from a checkpoint: the rollback row is then its base.
     base = connection.execute("SELECT version FROM rollbacks ORDER BY id DESC LIMIT 1").fetchone()
     version = max(last.step if last else 0, base[0] if base else 0)
+    # Of this version: a run whose steps were raised has an evaluation of its former end.
     evaluation = connection.execute(
-        "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL ORDER BY id DESC LIMIT 1"
+        "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL AND version = ? "
+        "ORDER BY id DESC LIMIT 1",
+        (version,),
     ).fetchone()
     finished = connection.execute(
         "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)

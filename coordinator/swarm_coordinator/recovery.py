@@ -12,7 +12,10 @@ from swarm_shared.types import StageIndex, Version
 
 REATTACH_GRACE_SECONDS = 10.0
 """How long a stage may be without any peer before the run falls back to a checkpoint: peers that
-lost the coordinator re-attach within this time and still hold newer state."""
+lost their link re-attach within this time and still hold newer state."""
+
+RESTART_GRACE_SECONDS = 20.0
+"""The same after a start: clients of an absent coordinator try again every twelve seconds."""
 
 
 def recover_lost_stages(run: RunState, now: float) -> None:
@@ -28,7 +31,7 @@ def recover_lost_stages(run: RunState, now: float) -> None:
             run.lost_since.pop(StageIndex(stage), None)
         else:
             run.lost_since.setdefault(StageIndex(stage), now)
-    overdue = [s for s, since in run.lost_since.items() if now - since >= REATTACH_GRACE_SECONDS]
+    overdue = [stage for stage in run.lost_since if _overdue(run, stage, now)]
     if not overdue:
         return
     for stage_index in overdue:
@@ -42,7 +45,14 @@ def recover_lost_stages(run: RunState, now: float) -> None:
 
 def is_lost(run: RunState, now: float) -> bool:
     """Whether some stage has been without a peer for longer than a short absence."""
-    return any(now - since >= REATTACH_GRACE_SECONDS for since in run.lost_since.values())
+    return any(_overdue(run, stage, now) for stage in run.lost_since)
+
+
+def _overdue(run: RunState, stage: StageIndex, now: float) -> bool:
+    return (
+        now - run.lost_since[stage] >= REATTACH_GRACE_SECONDS
+        and now - run.started_at >= RESTART_GRACE_SECONDS
+    )
 
 
 def _staff(run: RunState, stage: StageIndex, now: float) -> None:

@@ -73,6 +73,8 @@ class Bench:
         start = restored or Restored(1, Version(0), None, None, False, None)
         self.now = 100.0
         self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
+        if restored is None:
+            self.now += 60.0  # the first minute after a start has rules of its own
         self.sessions: dict[str, int] = {}
         self.last: list[Command] = []
         self.log: list[Command] = []

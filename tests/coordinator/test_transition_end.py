@@ -306,6 +306,17 @@ def test_a_leaver_without_a_stage_goes_at_once() -> None:
     assert bench.sent("new", Goodbye, leave(bench, "new"))
 
 
+def test_a_leaver_gets_no_stage_any_more() -> None:
+    bench = trained(1)
+    bench.fill()
+    bench.attach("new")
+    leave(bench, "new")
+    assert PeerId("new") in bench.run.peers, "nobody goes in the middle of a close"
+    commands = bench.say("new", StageRequest(stage=StageIndex(0)))
+    assert not bench.sent("new", AssignStage, commands)
+    assert bench.run.peers[PeerId("new")].stage is None
+
+
 def test_a_leaver_that_holds_part_of_the_step_stays_for_its_end_and_gets_no_more_work() -> None:
     bench = trained(1)
     bench.resolve_all()
@@ -334,6 +345,7 @@ def test_the_last_peer_of_a_stage_keeps_working_and_leaves_a_checkpoint_behind()
     bench.resolve_all()
     commands = leave(bench, "a1")
     assert not bench.sent("a1", Goodbye, commands)
+    assert not savers(bench, commands), "the step ends first"
     assert all(p.accepts_work for p in bench.sent("a0", Roster, commands)[0].peers)
     commands = bench.one_step()
     assert savers(bench, commands) == ["a0", "a1"]

@@ -206,6 +206,19 @@ def test_a_download_that_ends_after_the_step_starts_over() -> None:
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
 
 
+def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    bench.save("b0")
+    bench.fill()
+    bench.tick(5.5)
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.ready("c0")
+    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
+
+
 def test_a_source_that_failed_is_not_named_again_at_once() -> None:
     bench = Bench.restarted(3, checkpoint=3)
     bench.attach("a", wanted_stage=1)
@@ -387,6 +400,17 @@ def test_the_roll_back_is_durable_before_anybody_hears_of_it() -> None:
     ]
     assert told
     assert min(told) > at
+
+
+def test_after_a_restart_peers_have_longer_to_come_back() -> None:
+    bench = Bench.restarted(3, checkpoint=2)
+    bench.attach("a0", stage=0, version=3)
+    bench.attach("c1", wanted_stage=1)
+    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.tick(19.0)
+    assert not bench.records(RolledBack)
+    bench.tick(2.0)
+    assert [r.version for r in bench.records(RolledBack)] == [2]
 
 
 def test_a_peer_that_comes_back_in_time_saves_the_run_from_going_back() -> None:

@@ -93,6 +93,19 @@ def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) 
     assert list(bench.step().table) == [(0, 1)]
 
 
+def test_receipts_of_a_peer_that_is_fetching_its_stage_anew_do_not_count() -> None:
+    bench = Bench(microbatches=2)
+    bench.join_all("a0", "b0", "c0", "a1")
+    bench.fill()
+    bench.average_all()
+    for peer in ("a0", "b0", "a1"):
+        bench.apply(peer)
+    bench.apply("c0", digest="odd", norm=2.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.resolve("a0", 0, lease=0, receipts=(bench.receipt("c0", 0),))
+    assert not bench.step().table
+
+
 def test_a_peer_reports_its_own_receipts_only() -> None:
     bench = collecting()
     others = bench.receipt("b0", 0)
