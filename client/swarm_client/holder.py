@@ -56,6 +56,7 @@ class Holder:
     async def take(self, assignment: AssignStage) -> None:
         """Give up what is held and start on the assignment."""
         await self.drop()
+        self._volunteer.snapshots.forget()
         self._scope, self._ended = trio.CancelScope(), trio.Event()
         self._nursery.start_soon(self._hold, assignment, self._scope, self._ended)
 
@@ -159,7 +160,7 @@ class Holder:
             self.next_stage = volunteer.downstream(StageIndex(stage + 1), nursery)
         self._rounds = Rounds(
             self.holding, manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied,
+            self._save_snapshot, self._applied, volunteer.restart_session,
         )  # fmt: skip
         nursery.start_soon(self._run_rounds, self._rounds)
 

@@ -50,6 +50,12 @@ class Snapshots:
         for path in self._folder.glob("*.safetensors*"):
             path.unlink(missing_ok=True)
 
+    def forget(self) -> None:
+        """A new assignment: after a roll-back the same version means another history's state."""
+        while self._served:
+            _, path = self._served.popitem()
+            path.unlink(missing_ok=True)
+
     def find(self, item: str, _remote: PeerId) -> Path | None:
         return self._served.get(item)
 

@@ -118,20 +118,25 @@ def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
 def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     stage = peer.stage
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
-    if not message.carrier_failed:
-        _blame(run, message.culprit or peer.peer, 1, now)
+    # A carrier that fails is nobody's fault: the next attempt uses the other one.
+    if not message.carrier_failed and not (
+        message.culprit is not None and _blame(run, message.culprit, 1, now)
+    ):
+        _blame(run, peer.peer, 1, now)
     abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
 
 
-def _blame(run: RunState, peer: PeerId, count: int, now: float) -> None:
-    """Who keeps failing the step, or is named for it, in the end sits it out."""
+def _blame(run: RunState, peer: PeerId, count: int, now: float) -> bool:
+    """Who keeps failing the step, or is named for it, in the end sits it out.
+
+    False when it cannot be the peer's fault, or nothing can be done about it.
+    """
     step = run.step
     assert step is not None
     if step.closing is None or peer not in step.closing.members:
-        return
+        return False
     step.blame[peer] = step.blame.get(peer, 0) + count
-    if step.blame[peer] >= MAXIMUM_BLAME:
-        progress.exclude(run, peer, now)
+    return step.blame[peer] < MAXIMUM_BLAME or progress.exclude(run, peer, now)
 
 
 def time_out(run: RunState, now: float) -> None:
@@ -145,9 +150,10 @@ def time_out(run: RunState, now: float) -> None:
         # Large states over slow links take long: the next attempt is given more time.
         if now - closing.began_at > limit * 2 ** min(step.timeouts, 5):
             step.timeouts += 1
-            silent = closing.members.keys() - closing.reports.keys()
-            if len(silent) < len(closing.members):
-                for peer in sorted(silent):
+            # A whole stage that is silent is slow; one that is silent beside others is stuck.
+            done = {closing.members[peer] for peer in closing.reports}
+            for peer in sorted(closing.members.keys() - closing.reports.keys()):
+                if closing.members[peer] in done:
                     _blame(run, peer, MAXIMUM_BLAME, now)
             abort(run, "it took too long", now)
     elif run.phase is RunPhase.APPLYING and now - closing.decided_at > limit:

@@ -155,19 +155,19 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     if peer.stage is not None or peer.leaving:
         return
     wanted = peer.wanted_stage
-    if wanted is not None:
-        if not 0 <= wanted < run.manifest.stage_count:
-            count = run.manifest.stage_count
-            refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {count - 1}")
-            return
-        assign(run, peer, wanted, "the volunteer chose this stage", now)
+    if wanted is not None and not 0 <= wanted < len(rows):
+        refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
     try:
-        stage = most_underserved_stage(rows, peer.memory_bytes)
+        stage = most_underserved_stage(
+            rows if wanted is None else (rows[wanted],), peer.memory_bytes
+        )
     except CapacityError as error:
         refuse(run, peer, str(error))
         return
-    if stage == proposal:
+    if wanted is not None:
+        reason = "the volunteer chose this stage"
+    elif stage == proposal:
         reason = "the most under-served stage that fits"
     else:
         reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
@@ -370,9 +370,6 @@ def publish_roster(run: RunState) -> None:
         return  # while a step is applied, versions differ; the roster follows at its end
     run.roster_dirty = False
     run.roster_serial += 1
-    members = [p for p in run.peers.values() if p.stage is not None and run.holds_current(p)]
-    roster = Roster(
-        serial=run.roster_serial, peers=tuple(run.record_of(member) for member in members)
-    )
+    roster = Roster(serial=run.roster_serial, peers=run.roster())
     for peer in run.peers.values():
         run.send(peer.peer, roster)

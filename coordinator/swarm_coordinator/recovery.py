@@ -87,7 +87,6 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.snapshots.clear()
     run.pending_checkpoint = None
     run.checkpoint_failed = (version, 0, 0.0)
-    run.pending_masks.clear()
     run.lost_since.clear()
     run.rolled_back = True
     run.on_branch.clear()

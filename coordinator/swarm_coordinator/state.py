@@ -237,9 +237,8 @@ class RunState:
         return bool(self.trainers()) and all(self.ready_peers(s) for s in self.stage_indices)
 
     def working_peers(self, stage: int) -> list[PeerState]:
-        """Ready peers that may get new microbatches: a leaving one only if it is the last."""
-        ready = self.ready_peers(stage)
-        return [p for p in ready if not p.leaving] or ready
+        """Ready peers that may get new microbatches: a leaving one only if all of them leave."""
+        return [peer for peer, accepts_work in self._offered(stage) if accepts_work]
 
     def trainers(self) -> list[PeerState]:
         return [
@@ -261,7 +260,25 @@ class RunState:
             )
         return tuple(rows)
 
+    def roster(self) -> tuple[PeerRecord, ...]:
+        """Everybody who takes part in this step."""
+        return tuple(
+            self._record(peer, accepts_work)
+            for stage in self.stage_indices
+            for peer, accepts_work in self._offered(stage)
+        )
+
+    def _offered(self, stage: int) -> list[tuple[PeerState, bool]]:
+        """The stage's ready peers; a leaving one is offered only if there is nobody else."""
+        ready = self.ready_peers(stage)
+        alone = all(p.leaving for p in ready)
+        return [(p, alone or not p.leaving) for p in ready]
+
     def record_of(self, peer: PeerState) -> PeerRecord:
+        """One peer as others may know it."""
+        return self._record(peer, not peer.leaving)
+
+    def _record(self, peer: PeerState, accepts_work: bool) -> PeerRecord:
         assert peer.stage is not None
         return PeerRecord(
             peer=peer.peer,
@@ -270,7 +287,7 @@ class RunState:
             certificate=peer.certificate,
             microbatches_per_second=peer.microbatches_per_second,
             carrier=peer.carrier,
-            accepts_work=peer in self.working_peers(peer.stage),
+            accepts_work=accepts_work,
         )
 
 

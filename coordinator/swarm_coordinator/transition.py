@@ -6,8 +6,9 @@ Rules, in the order in which they are applied after every event:
     COLLECT     the table is complete, nobody is syncing   → CLOSING
     CLOSING     every member has averaged                  → durable, then APPLYING
                 a member failed or died                    → COLLECT, next attempt
-    APPLYING    every living member has applied            → WAITING
+    APPLYING    every living member has applied, or time's up → WAITING; who has not is synced
     EVALUATING  all held-out microbatches have a loss      → checkpoint → FINISHED
+    any of the standing phases: a stage has nobody         → WAITING, at the checkpoint's version
     any         the organiser stops                        → checkpoint → STOPPING
 
 No I/O, no clock, no randomness: the same events at the same times give the same commands, which

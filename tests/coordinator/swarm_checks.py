@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 def check_batch(commands: list[Command]) -> None:
     """Nobody is told twice at once what to hold: it would download twice."""
     assigned = [
-        c.peer for c in commands if isinstance(c, Send) and isinstance(c.message, AssignStage)
+        (c.peer, c.message.version)
+        for c in commands
+        if isinstance(c, Send) and isinstance(c.message, AssignStage)
     ]
     if len(assigned) != len(set(assigned)):
         raise Violation(f"two assignments at once: {commands}")

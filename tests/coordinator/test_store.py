@@ -97,6 +97,14 @@ def test_what_was_written_is_restored(tmp_path: Path) -> None:
     assert restored.heldout_loss == 1.75
 
 
+def test_the_evaluation_of_a_former_end_is_not_that_of_a_run_whose_steps_were_raised(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.sqlite3"
+    write_all(path, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
+    assert history(path).restored.heldout_loss is None
+
+
 def test_a_rollback_supersedes_later_rows_and_deletes_none(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite3"
     write_all(

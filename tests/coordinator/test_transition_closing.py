@@ -10,7 +10,7 @@ from swarm_facts import train_loss
 
 from swarm_coordinator.events import AppliedStep, Command, Note, Persist, Send
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import AbortRound, Apply, AssignStage, Carrier, Close, Lease, Roster
+from swarm_shared.messages import AbortRound, Apply, Carrier, Close, Lease, Roster
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId
 
@@ -269,109 +269,6 @@ def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> 
         bench.averaged(peer, own=1.7e308)
     assert not bench.records(AppliedStep)
     assert bench.run.phase is RunPhase.COLLECT
-
-
-# ---- members that die, hang, or fail again and again
-
-
-def test_a_member_that_dies_before_the_decision_ends_the_attempt() -> None:
-    bench = closing()
-    bench.averaged("a0")
-    commands = bench.lose("b0")
-    assert bench.sent("a0", AbortRound, commands)
-    assert not bench.sent("b0", AbortRound, commands)
-    assert bench.run.phase is RunPhase.COLLECT
-    assert (1, 0) not in bench.step().table
-
-
-def test_a_member_that_dies_after_the_decision_does_not_hold_up_the_others() -> None:
-    bench = closing()
-    bench.average_all()
-    bench.apply("a0")
-    bench.apply("a1")
-    bench.apply("b1")
-    bench.lose("b0")
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.step().step == 2
-
-
-def test_a_member_that_applies_and_then_dies_does_not_hold_up_the_others() -> None:
-    bench = closing()
-    bench.average_all()
-    bench.apply("b0")
-    bench.lose("b0")
-    for peer in ("a0", "a1", "b1"):
-        bench.apply(peer)
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.step().step == 2
-
-
-def test_who_is_named_for_three_failed_attempts_sits_the_step_out_and_is_synced_after_it() -> None:
-    bench = closing()
-    for _ in range(3):
-        bench.failed("a0", culprit="b0")
-        bench.tick(1.0)
-        bench.report("a0", 1)
-        bench.tick(6.0)
-    assert bench.closing() == ["a0", "a1", "b1"]
-    assert not bench.sent("b0", Close)
-    bench.average_all()
-    applied(bench)
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
-    assert {p.peer for p in bench.run.ready_peers(0)} == {"a0"}
-    bench.save("a0")
-    assert len(bench.sent("b0", AssignStage)) == 1
-
-
-def test_the_last_peer_of_a_stage_never_sits_out() -> None:
-    bench = closing()
-    bench.lose("a0")
-    for _ in range(5):
-        bench.tick(6.0)
-        bench.report("b0", 0, 1)
-        assert PeerId("b0") in bench.closing()
-        bench.failed("a1", culprit="b0")
-
-
-def test_who_sits_out_is_needed_again_when_the_others_are_gone() -> None:
-    bench = closing()
-    for _ in range(3):
-        bench.failed("a0", culprit="b0")
-        bench.tick(6.0)
-        bench.report("a0", 1)
-        bench.tick(6.0)
-    assert not any(p.peer == "b0" for p in bench.run.ready_peers(0))
-    bench.lose("a0")
-    assert [p.peer for p in bench.run.ready_peers(0)] == ["b0"]
-    bench.tick(1.0)
-    bench.report("b0", 0, 1)
-    closed_again(bench)
-    assert bench.close_of("b0").committed == (0, 1)
-
-
-def test_a_close_that_does_not_end_goes_on_without_those_who_are_silent() -> None:
-    bench = closing(limits={"lease_seconds": 20.0})
-    for peer in ("a0", "a1", "b1"):
-        bench.averaged(peer)
-    bench.tick(19.0)
-    assert bench.run.phase is RunPhase.CLOSING
-    bench.tick(2.0)
-    assert bench.run.phase is RunPhase.COLLECT
-    bench.report("a0", 1)
-    closed_again(bench)
-    assert bench.closing() == ["a0", "a1", "b1"]
-
-
-def test_a_member_that_does_not_apply_in_time_is_left_behind_and_synced() -> None:
-    bench = closing(limits={"lease_seconds": 20.0})
-    bench.average_all()
-    for peer in ("a0", "a1", "b1"):
-        bench.apply(peer)
-    bench.tick(19.0)
-    assert bench.run.phase is RunPhase.APPLYING
-    bench.tick(2.0)
-    assert bench.run.phase is RunPhase.COLLECT
-    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
 # ---- fingerprints

@@ -8,7 +8,7 @@ A failing example is printed as options, seed and faults, which reproduce it exa
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from swarm_checks import check_end
 from swarm_facts import FAULTS, Fault, Options
@@ -19,6 +19,14 @@ from swarm_coordinator.state import RunPhase
 
 CALM_SECONDS = 700.0
 """Within this time after the last fault a run ends; a checkpoint may take most of it."""
+
+simulated = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    # A world that fails is printed as it is: making it smaller takes minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    print_blob=True,
+)
 
 options_strategy = st.builds(
     Options,
@@ -63,7 +71,7 @@ def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(stages: int, tied
         assert len(world.store.applied) == len(world.attempts) == 4
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(simulated, max_examples=250)
 @given(options_strategy, st.integers(0, 2**32), faults_strategy)
 @example(Options(), 0, (Fault(2.0, "kill"), Fault(0.1, "kill", 1), Fault(0.1, "kill", 2)))
 @example(Options(), 1, (Fault(3.0, "crash"), Fault(0.5, "crash_between", 3), Fault(6.0, "cut")))
@@ -88,7 +96,7 @@ def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_s
     run_to_the_end(Options(steps=3, checkpoint_steps=1), at, faults)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(simulated, max_examples=25)
 @given(options_strategy, st.integers(0, 2**32), faults_strategy, st.floats(0.0, 15.0))
 def test_a_run_that_is_stopped_and_started_again_loses_nothing(
     options: Options, seed: int, faults: tuple[Fault, ...], stop_after: float

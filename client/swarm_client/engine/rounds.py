@@ -64,13 +64,16 @@ class Rounds:
         send: Callable[[FrozenModel], None],
         save_snapshot: Callable[[Holding, SaveSnapshot], Awaitable[None]],
         applied: Callable[[Holding, Apply, int], None],
+        out_of_step: Callable[[], None],
     ) -> None:
+        """`out_of_step` is called when the run has applied what this peer cannot apply."""
         self._holding = holding
         self._manifest = manifest
         self._averager = averager
         self._send = send
         self._save_snapshot = save_snapshot
         self._applied = applied
+        self._out_of_step = out_of_step
         self._put, self._inbox = trio.open_memory_channel[RoundMessage](256)
         self._attempt: tuple[Step, int] | None = None
         self._scope: trio.CancelScope | None = None
@@ -102,6 +105,12 @@ class Rounds:
     async def _close(self, close: Close) -> None:
         holding = self._holding
         if not holding.works_on(close.step):
+            self._send(
+                RoundReport(
+                    step=close.step, attempt=close.attempt, ok=False, missing=close.committed,
+                    reason=f"this peer works on step {holding.step}",
+                )
+            )  # fmt: skip
             return
         self._attempt = (close.step, close.attempt)
         holding.closing, holding.averaged_attempt = True, None
@@ -177,6 +186,7 @@ class Rounds:
         holding = self._holding
         if not holding.works_on(apply.step) or holding.averaged_attempt != apply.attempt:
             log.warning("told to apply step %s, which is not averaged here", apply.step)
+            self._out_of_step()
             return
         done = await holding.worker.apply(
             apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
