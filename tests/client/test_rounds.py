@@ -1,0 +1,204 @@
+"""Close, abort and apply at one peer: it averages exactly what it is committed to, or says why not.
+
+The worker and the averager are replaced by ones that remember what they were told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import trio
+
+from swarm_client.engine.holding import Holding
+from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.engine.rounds import AveragingFailed, Rounds
+from swarm_shared.identity import Identity
+from swarm_shared.messages import AbortRound, Applied, Apply, Carrier, Close, Reduction, RoundReport
+
+
+@dataclass
+class Worker:
+    held: set[int] = field(default_factory=set)
+    can_uncommit: bool = True
+    resets: int = 0
+    applied: list[tuple[int, float]] = field(default_factory=list)
+
+    async def prepare_round(self, step: int) -> tuple[int, ...]:
+        return tuple(sorted(self.held))
+
+    async def uncommit(self, step: int, microbatches: tuple[int, ...]) -> bool:
+        if self.can_uncommit:
+            self.held -= set(microbatches)
+        return self.can_uncommit
+
+    async def reset_accumulator(self) -> None:
+        self.resets += 1
+        self.held.clear()
+
+    async def norm(self, step: int, step_tokens: int) -> SimpleNamespace:
+        return SimpleNamespace(finite=True, own_squared=4.0, tied_squared=0.0)
+
+    async def apply(
+        self, step: int, step_tokens: int, global_norm: float, learning_rate: float
+    ) -> SimpleNamespace:
+        self.applied.append((step, global_norm))
+        self.held.clear()
+        return SimpleNamespace(version=step, digest="d", norm=1.0)
+
+
+class Averager:
+    """Averages at once, fails, or waits until it is called off."""
+
+    def __init__(self) -> None:
+        self.error: AveragingFailed | None = None
+        self.wait = False
+        self.entered = trio.Event()
+        self.rounds: list[tuple[int, int, str]] = []
+
+    async def reduce(self, holding: Holding, step: int, attempt: int, reduction: Reduction) -> None:
+        self.rounds.append((step, attempt, reduction.part))
+        self.entered.set()
+        if self.wait:
+            await trio.sleep_forever()
+        if self.error is not None:
+            raise self.error
+
+
+class Scene:
+    def __init__(self, held: set[int]) -> None:
+        identity = Identity.generate()
+        self.me = identity.peer_id
+        self.worker = Worker(held)
+        self.averager = Averager()
+        book = ReceiptBook(identity, "ab" * 32, 0, lambda: 1)
+        for microbatch in held:
+            book.add(1, microbatch, 1, 4, None)
+        self.holding = Holding(0, self.worker, 0, book, False)  # type: ignore[arg-type]
+        self.counted: list[int] = []
+        self.out_of_step = trio.Event()
+        self._put, self._said = trio.open_memory_channel[object](100)
+        manifest = SimpleNamespace(tokens_per_step=8)
+
+        async def save(_holding: Holding, _request: object) -> None:
+            raise AssertionError("nobody asked for a snapshot")
+
+        self.rounds = Rounds(
+            self.holding, manifest, self.averager, self._put.send_nowait, save,
+            lambda _holding, _apply, counted: self.counted.append(counted),
+            self.out_of_step.set,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    def close(self, committed: tuple[int, ...], step: int = 1, attempt: int = 1) -> None:
+        reduction = Reduction(part="own", members=(self.me,), carrier=Carrier.LIBP2P)
+        self.rounds.put(
+            Close(step=step, attempt=attempt, committed=committed, reductions=(reduction,))
+        )
+
+    def apply(self, step: int = 1, attempt: int = 1) -> None:
+        self.rounds.put(Apply(step=step, attempt=attempt, global_norm=2.0, learning_rate=0.1))
+
+    async def said(self) -> object:
+        return await self._said.receive()
+
+
+@asynccontextmanager
+async def scene(*held: int) -> AsyncIterator[Scene]:
+    made = Scene(set(held))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.rounds.run)
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+async def report(s: Scene) -> RoundReport:
+    message = await s.said()
+    assert isinstance(message, RoundReport)
+    return message
+
+
+async def test_what_is_held_and_committed_is_averaged_and_applied_once() -> None:
+    async with scene(0, 3) as s:
+        s.close((0, 3))
+        assert (await report(s)).ok
+        assert s.holding.closing
+        s.apply()
+        assert isinstance(await s.said(), Applied)
+        assert s.holding.version == 1
+        assert not s.holding.closing
+        assert s.worker.applied == [(1, 2.0)]
+        assert s.counted == [2]
+        assert s.holding.receipts.all() == ()
+
+
+async def test_a_surplus_is_taken_out_before_the_round() -> None:
+    async with scene(0, 3, 5) as s:
+        s.close((0, 3))
+        assert (await report(s)).ok
+        assert s.worker.held == {0, 3}
+        assert s.holding.receipts.get(5) is None
+
+
+async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_told() -> None:
+    async with scene(0, 3, 5) as s:
+        s.worker.can_uncommit = False
+        s.close((0, 3))
+        answer = await report(s)
+        assert (answer.ok, answer.reset) == (False, True)
+        assert s.worker.resets == 1
+        assert s.averager.rounds == []
+        assert s.holding.receipts.all() == ()
+
+
+async def test_what_is_committed_and_not_held_is_named() -> None:
+    async with scene(0) as s:
+        s.close((0, 7, 9))
+        answer = await report(s)
+        assert (answer.ok, answer.missing) == (False, (7, 9))
+        assert s.averager.rounds == []
+
+
+async def test_a_failed_average_is_told_with_its_culprit_and_can_be_tried_again() -> None:
+    async with scene(0) as s:
+        culprit = Identity.generate().peer_id
+        s.averager.error = AveragingFailed("lost", culprit, carrier_failed=True)
+        s.close((0,))
+        answer = await report(s)
+        assert (answer.ok, answer.culprit, answer.carrier_failed) == (False, culprit, True)
+        s.rounds.put(AbortRound(step=1, attempt=1, reason="as told"))
+        s.averager.error = None
+        s.close((0,), attempt=2)
+        assert (await report(s)).ok
+        assert s.worker.held == {0}
+
+
+async def test_an_abort_ends_a_round_in_the_middle_and_leaves_the_accumulator() -> None:
+    async with scene(0) as s:
+        s.averager.wait = True
+        s.close((0,))
+        await s.averager.entered.wait()
+        s.rounds.put(AbortRound(step=1, attempt=1, reason="somebody died"))
+        s.averager.wait = False
+        s.close((0,), attempt=2)
+        answer = await report(s)
+        assert (answer.ok, answer.attempt) == (True, 2)
+        assert s.worker.held == {0}
+
+
+async def test_a_step_that_was_not_averaged_here_is_never_applied_and_the_peer_joins_anew() -> None:
+    async with scene(0) as s:
+        s.close((0,), attempt=1)
+        assert (await report(s)).ok
+        s.apply(attempt=2)
+        await s.out_of_step.wait()
+        assert s.worker.applied == []
+        assert s.holding.version == 0
+
+
+async def test_a_close_of_another_step_is_answered_and_not_taken_part_in() -> None:
+    async with scene(0) as s:
+        s.close((0,), step=4)
+        assert not (await report(s)).ok
+        assert s.averager.rounds == []
