@@ -73,7 +73,7 @@ class OptimizerConfig(FrozenModel):
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-6, gt=0)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
-    full steps in random directions, and equal runs drift apart (docs/decisions/0002-adam-epsilon.md)."""
+    full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Applied to matrices only; norms and other vectors are left alone."""
     clip_norm: float = Field(default=1.0, gt=0)

@@ -47,6 +47,7 @@ def processes_naming(text: str) -> list[str]:
 
 def wait_for_output(child: Child, wanted: str) -> None:
     """Wait for a line that matches the expression; lines come every few seconds at most."""
+
     def ready() -> bool:
         assert child.exit_code() is None, f"the demo ended without it: {child.last_lines()}"
         return re.search(wanted, child.log.read_text()) is not None
