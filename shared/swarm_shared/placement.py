@@ -27,9 +27,9 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
     if not fitting:
         needed = min(row.memory_bytes for row in rows)
         raise CapacityError(
-            f"this machine offers {_gib(memory_bytes)} of memory and the smallest stage that it may "
-            f"take needs {_gib(needed)}; free memory, choose another device, or ask the organiser for "
-            "more and smaller stages"
+            f"this machine offers {_gib(memory_bytes)} of memory and the smallest stage that it "
+            f"may take needs {_gib(needed)}; free memory, choose another device, or ask the "
+            "organiser for more and smaller stages"
         )
     # Divided before it is summed: the rows may come from the network, and must not overflow.
     mean_work = math.fsum(row.work_flops / len(rows) for row in rows) or 1.0
