@@ -197,6 +197,7 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
         async with w.peer(1) as dying:
             dying.worker.hold = trio.Event()
             survivor.worker.hold = trio.Event()
+            somebody = dying.worker.entered = survivor.worker.entered = trio.Event()
             sender.next_stage = w.downstream(sender, 1)
             async with trio.open_nursery() as nursery:
                 answers: list[object] = []
@@ -206,10 +207,7 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
                     answers.append(await sender.next_stage.send(parcel(5), lambda: True))
 
                 nursery.start_soon(send)
-                with trio.move_on_after(5):
-                    await trio.lowlevel.checkpoint()
-                    while not (dying.worker.forwards or survivor.worker.forwards):
-                        await trio.sleep(0.01)
+                await somebody.wait()
                 first, other = (dying, survivor) if dying.worker.forwards else (survivor, dying)
                 assert other.worker.hold is not None
                 other.worker.hold.set()
