@@ -7,6 +7,9 @@ nothing about what it tests.
 from __future__ import annotations
 
 import inspect
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import hypothesis
@@ -32,3 +35,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     trio.run(main)
     return True
+
+
+@pytest.fixture
+def files_no_larger_than() -> Callable[[int], AbstractContextManager[None]]:
+    """A context in which the kernel refuses to grow a file beyond so many bytes, like a full disk.
+
+    Not for a whole test: the limit also holds for the file that pytest may write its report to.
+    """
+
+    @contextmanager
+    def limit(size_bytes: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limit

@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,22 +52,15 @@ def test_a_failure_half_way_leaves_the_old_file_and_nothing_else(
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.fixture
-def small_files_only() -> Iterator[None]:
-    """The system refuses to make a file longer than 64 KiB."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-@pytest.mark.usefixtures("small_files_only")
-def test_a_write_that_the_system_refuses_is_one_sentence_and_loses_nothing(tmp_path: Path):
+def test_a_write_that_the_system_refuses_is_one_sentence_and_loses_nothing(
+    tmp_path: Path, files_no_larger_than
+):
     path = tmp_path / "file"
     write_atomically(path, b"old")
-    with pytest.raises(StorageError, match="larger than this file system allows"):
+    with (
+        files_no_larger_than(64 * 1024),
+        pytest.raises(StorageError, match="larger than this file system allows"),
+    ):
         write_atomically(path, bytes(100_000))
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

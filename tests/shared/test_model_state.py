@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 
 import pytest
@@ -151,26 +150,13 @@ def test_the_state_of_another_stage_is_refused():
         load_state(other, make_optimizer(other, ADAMW), state_to_tensors(model, optimizer))
 
 
-@pytest.fixture
-def file_size_limit():
-    """The kernel then refuses to grow a file, as it does when a disk is full."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size_bytes: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_write_that_the_disk_refuses_loses_nothing(tmp_path: Path, file_size_limit):
+def test_a_write_that_the_disk_refuses_loses_nothing(tmp_path: Path, files_no_larger_than):
     path = tmp_path / "stage.safetensors"
     model, optimizer = trained()
     save_state(path, state_to_tensors(model, optimizer), {"step": "3"})
     before = path.read_bytes()
     train(model, optimizer, 4, 5)
-    file_size_limit(20_000)
-    with pytest.raises(StorageError) as caught:
+    with files_no_larger_than(20_000), pytest.raises(StorageError) as caught:
         save_state(path, state_to_tensors(model, optimizer), {"step": "4"})
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
