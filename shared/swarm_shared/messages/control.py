@@ -1,97 +1,30 @@
-"""What peers and the coordinator say to each other: values only, parsed once at the edge.
-
-Three protocols, each over long-lived framed streams (`swarm_shared.wire`), headers in JSON:
-
-    CONTROL_PROTOCOL   client ↔ coordinator   one stream per client, both directions
-    STAGE_PROTOCOL     sender → receiver      one stream per ordered pair; the request is a
-                                              microbatch's activation, the answer its gradient
-    TRANSFER_PROTOCOL  anyone → holder        chunks of stage snapshots and of data shards
-
-Every bound below is checked before memory is taken. Field names are the wire format: changing
-one is a new protocol version.
-"""
+"""CONTROL_PROTOCOL: a client and the coordinator, one stream per client, both directions."""
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from swarm_shared.errors import FrameError
-from swarm_shared.model_config import FrozenModel
-from swarm_shared.types import (
-    Generation,
-    MicrobatchIndex,
-    PeerId,
-    RunId,
-    StageIndex,
-    Step,
-    Version,
+from swarm_shared.messages.common import (
+    Address,
+    Carrier,
+    CarrierAddress,
+    Count,
+    Envelope,
+    LinkBytes,
+    LinkPath,
+    Microbatches,
+    PeerRecord,
+    Reachability,
+    StageRow,
+    Stages,
+    Text,
 )
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
-STAGE_PROTOCOL = "/swarmtrain/stage/1"
-TRANSFER_PROTOCOL = "/swarmtrain/transfer/1"
-
-SOFTWARE_VERSION = "0.1.0"
-
-Text = Annotated[str, Field(max_length=500)]
-Address = Annotated[str, Field(max_length=300)]
-Envelope = Annotated[str, Field(max_length=8_192)]
-"""A signed envelope in base64: certificates, receipts, carrier bindings."""
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
-Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
-
-
-class Carrier(StrEnum):
-    """What carries an all-reduce round's byte streams."""
-
-    HIVEMIND = "hivemind"
-    LIBP2P = "libp2p"
-
-
-class CarrierAddress(FrozenModel):
-    """Where a peer's p2pd can be reached; the binding is its main key's word on it."""
-
-    peer: str = Field(max_length=200)
-    addresses: tuple[Address, ...] = Field(max_length=32)
-    binding: Envelope
-
-
-class PeerRecord(FrozenModel):
-    """One member of the roster, as everybody may know it."""
-
-    peer: PeerId
-    stage: StageIndex
-    addresses: tuple[Address, ...] = Field(max_length=32)
-    certificate: Envelope
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
-    carrier: CarrierAddress | None = None
-    accepts_work: bool = True
-    """False while the peer is leaving: it still averages, but gets no new microbatch."""
-
-
-class StageRow(FrozenModel):
-    """How well one stage is served; the input of the pure choice a newcomer makes."""
-
-    stage: StageIndex
-    peers: Count
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
-    work_flops: float = Field(ge=0, allow_inf_nan=False)
-    memory_bytes: Count
-
-
-class LinkBytes(FrozenModel):
-    """Bytes over one link of the reporting peer since it started."""
-
-    remote: PeerId
-    protocol: Annotated[str, Field(max_length=100)]
-    sent: Count
-    received: Count
-
 
 # ---------------------------------------------------------------- client to coordinator
 
@@ -109,6 +42,8 @@ class Hello(FrozenModel):
     device: Text
     memory_bytes: Count
     trainer: bool = True
+    reachability: Reachability = Reachability.UNKNOWN
+    offers_relay: bool = False
     wanted_stage: StageIndex | None = None
     stage: StageIndex | None = None
     """The stage this client already holds, at `version`; None for a newcomer."""
@@ -131,6 +66,17 @@ class Heartbeat(FrozenModel):
     microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
     queued: Count
     links: tuple[LinkBytes, ...] = Field(default=(), max_length=4096)
+    paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
+
+
+class Whereabouts(FrozenModel):
+    """Where this peer is found now: an address, a relay or what a probe says has changed."""
+
+    kind: Literal["whereabouts"] = "whereabouts"
+    addresses: tuple[Address, ...] = Field(max_length=32)
+    carrier: CarrierAddress | None = None
+    reachability: Reachability
+    offers_relay: bool
 
 
 class Receipts(FrozenModel):
@@ -232,8 +178,8 @@ class Leaving(FrozenModel):
 
 
 ClientMessage = Annotated[
-    Hello | StageRequest | Heartbeat | Receipts | LeaseResult | MaskRequest | RoundReport
-    | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed | Leaving,
+    Hello | StageRequest | Heartbeat | Whereabouts | Receipts | LeaseResult | MaskRequest
+    | RoundReport | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed | Leaving,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -286,6 +232,15 @@ class Roster(FrozenModel):
     kind: Literal["roster"] = "roster"
     serial: Count
     peers: tuple[PeerRecord, ...] = Field(max_length=65_536)
+    revoked: tuple[PeerId, ...] = Field(default=(), max_length=65_536)
+    """Not to be served any more although their certificates have not expired yet."""
+
+
+class CertificateRenewed(FrozenModel):
+    """A newer certificate for the client, sent before its present one lapses."""
+
+    kind: Literal["certificate_renewed"] = "certificate_renewed"
+    certificate: Envelope
 
 
 class LeasedMicrobatch(FrozenModel):
@@ -361,148 +316,11 @@ class Goodbye(FrozenModel):
 
 
 CoordinatorMessage = Annotated[
-    Welcome | Refused | AssignStage | Roster | Lease | Mask | Close | AbortRound
-    | Apply | SaveSnapshot | Goodbye,
+    Welcome | Refused | CertificateRenewed | AssignStage | Roster | Lease | Mask | Close
+    | AbortRound | Apply | SaveSnapshot | Goodbye,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
 
-# ---------------------------------------------------------------- stage to stage
-
-
-class RefusalReason(StrEnum):
-    BUSY = "busy"
-    """The queue is full: choose another peer."""
-    WRONG_STEP = "wrong_step"
-    """The receiver is at another parameter version, or holds another stage."""
-    NOT_ADMITTED = "not_admitted"
-    """The sender may not use this peer."""
-    FAILED = "failed"
-    """It was tried and did not work; `detail` says why."""
-
-
-class StageHello(FrozenModel):
-    """Opens an edge: who I am in this run."""
-
-    kind: Literal["stage_hello"] = "stage_hello"
-    run: RunId
-    certificate: Envelope
-
-
-class StageHelloAnswer(FrozenModel):
-    kind: Literal["stage_hello_answer"] = "stage_hello_answer"
-    certificate: Envelope
-    stage: StageIndex
-    credits: int = Field(ge=1, le=1024)
-
-
-class StageRefused(FrozenModel):
-    kind: Literal["stage_refused"] = "stage_refused"
-    request: Count | None = None
-    reason: RefusalReason
-    detail: Text = ""
-
-
-class Forward(FrozenModel):
-    """One microbatch enters a stage. The payload is the input followed by the targets.
-
-    Stage 0's input are token ids (uint32, sequences × length); elsewhere the activation in the
-    run's wire dtype. Targets (uint32) travel along to the last stage.
-    """
-
-    kind: Literal["forward"] = "forward"
-    request: Count
-    mode: Literal["train", "evaluate"] = "train"
-    step: Step
-    microbatch: MicrobatchIndex
-    stage: StageIndex
-    accumulate: Stages
-    input_bytes: Count
-    target_bytes: Count
-
-
-class Backward(FrozenModel):
-    """The answer to Forward: the payload is the gradient of its input (empty for a trainer)."""
-
-    kind: Literal["backward"] = "backward"
-    request: Count
-    receipts: tuple[Envelope, ...] = Field(max_length=512)
-    service_seconds: Seconds
-    """Queueing and compute at this peer alone, without what is downstream of it."""
-    loss_sum: float = Field(allow_inf_nan=False)
-    tokens: Count
-
-
-class StageCancel(FrozenModel):
-    """The sender has given this request up: free what is kept for it."""
-
-    kind: Literal["stage_cancel"] = "stage_cancel"
-    request: Count
-
-
-StageRequestMessage = Annotated[StageHello | Forward | StageCancel, Field(discriminator="kind")]
-StageAnswerMessage = Annotated[
-    StageHelloAnswer | StageRefused | Backward, Field(discriminator="kind")
-]
-
-
-# ---------------------------------------------------------------- transfer of files
-
-
-class TransferHello(FrozenModel):
-    kind: Literal["transfer_hello"] = "transfer_hello"
-    run: RunId
-    certificate: Envelope
-
-
-class ChunkRequest(FrozenModel):
-    kind: Literal["chunk_request"] = "chunk_request"
-    item: Annotated[str, Field(max_length=200)]
-    offset: Count
-    bytes: int = Field(ge=1, le=4 * 2**20)
-
-
-class ChunkAnswer(FrozenModel):
-    """The payload is the chunk; `sha256` is of the chunk, `item_bytes` the size of the whole."""
-
-    kind: Literal["chunk_answer"] = "chunk_answer"
-    item: Annotated[str, Field(max_length=200)]
-    offset: Count
-    item_bytes: Count
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class TransferRefused(FrozenModel):
-    kind: Literal["transfer_refused"] = "transfer_refused"
-    reason: Text
-
-
-TransferMessage = Annotated[
-    TransferHello | ChunkRequest | ChunkAnswer | TransferRefused, Field(discriminator="kind")
-]
-
-
 client_messages: TypeAdapter[ClientMessage] = TypeAdapter(ClientMessage)
 coordinator_messages: TypeAdapter[CoordinatorMessage] = TypeAdapter(CoordinatorMessage)
-stage_requests: TypeAdapter[StageRequestMessage] = TypeAdapter(StageRequestMessage)
-stage_answers: TypeAdapter[StageAnswerMessage] = TypeAdapter(StageAnswerMessage)
-transfer_messages: TypeAdapter[TransferMessage] = TypeAdapter(TransferMessage)
-
-MessageT = TypeVar("MessageT")
-
-
-def parse(adapter: TypeAdapter[MessageT], header: bytes | bytearray | memoryview) -> MessageT:
-    """Parse a frame's header; anything that is not exactly one known message is a FrameError."""
-    try:
-        return adapter.validate_json(bytes(header))
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise FrameError(
-            f"the remote sent a message that does not parse: {place}: {first['msg']}"
-        ) from error
-
-
-def encode(message: FrozenModel) -> bytes:
-    """A message as a frame header."""
-    return message.model_dump_json().encode()

@@ -1,0 +1,122 @@
+"""What several protocols share: bounds, records of peers and of links, parsing."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from swarm_shared.errors import FrameError
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex
+
+SOFTWARE_VERSION = "0.1.0"
+
+Text = Annotated[str, Field(max_length=500)]
+Address = Annotated[str, Field(max_length=300)]
+Envelope = Annotated[str, Field(max_length=8_192)]
+"""A signed envelope in base64: certificates, receipts, carrier bindings."""
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
+Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
+
+
+class Carrier(StrEnum):
+    """What carries an all-reduce round's byte streams."""
+
+    HIVEMIND = "hivemind"
+    LIBP2P = "libp2p"
+
+
+class Reachability(StrEnum):
+    """Whether others can open a connection to this peer, as a probe from outside has found."""
+
+    UNKNOWN = "unknown"
+    PUBLIC = "public"
+    MAPPED = "mapped"
+    """Behind a router that forwards a port to it, asked for by UPnP or NAT-PMP."""
+    BEHIND_NAT = "behind_nat"
+
+
+class PathKind(StrEnum):
+    """The way of a connection. In order of preference."""
+
+    DIRECT = "direct"
+    PUNCHED = "punched"
+    RELAYED = "relayed"
+
+
+class LinkPath(FrozenModel):
+    """The best connection of the reporting peer to another one, as it is now."""
+
+    remote: PeerId
+    kind: PathKind
+    relay: PeerId | None = None
+    rtt_seconds: Seconds
+    bytes_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """The highest rate seen lately, both directions together; 0 when nothing was sent."""
+
+
+class CarrierAddress(FrozenModel):
+    """Where a peer's p2pd can be reached; the binding is its main key's word on it."""
+
+    peer: str = Field(max_length=200)
+    addresses: tuple[Address, ...] = Field(max_length=32)
+    binding: Envelope
+
+
+class PeerRecord(FrozenModel):
+    """One member of the roster, as everybody may know it."""
+
+    peer: PeerId
+    stage: StageIndex
+    addresses: tuple[Address, ...] = Field(max_length=32)
+    certificate: Envelope
+    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
+    carrier: CarrierAddress | None = None
+    accepts_work: bool = True
+    """False while the peer is leaving: it still averages, but gets no new microbatch."""
+    reachability: Reachability = Reachability.UNKNOWN
+    offers_relay: bool = False
+    """Members may reserve slots at this peer and be dialled through it."""
+
+
+class StageRow(FrozenModel):
+    """How well one stage is served; the input of the pure choice a newcomer makes."""
+
+    stage: StageIndex
+    peers: Count
+    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
+    work_flops: float = Field(ge=0, allow_inf_nan=False)
+    memory_bytes: Count
+
+
+class LinkBytes(FrozenModel):
+    """Bytes over one link of the reporting peer since it started."""
+
+    remote: PeerId
+    protocol: Annotated[str, Field(max_length=100)]
+    sent: Count
+    received: Count
+
+
+MessageT = TypeVar("MessageT")
+
+
+def parse(adapter: TypeAdapter[MessageT], header: bytes | bytearray | memoryview) -> MessageT:
+    """Parse a frame's header; anything that is not exactly one known message is a FrameError."""
+    try:
+        return adapter.validate_json(bytes(header))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise FrameError(
+            f"the remote sent a message that does not parse: {place}: {first['msg']}"
+        ) from error
+
+
+def encode(message: FrozenModel) -> bytes:
+    """A message as a frame header."""
+    return message.model_dump_json().encode()
