@@ -276,7 +276,7 @@ async def test_finished_streams_leave_nothing_behind(monkeypatch: pytest.MonkeyP
                 while connection.muxed_conn._streams or connection.streams:
                     await trio.lowlevel.checkpoint()
             assert connection.muxed_conn._window_budget == yamux.EXTRA_WINDOW_BUDGET_BYTES
-        assert not server._inbound_streams
+        assert not server._inbound._open
 
 
 async def test_a_protocol_that_is_not_served_is_a_network_error() -> None:
@@ -355,7 +355,7 @@ async def test_a_node_does_not_connect_to_itself() -> None:
 
 async def test_no_usable_address_is_a_network_error() -> None:
     async with open_node(Identity.generate()) as client:
-        with pytest.raises(NetworkError, match="no address that can be dialled"):
+        with pytest.raises(NetworkError, match="no address that leads there"):
             await client.connect(Identity.generate().peer_id, ["/ip4/192.0.2.1/udp/1", "?"])
 
 

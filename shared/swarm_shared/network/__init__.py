@@ -9,7 +9,9 @@
 Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
 """
 
-from swarm_shared.network.node import Handler, Node, open_node
+from swarm_shared.network.inbound import Handler
+from swarm_shared.network.node import Node, open_node
+from swarm_shared.network.relay_server import RelayLimits
 from swarm_shared.network.stream import FramedStream
 from swarm_shared.network.traffic import LinkTraffic
 from swarm_shared.wire import Frame, FrameLimits
@@ -21,5 +23,6 @@ __all__ = [
     "Handler",
     "LinkTraffic",
     "Node",
+    "RelayLimits",
     "open_node",
 ]

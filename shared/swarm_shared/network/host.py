@@ -7,9 +7,12 @@ peers on its own accord and answers identify requests.
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
 from libp2p.abc import IMuxedConn, ISecureConn
@@ -46,11 +49,20 @@ NEGOTIATE_SECONDS = 10.0
 MAX_PENDING_HANDSHAKES = 128
 """Connections that have not yet proved who they are; more are refused at once."""
 
+MAX_PENDING_PER_ADDRESS = 32
+
+MAX_CONNECTIONS_PER_ADDRESS = 128
+"""From one IPv4 address or one IPv6 /64: a household or a company, not a flood."""
+
 MAX_CONNECTIONS_PER_PEER = 4
-"""Two ends that dial each other at once make two; a relayed one may come on top."""
+"""Two ends that dial each other at once make two; relayed ones may come on top."""
 
 
-def build_host(identity: Identity, max_connections: int) -> BasicHost:
+def build_host(
+    identity: Identity,
+    max_connections: int,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+) -> BasicHost:
     """A host with the identity's key that has not been started."""
     _quieten_libp2p()
     private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
@@ -75,6 +87,7 @@ def build_host(identity: Identity, max_connections: int) -> BasicHost:
         connection_config=_connection_config(max_connections),
     )
     swarm.auto_connector = NoAutoConnector(swarm)
+    swarm.max_connections_per_address = max_connections_per_address
     host = BasicHost(swarm, disable_identify_address_discovery=True)
     # Identify and ping: nobody asks for them, and their handlers let a remote write into the
     # peer store. Without them the host also does not open identify streams by itself.
@@ -128,8 +141,17 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
     ended, so that a node that is up for long accepts nobody any more.
     """
 
-    _pending_handshakes = 0
-    on_peer_lost: Callable[[ID], None] | None = None
+    max_connections_per_address = MAX_CONNECTIONS_PER_ADDRESS
+    on_connected: Callable[[SwarmConn], None] | None = None
+    on_lost: Callable[[SwarmConn], None] | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pending: Counter[str] = Counter()
+        self._from_address: Counter[str] = Counter()
+        self.expected_as_initiator: dict[tuple[str, int], ID] = {}
+        """Where an accepted connection is one end of a hole that is being punched, and this
+        side has the initiator's part although the other one's packet came first."""
 
     async def add_conn(self, muxed_conn: IMuxedConn, direction: str = "unknown") -> SwarmConn:
         """Refuses the newest of too many, where the original closes one that may be in use."""
@@ -137,38 +159,81 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         if len(known) >= MAX_CONNECTIONS_PER_PEER:
             await muxed_conn.close()
             raise SwarmException(f"{muxed_conn.peer_id} has {len(known)} connections already")
-        return await super().add_conn(muxed_conn, direction)
+        connection = await super().add_conn(muxed_conn, direction)
+        if self.on_connected is not None and not connection.is_closed:
+            self.on_connected(connection)
+        return connection
 
     def remove_conn(self, swarm_conn: SwarmConn) -> None:
         """Called for each connection that ends, before its streams' handlers hear of it."""
-        peer_id = swarm_conn.muxed_conn.peer_id
-        known = peer_id in self.connections
+        known = swarm_conn in self.connections.get(swarm_conn.muxed_conn.peer_id, ())
         super().remove_conn(swarm_conn)
-        if known and peer_id not in self.connections and self.on_peer_lost is not None:
-            self.on_peer_lost(peer_id)
+        if known and self.on_lost is not None:
+            self.on_lost(swarm_conn)
 
     async def _handle_inbound_connection(
         self, read_write_closer: ReadWriteCloser, maddr: Multiaddr
     ) -> None:
-        if self._pending_handshakes >= MAX_PENDING_HANDSHAKES:
+        place = read_write_closer.get_remote_address() or ("", 0)
+        address = address_group(place[0])
+        if (
+            self._from_address[address] >= self.max_connections_per_address
+            or self._pending[address] >= MAX_PENDING_PER_ADDRESS
+            or self._pending.total() >= MAX_PENDING_HANDSHAKES
+        ):
             await read_write_closer.close()
             return
         if isinstance(read_write_closer, TrioTCPStream):
             read_write_closer = BufferedTcpStream(read_write_closer.stream)
-        self._pending_handshakes += 1
+        self._from_address[address] += 1
         try:
-            muxer = await self.upgrade_inbound_raw_conn(
-                RawConnection(read_write_closer, False), maddr
-            )
+            muxer = await self._upgrade_inbound(read_write_closer, maddr, place[:2])
+            if muxer is not None:
+                # Returning would close the socket.
+                await muxer.event_closed.wait()
+        finally:
+            _take_one(self._from_address, address)
+
+    async def _upgrade_inbound(
+        self, stream: ReadWriteCloser, maddr: Multiaddr, place: tuple[str, int]
+    ) -> YamuxConnection | None:
+        """The running connection; None when it was refused."""
+        address = address_group(place[0])
+        expected = self.expected_as_initiator.get(place)
+        self._pending[address] += 1
+        try:
+            if expected is not None:
+                raw = RawConnection(stream, True)
+                muxer = (await self.upgrade_outbound_raw_conn(raw, expected)).muxed_conn
+            else:
+                muxer = await self.upgrade_inbound_raw_conn(RawConnection(stream, False), maddr)
         except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)
             logger.debug("a connection to %s was refused: %r", maddr, error)
-            await read_write_closer.close()
-            return
+            await stream.close()
+            return None
         finally:
-            self._pending_handshakes -= 1
+            _take_one(self._pending, address)
         assert isinstance(muxer, YamuxConnection)
-        # Returning would close the socket.
-        await muxer.event_closed.wait()
+        return muxer
+
+
+def address_group(host: str) -> str:
+    """What counts as one place: an IPv4 address, or the /64 that a household is given."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return str(ip.ipv4_mapped)
+        return str(ipaddress.ip_network((ip, 64), strict=False))
+    return str(ip)
+
+
+def _take_one(counter: Counter[str], key: str) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]
 
 
 def _quieten_libp2p() -> None:

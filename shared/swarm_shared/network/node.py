@@ -1,83 +1,128 @@
 """A peer's end of the network: connect, serve protocols, open streams.
 
-Owns the life of the host and every handler's supervision. Building the host is in `host`,
-frames are in `stream`. Runs on trio.
+Puts the parts together and owns their life: connections are chosen in `links`, made in `dialer`,
+`relay_client` and `hole_punch`; streams from remotes are supervised in `inbound`. Building the
+host is in `host`, frames are in `stream`. Runs on trio.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 
-import psutil
 import trio
-from libp2p.abc import INetConn, INetStream
 from libp2p.custom_types import TProtocol
-from libp2p.network.stream.net_stream import NetStream
+from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
-from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
-from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError, SwarmError
+from swarm_shared.errors import FrameError, NetworkError
 from swarm_shared.identity import Identity, public_key_of
+from swarm_shared.messages import LinkPath
+from swarm_shared.network.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
+from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.errors import dial_errors, summary
-from swarm_shared.network.host import NodeSwarm, build_host
+from swarm_shared.network.hole_punch import DCUTR_PROTOCOL, HolePuncher
+from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
+from swarm_shared.network.identify import IDENTIFY_PROTOCOL, read_observed, remote_multiaddr
+from swarm_shared.network.identify import answer as answer_identify
+from swarm_shared.network.inbound import Handler, Inbound, RawHandler
+from swarm_shared.network.links import Links, muxer_of
+from swarm_shared.network.outbound import StreamOpener
+from swarm_shared.network.reach import Interfaces, is_global
+from swarm_shared.network.relay_client import RelayClient
+from swarm_shared.network.relay_server import RelayLimits, RelayServer
 from swarm_shared.network.stream import FramedStream
 from swarm_shared.network.tcp import check_ports_are_free
-from swarm_shared.network.traffic import LinkTraffic, TrafficCounter
+from swarm_shared.network.traffic import LinkTraffic
+from swarm_shared.network.watch import NetworkWatch
+from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
 from swarm_shared.wire import FrameLimits
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[FramedStream], Awaitable[None]]
-DisconnectCallback = Callable[[PeerId], None]
+PeerCallback = Callable[[PeerId], None]
 
-CONNECT_SECONDS = 15.0
-OPEN_STREAM_SECONDS = 15.0
-DIAL_STAGGER_SECONDS = 0.25
-"""Head start of each address over the next (happy eyeballs, RFC 8305)."""
-MAX_ADDRESSES_DIALLED = 16
+CONNECT_SECONDS = 20.0
+"""A direct dial, a relay's head start, a circuit, and a hole that is given up."""
+OPEN_STREAM_SECONDS = 20.0
 CLOSE_SECONDS = 2.0
 """How long closing the node waits for good-byes to be sent, over all connections."""
+RELAYED_LINGER_SECONDS = 5.0
+"""Streams on a relayed connection have moved to the direct one in this time, or soon will."""
+PROVE_ALIVE_SECONDS = 5.0
+MAX_RELAY_ADDRESSES = 8
 
 
 class Node:
     """Made by `open_node`; valid inside its `async with`."""
 
     def __init__(
-        self, identity: Identity, max_connections: int, max_inbound_streams_per_peer: int
+        self,
+        identity: Identity,
+        max_connections: int,
+        max_inbound_streams_per_peer: int,
+        max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     ) -> None:
         self.peer_id = identity.peer_id
-        self._host = build_host(identity, max_connections)
+        self._identity = identity
+        self._host = build_host(identity, max_connections, max_connections_per_address)
         swarm = self._host.get_network()
         assert isinstance(swarm, NodeSwarm)
         self._swarm = swarm
-        self._max_inbound_streams = max_inbound_streams_per_peer
-        self._inbound_streams: Counter[PeerId] = Counter()
-        self._handler_errors: Counter[str] = Counter()
-        self._traffic = TrafficCounter()
-        self._disconnect_callbacks: list[DisconnectCallback] = []
-        self._dials: dict[PeerId, trio.Lock] = {}
+        self._links = Links(swarm)
+        self._streams = StreamOpener(self._links)
+        self._inbound = Inbound(self._host, max_inbound_streams_per_peer)
+        self._watch = NetworkWatch(self._network_changed)
+        self._relays = RelayClient(
+            self.peer_id, swarm, self._connect_to_relay, self._streams.open_raw
+        )
+        self._puncher = HolePuncher(
+            swarm, self._punchable_addresses, self._source, self._streams.open_raw,
+            self._links.has_direct, lambda: self._watch.interfaces,
+        )  # fmt: skip
+        self._dialer = Dialer(
+            swarm, self._links, self._relays, self._puncher, lambda: self._watch.interfaces,
+            self._source,
+        )  # fmt: skip
+        self._relay: RelayServer | None = None
+        self._observed: dict[PeerId, str] = {}
+        self._announced: tuple[str, ...] = ()
+        self._disconnect_callbacks: list[PeerCallback] = []
+        self._path_callbacks: list[PeerCallback] = []
+        self._address_callbacks: list[Callable[[], None]] = []
+        self._network_callbacks: list[Callable[[], None]] = []
+        self._nursery: trio.Nursery | None = None
         self._manager = TrioManager(swarm)
-        self._swarm.set_stream_handler(self._accept_stream)
-        self._swarm.on_peer_lost = self._peer_lost
+        self._swarm.set_stream_handler(self._inbound.accept)
+        self._swarm.on_connected = self._connected
+        self._swarm.on_lost = self._links.changed
+        self._links.on_lost = self._peer_lost
+        self._links.on_change = self._path_changed
+        self._relays.on_change = self._addresses_changed
+        self._serve_raw(STOP_PROTOCOL, self._relays.handle_stop, public=True)
+        self._serve_raw(DCUTR_PROTOCOL, self._puncher.handle)
+        self._serve_raw(IDENTIFY_PROTOCOL, self._identify, public=True)
+
+    # What is known
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where others can reach this node, each ending in its peer ID; loopback last."""
-        found: dict[str, None] = {}
-        for listener in self._swarm.listeners.values():
-            for address in listener.get_addrs():
-                for dialable in _dialable(address):
-                    found[f"{dialable}/p2p/{self.peer_id}"] = None
-        return tuple(sorted(found, key=lambda text: "/127." in text or "/::1/" in text))
+        own = dict.fromkeys((*self._announced, *self._listening(), *self._relays.addresses))
+        ordered = sorted(own, key=lambda text: "/127." in text or "/::1/" in text)
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in ordered)
+
+    @property
+    def listening_port(self) -> int | None:
+        """The TCP port that others dial; None when this node does not listen."""
+        for address in self._listening():
+            return int(address.split("/tcp/")[1])
+        return None
 
     @property
     def connected_peers(self) -> tuple[PeerId, ...]:
@@ -86,51 +131,125 @@ class Node:
     @property
     def handler_errors(self) -> dict[str, int]:
         """How often the handlers of each protocol failed by a fault of this side."""
-        return dict(self._handler_errors)
+        return dict(self._inbound.handler_errors)
+
+    @property
+    def relay_slots(self) -> tuple[PeerId, ...]:
+        """The relays at which this node can be reached now."""
+        return self._relays.slots
+
+    @property
+    def relay(self) -> RelayServer | None:
+        """What this node does for others, when it does."""
+        return self._relay
 
     def is_connected(self, peer: PeerId) -> bool:
-        return any(not connection.is_closed for connection in self._connections(peer))
+        return self._links.best(peer) is not None
+
+    def path(self, peer: PeerId) -> LinkPath | None:
+        """The best connection to `peer`; None when there is none."""
+        return self._links.path(peer)
+
+    def paths(self) -> list[LinkPath]:
+        """The best connection to every connected peer."""
+        return self._links.paths()
 
     def traffic(self) -> list[LinkTraffic]:
         """What framed streams carried since the node was opened."""
-        return self._traffic.totals()
+        return self._inbound.traffic.totals()
 
-    def serve(self, protocol: str, handler: Handler, limits: FrameLimits) -> None:
+    def observed_address(self, peer: PeerId) -> str | None:
+        """How `peer` sees this node's address and port; None when it has not said so.
+
+        Known of peers that were connected to with `from_listening_port`, relays among them.
+        """
+        return self._observed.get(peer)
+
+    # What is served
+
+    def serve(
+        self, protocol: str, handler: Handler, limits: FrameLimits, *, public: bool = False
+    ) -> None:
         """Runs `handler` for each stream that a remote opens with `protocol`.
 
         The stream is closed when the handler returns and reset when it raises. What it raises
-        stays here: logged once, with its traceback when it is a fault of this side.
+        stays here: logged once, with its traceback when it is a fault of this side. A protocol
+        that is not `public` is refused to remotes that `admits` does not know.
         """
-        self._host.set_stream_handler(
-            TProtocol(protocol), partial(self._handle, protocol, handler, limits)
-        )
+        self._inbound.serve(protocol, handler, limits, public=public)
 
-    def on_disconnect(self, callback: DisconnectCallback) -> None:
+    def admit_only(self, admits: Callable[[PeerId, str], bool]) -> None:
+        """From now on, who may use which protocol; those served as public are for everybody."""
+        self._inbound.admits = admits
+
+    def serve_relay(self, limits: RelayLimits, allow: Callable[[PeerId], bool]) -> None:
+        """Relays for the peers that `allow` names, at both ends of a circuit."""
+        self._relay = RelayServer(
+            limits, allow, lambda: self._dialable()[:MAX_RELAY_ADDRESSES], self._streams.open_raw
+        )
+        self._serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
+
+    def stop_relay(self) -> None:
+        """No new slots and circuits; those there are go on."""
+        self._host.multiselect.handlers.pop(TProtocol(HOP_PROTOCOL), None)
+
+    # Being reached
+
+    def announce(self, addresses: Sequence[str]) -> None:
+        """Addresses of this node that only others can know: a router's, a name's."""
+        announced = tuple(address.split("/p2p/")[0] for address in addresses)
+        if announced != self._announced:
+            self._announced = announced
+            self._addresses_changed()
+
+    def use_relays(
+        self, relays: Mapping[PeerId, Sequence[str]], wanted: int, last: PeerId | None = None
+    ) -> None:
+        """Hold `wanted` slots at some of `relays`, at `last` only when others do not serve."""
+        self._relays.offer(relays, last)
+        self._relays.want(wanted)
+
+    def on_addresses(self, callback: Callable[[], None]) -> None:
+        """Calls back, synchronously, when `addresses` may have changed."""
+        self._address_callbacks.append(callback)
+
+    def on_disconnect(self, callback: PeerCallback) -> None:
         """Calls back, synchronously, when the last connection to a peer is gone."""
         self._disconnect_callbacks.append(callback)
+
+    def on_path_change(self, callback: PeerCallback) -> None:
+        """Calls back, synchronously, when a peer's best connection is another one than before."""
+        self._path_callbacks.append(callback)
+
+    def on_network_change(self, callback: Callable[[], None]) -> None:
+        """Calls back, synchronously, when this machine's addresses changed or it woke up."""
+        self._network_callbacks.append(callback)
+
+    # Reaching others
 
     async def connect(
         self,
         peer: PeerId,
         addresses: Sequence[str],
         timeout_seconds: float = CONNECT_SECONDS,
+        *,
+        from_listening_port: bool = False,
     ) -> None:
         """Connects to `peer` at one of `addresses`; does nothing when already connected.
 
-        NetworkError when none of them leads to that very peer; LinkTimeout when none answers.
+        Through a relay where nothing else leads there, and then by a punched hole if that works
+        within seconds. With `from_listening_port` the remote sees the router's mapping of that
+        port, and is asked for it. NetworkError when no address leads to that very peer;
+        LinkTimeout when none answers.
         """
-        lock = self._dials.setdefault(peer, trio.Lock())
-        try:
-            async with lock:
-                if self.is_connected(peer):
-                    return
-                if peer == self.peer_id:
-                    raise NetworkError(f"{peer} is this node itself")
-                targets = _parse_addresses(peer, addresses)
-                await self._dial_first(peer, targets, timeout_seconds)
-        finally:
-            if not lock.statistics().tasks_waiting and not lock.locked():
-                self._dials.pop(peer, None)
+        if peer == self.peer_id:
+            raise NetworkError(f"{peer} is this node itself")
+        _libp2p_id(peer)
+        await self._dialer.connect(
+            peer, addresses, timeout_seconds, from_listening_port=from_listening_port
+        )
+        if from_listening_port and peer not in self._observed:
+            await self._ask_observed(peer)
 
     async def open_stream(
         self,
@@ -140,23 +259,28 @@ class Node:
         addresses: Sequence[str] = (),
         timeout_seconds: float = OPEN_STREAM_SECONDS,
     ) -> FramedStream:
-        """A new stream to `peer`; connects first when there are `addresses` and need be.
+        """A new stream to `peer` on its best connection; connects first when need be.
 
         NetworkError when the peer cannot be reached or does not speak the protocol.
         """
+        _libp2p_id(peer)
         with dial_errors(f"opening {protocol} to {peer}"), trio.fail_after(timeout_seconds):
             if not self.is_connected(peer):
                 if not addresses:
                     raise NetworkError(f"{peer} is not connected, and no address of it is known")
                 await self.connect(peer, addresses, timeout_seconds)
-            stream = await self._swarm.new_stream(_libp2p_id(peer))
-            await _negotiate(stream, peer, protocol)
-        assert isinstance(stream, NetStream)
-        return FramedStream(stream, protocol, limits, self._traffic)
+            stream = await self._streams.open(peer, protocol)
+        return FramedStream(
+            stream, protocol, limits, self._inbound.traffic, self._links.is_superseded
+        )
+
+    async def punch(self, peer: PeerId) -> bool:
+        """Try to make a relayed connection a direct one. False: it stays as it is."""
+        return await self._puncher.punch(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Closes all connections to `peer`."""
-        for connection in self._connections(peer):
+        for connection in self._swarm.get_connections(_libp2p_id(peer)):
             await connection.close()
 
     # Life
@@ -179,11 +303,17 @@ class Node:
     async def run(self) -> None:
         """Runs the host until cancelled. NetworkError when it fails."""
         try:
-            await self._manager.run()
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                nursery.start_soon(self._relays.run)
+                nursery.start_soon(self._watch.run)
+                await self._manager.run()
         except Exception as error:
             raise NetworkError(
                 f"the network of this node failed ({summary(error)}); start it again"
             ) from error
+        finally:
+            self._nursery = None
 
     async def close(self) -> None:
         """Says good-bye on all connections at once, then stops listening."""
@@ -193,99 +323,124 @@ class Node:
         for listener in list(self._swarm.listeners.values()):
             await listener.close()
 
-    # Connections
+    # Addresses
 
-    def _connections(self, peer: PeerId) -> list[INetConn]:
-        connections: list[INetConn] = self._swarm.get_connections(_libp2p_id(peer))
-        return connections
+    def _listening(self) -> list[str]:
+        return [
+            dialable
+            for listener in self._swarm.listeners.values()
+            for address in listener.get_addrs()
+            for dialable in _dialable(address, self._watch.interfaces)
+        ]
 
-    async def _dial_first(
-        self, peer: PeerId, targets: list[Multiaddr], timeout_seconds: float
-    ) -> None:
-        """Dials all targets, each a little after the one before; the first to succeed wins."""
-        reasons: list[str] = []
-        answered = False
+    def _dialable(self) -> tuple[str, ...]:
+        """Where this node can be dialled without a relay."""
+        return tuple(dict.fromkeys((*self._announced, *self._listening())))
 
-        async def dial(target: Multiaddr, failed: trio.Event) -> None:
-            nonlocal answered
-            try:
-                with dial_errors(f"{target}"):
-                    await self._swarm.dial_addr(target, _libp2p_id(peer))
-            except NetworkError as error:
-                reasons.append(str(error))
-                failed.set()
-                return
-            answered = True
-            nursery.cancel_scope.cancel()
+    def _punchable_addresses(self) -> list[str]:
+        """What a router in between may let through, the public ones first."""
+        own = [*self._announced, *self._observed.values(), *self._listening()]
+        return sorted(dict.fromkeys(own), key=lambda address: not is_global(address))
 
-        with trio.move_on_after(timeout_seconds) as scope:
-            async with trio.open_nursery() as nursery:
-                for target in targets:
-                    failed = trio.Event()
-                    nursery.start_soon(dial, target, failed)
-                    with trio.move_on_after(DIAL_STAGGER_SECONDS):
-                        await failed.wait()
-        if answered or self.is_connected(peer):
+    def _source(self, version: int) -> tuple[str, int] | None:
+        """The local end of a dial from the listening port; None when there is none."""
+        for address in self._listening():
+            if address.startswith(f"/ip{version}/"):
+                return ("0.0.0.0" if version == 4 else "::", int(address.split("/tcp/")[1]))
+        return None
+
+    async def _connect_to_relay(self, relay: PeerId, addresses: Sequence[str]) -> None:
+        await self.connect(relay, addresses, from_listening_port=True)
+
+    async def _ask_observed(self, peer: PeerId) -> None:
+        path = self.path(peer)
+        if path is None or path.relay is not None:
             return
-        if scope.cancelled_caught:
-            raise LinkTimeout(
-                f"{peer} did not answer within {timeout_seconds:g} s at "
-                f"{', '.join(map(str, targets))}"
-            )
-        raise NetworkError(f"{peer} cannot be reached: {'; '.join(reasons)}")
+        try:
+            with dial_errors(f"asking {peer} who we are"), trio.fail_after(MESSAGE_SECONDS):
+                stream = await self._streams.open_raw(peer, IDENTIFY_PROTOCOL)
+                observed = await read_observed(stream)
+                await stream.close()
+        except (NetworkError, FrameError) as error:
+            logger.debug("%s", error)
+            return
+        if observed is not None:
+            self._observed[peer] = observed
 
-    def _peer_lost(self, peer_id: ID) -> None:
-        peer = PeerId(peer_id.to_base58())
-        for callback in self._disconnect_callbacks:
+    # Events
+
+    def _connected(self, connection: SwarmConn) -> None:
+        muxer = muxer_of(connection)
+        peer = PeerId(muxer.peer_id.to_base58())
+        if muxer.relay is None:
+            place = remote_multiaddr(muxer.get_remote_address())
+            # What came while a hole was being punched came through it, but for the own network.
+            muxer.punched = self._puncher.is_active(peer) and place is not None and is_global(place)
+        self._links.changed(connection)
+        if self._nursery is None:
+            return
+        if muxer.relay is None:
+            self._puncher.connected(peer)
+            self._nursery.start_soon(self._retire_relayed, peer)
+        elif not muxer.is_initiator:
+            # As the specification has it: the end that was dialled begins.
+            self._nursery.start_soon(self._puncher.punch, peer)
+
+    async def _retire_relayed(self, peer: PeerId) -> None:
+        """Close relayed connections that are not needed any more, once nothing is on them."""
+        while self._links.has_direct(peer):
+            relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
+            if not relayed:
+                return
+            await trio.sleep(RELAYED_LINGER_SECONDS)
+            for connection in relayed:
+                if self._links.has_direct(peer) and not muxer_of(connection).stream_count:
+                    await connection.close()
+
+    def _peer_lost(self, peer: PeerId) -> None:
+        self._observed.pop(peer, None)
+        if self._relay is not None:
+            self._relay.forget(peer)
+        self._relays.lost(peer)
+        self._tell(self._disconnect_callbacks, peer)
+
+    def _path_changed(self, peer: PeerId) -> None:
+        self._tell(self._path_callbacks, peer)
+
+    def _tell(self, callbacks: Sequence[PeerCallback], peer: PeerId) -> None:
+        for callback in callbacks:
             try:
                 callback(peer)
             except Exception:  # a supervisor: one listener's fault must not stop the others
-                self._handler_errors["on_disconnect"] += 1
-                logger.exception("what was to be done at the loss of %s failed", peer)
+                self._inbound.handler_errors["callback"] += 1
+                logger.exception("what was to be done about the link to %s failed", peer)
 
-    # Streams from remotes
+    def _addresses_changed(self) -> None:
+        for callback in self._address_callbacks:
+            callback()
 
-    async def _accept_stream(self, stream: INetStream) -> None:
-        """The entry of every stream that a remote opens. Never raises: an error that leaves
-        here would stop the whole host."""
-        remote = PeerId(stream.muxed_conn.peer_id.to_base58())
-        if self._inbound_streams[remote] >= self._max_inbound_streams:
-            logger.debug("%s has too many streams open, one more is refused", remote)
-            await stream.reset()
-            return
-        self._inbound_streams[remote] += 1
-        try:
-            await self._host._swarm_stream_handler(stream)
-        except Exception as error:  # noqa: BLE001 (a remote's garbage makes py-libp2p raise anything)
-            logger.debug("a stream from %s was refused: %s", remote, summary(error))
-            await stream.reset()
-        finally:
-            self._inbound_streams[remote] -= 1
-            if not self._inbound_streams[remote]:
-                del self._inbound_streams[remote]
+    def _network_changed(self) -> None:
+        """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
+        self._puncher.network_changed()
+        if self._nursery is not None:
+            for connection in self._swarm.get_connections():
+                self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+            for peer in self.connected_peers:
+                if not self._links.has_direct(peer):
+                    self._nursery.start_soon(self._puncher.punch, peer)
+        self._addresses_changed()
+        for callback in self._network_callbacks:
+            callback()
 
-    async def _handle(
-        self, protocol: str, handler: Handler, limits: FrameLimits, stream: INetStream
-    ) -> None:
-        assert isinstance(stream, NetStream)
-        framed = FramedStream(stream, protocol, limits, self._traffic)
-        try:
-            await handler(framed)
-        except LinkClosed as error:
-            logger.debug("%s: %s", protocol, error)
-        except (NetworkError, ProtocolError) as error:
-            logger.info("%s with %s ended: %s", protocol, framed.remote, error)
-        except SwarmError as error:
-            logger.warning("%s with %s ended: %s", protocol, framed.remote, error)
-        except Exception:  # a supervisor: one stream's trouble stays its own
-            self._handler_errors[protocol] += 1
-            logger.exception(
-                "the handler of %s failed on a stream with %s", protocol, framed.remote
-            )
-        else:
-            await framed.close()
-        finally:
-            await framed.reset()
+    # Raw protocols
+
+    def _serve_raw(self, protocol: str, handler: RawHandler, *, public: bool = False) -> None:
+        self._inbound.serve_raw(protocol, handler, public=public)
+
+    async def _identify(self, stream: YamuxStream) -> None:
+        protocols = tuple(str(protocol) for protocol in self._host.multiselect.handlers)
+        public_key = self._swarm.peerstore.pubkey(_libp2p_id(self.peer_id))
+        await answer_identify(stream, public_key.serialize(), self._dialable(), protocols)
 
 
 @asynccontextmanager
@@ -295,13 +450,16 @@ async def open_node(
     *,
     max_connections: int = 10_000,
     max_inbound_streams_per_peer: int = 256,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
 ) -> AsyncIterator[Node]:
     """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
 
     Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
     port. NetworkError when a port cannot be had.
     """
-    node = Node(identity, max_connections, max_inbound_streams_per_peer)
+    node = Node(
+        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address
+    )
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)
@@ -322,24 +480,6 @@ async def open_node(
     raise failure
 
 
-async def _negotiate(stream: INetStream, peer: PeerId, protocol: str) -> None:
-    """Asks for the protocol (multistream-select) in one round trip; py-libp2p takes two."""
-    messages = MultiselectCommunicator(stream)
-    agreed = False
-    try:
-        await messages.write(MULTISELECT_PROTOCOL_ID)
-        await messages.write(protocol)
-        if await messages.read() != MULTISELECT_PROTOCOL_ID:
-            raise NetworkError(f"{peer} does not speak multistream-select")
-        if await messages.read() != protocol:
-            raise NetworkError(f"{peer} does not serve {protocol}")
-        agreed = True
-    finally:
-        if not agreed:
-            with trio.CancelScope(shield=True), trio.move_on_after(1):
-                await stream.reset()
-
-
 def _libp2p_id(peer: PeerId) -> ID:
     public_key_of(peer)
     return ID.from_base58(peer)
@@ -354,43 +494,12 @@ def _parse(address: str) -> Multiaddr:
         ) from error
 
 
-def _parse_addresses(peer: PeerId, addresses: Sequence[str]) -> list[Multiaddr]:
-    """The dialable ones, without the peer ID at their end. NetworkError if none is left."""
-    suffix = f"/p2p/{peer}"
-    parsed: list[Multiaddr] = []
-    for address in addresses:
-        try:
-            target = _parse(address.removesuffix(suffix))
-        except NetworkError:
-            logger.debug("skipping %r, an address of %s", address, peer)
-            continue
-        names = {protocol.name for protocol in target.protocols()}
-        if "tcp" in names and not names & {"p2p", "ws", "wss"}:
-            parsed.append(target)
-    if not parsed:
-        raise NetworkError(f"{peer} has no address that can be dialled: {', '.join(addresses)}")
-    return parsed[:MAX_ADDRESSES_DIALLED]
-
-
-def _dialable(address: Multiaddr) -> list[str]:
+def _dialable(address: Multiaddr, interfaces: Interfaces) -> list[str]:
     """The address itself, or for a wildcard one for each of this machine's addresses."""
     protocols = {protocol.name for protocol in address.protocols()}
     version = "ip6" if "ip6" in protocols else "ip4"
     host, port = str(address.value_for_protocol(version)), address.value_for_protocol("tcp")
     if not ipaddress.ip_address(host).is_unspecified:
         return [f"/{version}/{host}/tcp/{port}"]
-    hosts = [
-        interface.address
-        for interfaces in psutil.net_if_addrs().values()
-        for interface in interfaces
-    ]
-    found = []
-    for text in hosts:
-        try:
-            ip = ipaddress.ip_address(text)
-        except ValueError:
-            # A hardware address, or a link-local one with its zone.
-            continue
-        if f"ip{ip.version}" == version and not ip.is_link_local:
-            found.append(f"/{version}/{ip}/tcp/{port}")
-    return found
+    own = sorted(interfaces.hosts, key=str)
+    return [f"/{version}/{ip}/tcp/{port}" for ip in own if f"ip{ip.version}" == version]

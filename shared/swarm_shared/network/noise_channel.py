@@ -11,8 +11,11 @@ from collections.abc import Sequence
 
 from libp2p.abc import ISecureConn
 from libp2p.io.exceptions import IncompleteReadError
+from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.security.noise.io import NoisePacketReadWriter, NoiseTransportReadWriter
 from libp2p.security.secure_session import SecureSession
+
+from swarm_shared.types import PeerId
 
 MAX_PLAINTEXT_BYTES = 65_535 - 16
 """One message holds 65,535 bytes, of which the cipher's tag takes 16."""
@@ -66,3 +69,11 @@ class NoiseChannel:
                 raise IncompleteReadError("the connection ended")
             collected += data
         return bytes(collected)
+
+
+def relay_of(channel: NoiseChannel) -> PeerId | None:
+    """The relay that carries the connection; None when it has a socket of its own."""
+    raw = channel._raw
+    transport = raw.stream if isinstance(raw, RawConnection) else raw
+    relay: PeerId | None = getattr(transport, "relay", None)
+    return relay

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -13,7 +13,9 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 
 from swarm_shared.errors import FrameError, LinkClosed, LinkTimeout
 from swarm_shared.network.errors import stream_errors
+from swarm_shared.network.identify import remote_multiaddr
 from swarm_shared.network.traffic import TrafficCounter
+from swarm_shared.network.yamux import YamuxConnection
 from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
 from swarm_shared.wire import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame
@@ -30,13 +32,19 @@ class FramedStream:
     """
 
     def __init__(
-        self, stream: NetStream, protocol: str, limits: FrameLimits, traffic: TrafficCounter
+        self,
+        stream: NetStream,
+        protocol: str,
+        limits: FrameLimits,
+        traffic: TrafficCounter,
+        is_superseded: Callable[[YamuxConnection], bool] = lambda connection: False,
     ) -> None:
         muxed = stream.muxed_stream
         assert isinstance(muxed, YamuxStream), "the host runs no other muxer"
         self._stream = stream
         self._muxed = muxed
         self._protocol = protocol
+        self._is_superseded = is_superseded
         self._remote = PeerId(muxed.connection.peer_id.to_base58())
         self._decoder = FrameDecoder(limits)
         self._frames: deque[Frame] = deque()
@@ -62,6 +70,16 @@ class FramedStream:
     def remote(self) -> PeerId:
         """Who is at the other end: proved by the connection's Noise handshake."""
         return self._remote
+
+    @property
+    def remote_address(self) -> str | None:
+        """Where the other end's packets come from, as a multiaddr; None behind a relay."""
+        return remote_multiaddr(self._muxed.connection.get_remote_address())
+
+    @property
+    def superseded(self) -> bool:
+        """There is a better connection to the remote by now: a new stream would use it."""
+        return self._is_superseded(self._muxed.connection)
 
     @property
     def protocol(self) -> str:

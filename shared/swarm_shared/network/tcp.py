@@ -11,6 +11,7 @@ import errno
 import socket
 from collections.abc import Iterable
 
+import libp2p.transport.tcp.tcp as tcp_module
 import trio
 from libp2p.abc import IRawConnection
 from libp2p.io.exceptions import ConnectionClosedError
@@ -29,11 +30,36 @@ _FIRST_BUFFER_BYTES = 4 * 1024
 _LARGEST_BUFFER_BYTES = 256 * 1024
 
 
+UNACKNOWLEDGED_SECONDS = 10.0
+"""Sent bytes that the remote machine does not acknowledge for so long: cable pulled, address
+changed, router's table lost. Its kernel answers, however busy its processes are."""
+
+
+def _reuse_port(sock: trio.socket.SocketType) -> None:
+    """For listeners, and for dials that leave from a listener's port (hole punching).
+
+    As py-libp2p's own function, and keeps IPv6 sockets to IPv6, so that both listeners can have
+    the same port.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "SO_REUSEPORT"):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+
+
+tcp_module._set_reuse_flags = _reuse_port
+
+
 class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
     """Reads exactly as many bytes as asked for, or fewer at the end of the stream."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         super().__init__(stream)
+        internet = stream.socket.family in (socket.AF_INET, socket.AF_INET6)
+        if internet and hasattr(socket, "TCP_USER_TIMEOUT"):
+            milliseconds = int(UNACKNOWLEDGED_SECONDS * 1000)
+            stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         self._view = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         self._start = 0
         self._end = 0
@@ -101,6 +127,8 @@ def check_ports_are_free(addresses: Iterable[Multiaddr]) -> None:
         if port == 0:
             continue
         with socket.socket(family, socket.SOCK_STREAM) as probe:
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             if hasattr(socket, "SO_REUSEPORT"):
                 # Without it a port whose old connections linger would count as taken.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -30,7 +30,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamReset
 from noise.exceptions import NoiseInvalidMessage
 
-from swarm_shared.network.noise_channel import NoiseChannel
+from swarm_shared.network.noise_channel import NoiseChannel, relay_of
 from swarm_shared.network.send_queue import SendQueue
 from swarm_shared.network.yamux_frames import (
     FIN,
@@ -43,6 +43,7 @@ from swarm_shared.network.yamux_frames import (
     YamuxViolation,
 )
 from swarm_shared.network.yamux_stream import YamuxStream
+from swarm_shared.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,15 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         self._last_heard_seconds = trio.current_time()
         self._ping_sent_seconds: float | None = None
         self.rtt_seconds = MIN_RTT_SECONDS
+        self.measured_rtt_seconds = 0.0
+        """Of the last ping; 0 before the first answer."""
+        self.relay: PeerId | None = relay_of(self._channel)
+        """The relay that this connection goes through."""
+        self.punched = False
+        """Set by whoever punched the hole that it came through."""
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._heard = trio.Event()
 
     # What py-libp2p's swarm asks of a muxer.
 
@@ -213,6 +223,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         while True:
             while messages := self.queue.next_messages():
                 await self._channel.write(messages)
+                self.sent_bytes += sum(map(len, messages))
             if self._closing:
                 self._flushed.set()
             await self.queue.wait_for_frames()
@@ -223,6 +234,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         while not self._closing:
             message = memoryview(await self._channel.read())
             self._last_heard_seconds = trio.current_time()
+            self.received_bytes += len(message)
             position = 0
             while position < len(message):
                 if self._missing_bytes:
@@ -287,9 +299,10 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         if flags & SYN:
             self.queue_control(Kind.PING, Flag.ACK, 0, value)
         elif self._ping_sent_seconds is not None:
-            measured = trio.current_time() - self._ping_sent_seconds
-            self.rtt_seconds = max(MIN_RTT_SECONDS, measured)
+            self.measured_rtt_seconds = trio.current_time() - self._ping_sent_seconds
+            self.rtt_seconds = max(MIN_RTT_SECONDS, self.measured_rtt_seconds)
             self._ping_sent_seconds = None
+            self._heard.set()
 
     def _stream_of_frame(self, flags: int, stream_id: int) -> YamuxStream | None:
         """The stream a frame is for; a new one for SYN. None: closed here, or refused."""
@@ -325,6 +338,20 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             # Connections in use need no pings: a coordinator with thousands saves them.
             if silent_seconds >= KEEPALIVE_SECONDS:
                 self._ping()
+
+    async def prove_alive(self, timeout_seconds: float) -> None:
+        """Ping, and close the connection when no answer comes: the network may have changed."""
+        self._heard = trio.Event()
+        self._ping()
+        with trio.move_on_after(timeout_seconds):
+            await self._heard.wait()
+        if not self._heard.is_set():
+            logger.debug("%s does not answer any more", self.peer_id)
+            self._scope.cancel()
+
+    @property
+    def stream_count(self) -> int:
+        return len(self._streams)
 
     def _ping(self) -> None:
         self._ping_sent_seconds = trio.current_time()

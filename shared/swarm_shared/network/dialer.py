@@ -1,0 +1,175 @@
+"""Getting a connection to a peer by the best way that there is.
+
+Direct addresses first, each a little after the one before (happy eyeballs, RFC 8305); relays when
+none of them answers soon; then a hole through both routers, so that the relay is not needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import trio
+from libp2p.peer.id import ID
+from multiaddr import Multiaddr
+
+from swarm_shared.errors import LinkTimeout, NetworkError
+from swarm_shared.network.errors import dial_errors
+from swarm_shared.network.hole_punch import HolePuncher
+from swarm_shared.network.host import NodeSwarm
+from swarm_shared.network.links import Links
+from swarm_shared.network.reach import Circuit, Interfaces, circuits, direct_addresses
+from swarm_shared.network.relay_client import RelayClient
+from swarm_shared.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+DIAL_STAGGER_SECONDS: Final = 0.25
+"""Head start of each address over the next."""
+RELAY_HEAD_START_SECONDS: Final = 1.0
+"""For the direct addresses over the relays: most of an ocean's round trip, three times."""
+MAX_ADDRESSES_DIALLED: Final = 16
+MAX_CIRCUITS_DIALLED: Final = 4
+
+Source = Callable[[int], tuple[str, int] | None]
+
+
+class Dialer:
+    """`source` gives the local end for dials that must leave from the listening port."""
+
+    def __init__(
+        self,
+        swarm: NodeSwarm,
+        links: Links,
+        relays: RelayClient,
+        puncher: HolePuncher,
+        interfaces: Callable[[], Interfaces],
+        source: Source,
+    ) -> None:
+        self._swarm = swarm
+        self._links = links
+        self._relays = relays
+        self._puncher = puncher
+        self._interfaces = interfaces
+        self._source = source
+        self._locks: dict[PeerId, trio.Lock] = {}
+
+    async def connect(
+        self,
+        peer: PeerId,
+        addresses: Sequence[str],
+        timeout_seconds: float,
+        *,
+        from_listening_port: bool = False,
+    ) -> None:
+        """Return connected, at once when it was so before. NetworkError or LinkTimeout else."""
+        lock = self._locks.setdefault(peer, trio.Lock())
+        try:
+            async with lock:
+                if self._links.best(peer) is not None:
+                    return
+                direct = self._targets(peer, addresses)
+                ways = circuits(addresses)[:MAX_CIRCUITS_DIALLED]
+                if not direct and not ways:
+                    listed = ", ".join(addresses) or "none are known"
+                    raise NetworkError(f"{peer} has no address that leads there: {listed}")
+                await self._dial_first(peer, direct, ways, timeout_seconds, from_listening_port)
+                if not self._links.has_direct(peer):
+                    await self._puncher.wait(peer)
+        finally:
+            if not lock.statistics().tasks_waiting and not lock.locked():
+                self._locks.pop(peer, None)
+
+    def _targets(self, peer: PeerId, addresses: Sequence[str]) -> list[Multiaddr]:
+        """The dialable ones, without the peer ID at their end."""
+        suffix = f"/p2p/{peer}"
+        plain = [address.removesuffix(suffix) for address in addresses]
+        targets: list[Multiaddr] = []
+        for address in direct_addresses(dict.fromkeys(plain), self._interfaces()):
+            try:
+                target = Multiaddr(address)
+            except ValueError:
+                logger.debug("skipping %r, an address of %s", address, peer)
+                continue
+            names = {protocol.name for protocol in target.protocols()}
+            if "tcp" in names and not names & {"p2p", "ws", "wss"}:
+                targets.append(target)
+        return targets[:MAX_ADDRESSES_DIALLED]
+
+    async def _dial_first(
+        self,
+        peer: PeerId,
+        direct: list[Multiaddr],
+        ways: list[Circuit],
+        timeout_seconds: float,
+        from_listening_port: bool,
+    ) -> None:
+        """All ways, each a little after the one before; the first to succeed ends the others."""
+        reasons: list[str] = []
+        running = len(direct)
+        direct_failed = trio.Event()
+        if not direct:
+            direct_failed.set()
+
+        async def dial(target: Multiaddr, failed: trio.Event) -> None:
+            nonlocal running
+            try:
+                await self._dial_direct(peer, target, from_listening_port)
+            except NetworkError as error:
+                reasons.append(str(error))
+                failed.set()
+                running -= 1
+                if not running:
+                    direct_failed.set()
+                return
+            nursery.cancel_scope.cancel()
+
+        async def dial_relayed() -> None:
+            with trio.move_on_after(RELAY_HEAD_START_SECONDS):
+                await direct_failed.wait()
+            for way in ways:
+                try:
+                    with dial_errors(f"relay {way.relay}"):
+                        await self._relays.dial(peer, way)
+                except NetworkError as error:
+                    reasons.append(str(error))
+                else:
+                    nursery.cancel_scope.cancel()
+
+        with trio.move_on_after(timeout_seconds) as scope:
+            async with trio.open_nursery() as nursery:
+                if ways:
+                    nursery.start_soon(dial_relayed)
+                for target in direct:
+                    failed = trio.Event()
+                    nursery.start_soon(dial, target, failed)
+                    with trio.move_on_after(DIAL_STAGGER_SECONDS):
+                        await failed.wait()
+        if self._links.best(peer) is not None:
+            return
+        if scope.cancelled_caught:
+            tried = [str(target) for target in direct] + [f"relay {way.relay}" for way in ways]
+            raise LinkTimeout(
+                f"{peer} did not answer within {timeout_seconds:g} s at {', '.join(tried)}"
+            )
+        raise NetworkError(f"{peer} cannot be reached: {'; '.join(reasons)}")
+
+    async def _dial_direct(
+        self, peer: PeerId, target: Multiaddr, from_listening_port: bool
+    ) -> None:
+        peer_id = ID.from_base58(peer)
+        names = {protocol.name for protocol in target.protocols()}
+        version = 6 if "ip6" in names else 4
+        source = self._source(version) if from_listening_port else None
+        if source is not None:
+            try:
+                with dial_errors(str(target)):
+                    await self._swarm.dial_addr(target, peer_id, source)
+            except NetworkError as error:
+                # An old connection between the same two ports may linger: any port then.
+                logger.debug("dialling from port %d: %s", source[1], error)
+            else:
+                return
+        with dial_errors(str(target)):
+            await self._swarm.dial_addr(target, peer_id)

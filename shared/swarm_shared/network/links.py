@@ -1,0 +1,124 @@
+"""Which connections there are to a peer, which of them is best, and what is known of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import trio
+from libp2p.network.connection.swarm_connection import SwarmConn
+from libp2p.peer.id import ID
+
+from swarm_shared.messages import LinkPath, PathKind
+from swarm_shared.network.host import NodeSwarm
+from swarm_shared.network.yamux import YamuxConnection
+from swarm_shared.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+RATE_MEMORY: Final = 0.95
+"""What is left after each look of a rate seen before: half of it after about 14 looks."""
+SHORTEST_LOOK_SECONDS: Final = 0.25
+
+_ORDER: Final = tuple(PathKind)
+
+
+def muxer_of(connection: SwarmConn) -> YamuxConnection:
+    muxer = connection.muxed_conn
+    assert isinstance(muxer, YamuxConnection), "the host runs no other muxer"
+    return muxer
+
+
+def kind_of(muxer: YamuxConnection) -> PathKind:
+    if muxer.relay is not None:
+        return PathKind.RELAYED
+    return PathKind.PUNCHED if muxer.punched else PathKind.DIRECT
+
+
+@dataclass(slots=True)
+class RateMeter:
+    """The highest rate of a byte counter seen lately, in bytes per second."""
+
+    bytes_per_second: float = 0.0
+    _counted: int = 0
+    _at: float | None = None
+
+    def look(self, counted: int, now: float) -> float:
+        if self._at is None:
+            self._counted, self._at = counted, now
+        elif now - self._at >= SHORTEST_LOOK_SECONDS:
+            rate = (counted - self._counted) / (now - self._at)
+            self.bytes_per_second = max(rate, RATE_MEMORY * self.bytes_per_second)
+            self._counted, self._at = counted, now
+        return self.bytes_per_second
+
+
+class Links:
+    """A view on the swarm's connections. Callbacks are synchronous and must not fail."""
+
+    def __init__(self, swarm: NodeSwarm) -> None:
+        self._swarm = swarm
+        self._meters: dict[YamuxConnection, RateMeter] = {}
+        self._best: dict[PeerId, YamuxConnection] = {}
+        self.on_change: Callable[[PeerId], None] = lambda peer: None
+        """The best connection to a peer is another one now."""
+        self.on_lost: Callable[[PeerId], None] = lambda peer: None
+        """The last connection to a peer is gone."""
+
+    def all_of(self, peer: PeerId) -> list[SwarmConn]:
+        """Open connections, the best one first: by kind, then the older one."""
+        found = self._swarm.get_connections(ID.from_base58(peer))
+        usable = [c for c in found if not c.is_closed and muxer_of(c).is_established]
+        return sorted(usable, key=lambda c: _ORDER.index(kind_of(muxer_of(c))))
+
+    def best(self, peer: PeerId) -> SwarmConn | None:
+        return next(iter(self.all_of(peer)), None)
+
+    def has_direct(self, peer: PeerId) -> bool:
+        best = self.best(peer)
+        return best is not None and muxer_of(best).relay is None
+
+    def path(self, peer: PeerId) -> LinkPath | None:
+        best = self.best(peer)
+        return None if best is None else self._describe(peer, muxer_of(best))
+
+    def paths(self) -> list[LinkPath]:
+        peers = [PeerId(peer.to_base58()) for peer in self._swarm.connections]
+        found = [path for peer in peers if (path := self.path(peer)) is not None]
+        alive = {muxer_of(c) for c in self._swarm.get_connections()}
+        self._meters = {m: meter for m, meter in self._meters.items() if m in alive}
+        return found
+
+    def _describe(self, peer: PeerId, muxer: YamuxConnection) -> LinkPath:
+        meter = self._meters.setdefault(muxer, RateMeter())
+        return LinkPath(
+            remote=peer,
+            kind=kind_of(muxer),
+            relay=muxer.relay,
+            rtt_seconds=round(muxer.measured_rtt_seconds, 6),
+            bytes_per_second=round(
+                meter.look(muxer.sent_bytes + muxer.received_bytes, trio.current_time())
+            ),
+        )
+
+    def changed(self, connection: SwarmConn) -> None:
+        """A connection has come or gone."""
+        peer = PeerId(connection.muxed_conn.peer_id.to_base58())
+        best = self.best(peer)
+        muxer = None if best is None else muxer_of(best)
+        before = self._best.get(peer)
+        if muxer is before:
+            return
+        if muxer is None:
+            del self._best[peer]
+            self.on_lost(peer)
+            return
+        self._best[peer] = muxer
+        if before is not None:
+            self.on_change(peer)
+
+    def is_superseded(self, muxer: YamuxConnection) -> bool:
+        """Relayed, where a direct connection is there by now: new work belongs on that one."""
+        return muxer.relay is not None and self.has_direct(PeerId(muxer.peer_id.to_base58()))
