@@ -7,15 +7,18 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test check format bench clean
+.PHONY: help setup setup-dev demo test test-attacks test-nat check format bench bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
 	@echo "make demo     train a small model across processes of this machine (ARGS=\"--volunteers 4 --stages 2\")"
 	@echo "make test     unit and integration tests (ARGS are pytest's)"
+	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
+	@echo "make test-attacks attackers against a run, and other slow tests"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
+	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -30,6 +33,12 @@ demo: setup
 test: setup-dev
 	@$(PY) -m pytest $(ARGS)
 
+test-attacks: setup-dev
+	@$(PY) -m pytest -m attacks $(ARGS)
+
+test-nat: setup-dev
+	@$(PY) -m pytest -m nat $(ARGS)
+
 check: setup-dev
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
@@ -42,6 +51,10 @@ format: setup-dev
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)
+
+# The lab of namespaces lies with the tests.
+bench-net: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.net $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

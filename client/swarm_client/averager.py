@@ -1,15 +1,14 @@
-"""Carries out the reductions of a close over the carrier that the coordinator named.
+"""Carries out the reductions of a close, each stream by the best route that its pair has.
 
-hivemind's p2pd in its own process where both ends have it, the py-libp2p host of this daemon
-otherwise. The algorithm is the same (`averaging.reduce`); only the byte streams differ.
+Where this peer has hivemind, a round runs in the averaging worker: p2pd connects it with the
+members that have it too, the daemon's host (through the bridge) with the others, and with those
+that p2pd does not reach. Without hivemind, or while the worker is away, the round runs here over
+the host alone. The algorithm is the same (`averaging.reduce`), and so is what crosses the wire.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -19,69 +18,130 @@ import trio
 from swarm_client import shared_memory
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.libp2p_carrier import Libp2pAveraging
-from swarm_client.averaging.plan import RoundSpec
-from swarm_client.averaging.protocol import Member, StartRound
+from swarm_client.averaging.link import abort_frame
+from swarm_client.averaging.opening import LONGEST_OPENING_SECONDS
+from swarm_client.averaging.plan import RoundSpec, round_tag
+from swarm_client.averaging.protocol import ShowMembership, StartRound
 from swarm_client.averaging.reduce import all_reduce
+from swarm_client.averaging.routes import LinkReport, Route, RouteFault
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
-from swarm_shared.credentials import CarrierBinding, open_carrier_binding, sign_carrier_binding
-from swarm_shared.errors import FrameError, SignatureError
+from swarm_client.pairs import Pairs
 from swarm_shared.identity import Identity
-from swarm_shared.messages import Carrier, CarrierAddress, LinkBytes, Reduction
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import CarrierAddress, LinkBytes, Reduction
 from swarm_shared.network import Node
 from swarm_shared.types import PeerId, RunId, Step
 
 log = logging.getLogger(__name__)
 
 FLOAT_BYTES = 4
-BINDING_SECONDS = 7 * 24 * 3600.0
-"""A binding is made anew at every start; a week outlives any session."""
+P2PD_LINKS = {
+    Route.P2PD: "all-reduce over p2pd",
+    Route.P2PD_RELAYED: "all-reduce over p2pd through a relay",
+}
+"""The host counts its own streams, under their protocol's name."""
 
 T = TypeVar("T")
 
 
 class GroupAverager:
-    """Satisfies `engine.rounds.Averager`."""
+    """Satisfies `engine.rounds.Averager`. `bind` it, then run `run` beside it."""
 
     def __init__(self, worker: AveragingWorker) -> None:
         self.worker = worker
         self.stall_seconds = 10.0
-        """Set from the manifest once that is known."""
-        self._libp2p: Libp2pAveraging | None = None
+        self._host: Libp2pAveraging | None = None
+        self._pairs: Pairs | None = None
         self._roster: RosterView | None = None
         self._run: RunId | None = None
         self._me: PeerId | None = None
-        self._carried: dict[PeerId, list[int]] = {}
-        self._own_address: CarrierAddress | None = None
+        self._carried: dict[tuple[PeerId, Route], list[int]] = {}
+        self._shown: tuple[Identity, PeerId, str, tuple[PeerId, ...]] | None = None
+        self._wake = trio.Event()
 
     def bind(self, node: Node, roster: RosterView, run: RunId) -> None:
-        self._libp2p = Libp2pAveraging(node)
+        self._pairs = pairs = Pairs(node, roster)
+        self._host = Libp2pAveraging(node, pairs.host_addresses)
+        self._host.hub.admits = lambda remote: pairs.may_average(PeerId(remote))
         self._roster, self._run, self._me = roster, run, node.peer_id
+        host = self._host
+        self.worker.use_host(lambda peer, relayed: host.open(peer, relayed=relayed))
+        self.worker.on_change(lambda: self._wake.set())
+
+    def use_manifest(self, manifest: Manifest) -> None:
+        assert self._pairs is not None
+        self.stall_seconds = manifest.limits.round_stall_seconds
+        self._pairs.use_manifest(manifest)
+        self._wake.set()
+
+    def show_membership(
+        self,
+        identity: Identity,
+        organiser: PeerId,
+        certificate: str,
+        revoked: tuple[PeerId, ...] = (),
+    ) -> None:
+        """What this peer proves itself with in hivemind's DHT, and who is no member any more."""
+        self._shown = (identity, organiser, certificate, revoked)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the waiting rooms and the worker up to date on who belongs here."""
+        assert self._roster is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow_roster, self._roster)
+            while True:
+                self._wake = trio.Event()
+                await self._inform()
+                await self._wake.wait()
+
+    async def _follow_roster(self, roster: RosterView) -> None:
+        while True:
+            await roster.wait_changed()
+            self._wake.set()
+
+    async def _inform(self) -> None:
+        assert self._host is not None
+        assert self._pairs is not None
+        assert self._run is not None
+        self._host.hub.admission_changed()
+        await self.worker.admit(self._pairs.admitted_p2pds())
+        if self._shown is None:
+            return
+        identity, organiser, certificate, revoked = self._shown
+        own = self.carrier_address(identity)
+        if own is not None:
+            await self.worker.show_membership(
+                ShowMembership(
+                    run=self._run,
+                    organiser=organiser,
+                    certificate=certificate.encode(),
+                    binding=own.binding.encode(),
+                    revoked=revoked,
+                )
+            )
+
+    # ------------------------------------------------------------------------------ what is told
 
     def carrier_address(self, identity: Identity) -> CarrierAddress | None:
         """How others reach this peer's p2pd, bound to its main key; None without one."""
         started = self.worker.started
-        if started is None:
+        if started is None or self._pairs is None:
             return None
-        binding = CarrierBinding(
-            peer=identity.peer_id,
-            carrier_peer_id=started.p2pd_peer_id,
-            expires=time.time() + BINDING_SECONDS,
-        )
-        envelope = base64.b64encode(sign_carrier_binding(identity, binding)).decode()
-        self._own_address = CarrierAddress(
-            peer=started.p2pd_peer_id, addresses=started.addresses[:32], binding=envelope
-        )
-        return self._own_address
+        return self._pairs.own_address(identity, started.p2pd_peer_id, started.addresses)
 
     def links(self) -> tuple[LinkBytes, ...]:
-        """Bytes that hivemind carried, per member of this peer's groups."""
+        """Bytes that p2pd carried, per member of this peer's groups and kind of route."""
         return tuple(
-            LinkBytes(remote=peer, protocol="all-reduce over p2pd", sent=sent, received=received)
-            for peer, (sent, received) in self._carried.items()
+            LinkBytes(remote=peer, protocol=P2PD_LINKS[route], sent=sent, received=received)
+            for (peer, route), (sent, received) in self._carried.items()
+            if route in P2PD_LINKS
         )
+
+    # ------------------------------------------------------------------------------------- rounds
 
     async def reduce(
         self, holding: Holding, step: Step, attempt: int, reduction: Reduction
@@ -98,76 +158,107 @@ class GroupAverager:
             f"{self._run[:16]}/{step}/{attempt}/{where}", reduction.members, self._me, elements
         )
         try:
-            if reduction.carrier is Carrier.HIVEMIND and len(reduction.members) > 1:
-                await self._over_hivemind(holding, spec, offset)
+            if self.worker.available and len(reduction.members) > 1:
+                await self._in_worker(holding, spec, offset)
             else:
-                await self._over_libp2p(holding, spec, offset)
+                await self._in_daemon(holding, spec, offset)
         except RoundFailed as error:
-            unreachable = (
-                reduction.carrier is Carrier.HIVEMIND and error.failure is RoundFailure.UNREACHABLE
-            )
+            self._learn(spec, error.links, self._faults_of(error))
             raise AveragingFailed(
-                f"all-reduce over {reduction.carrier.value}: {error}", error.culprit, unreachable
+                f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
             ) from error
 
-    async def _over_hivemind(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
-        assert self._roster is not None
-        members: list[Member] = []
-        for peer in spec.members:
-            record = self._roster.get(peer)
-            address = self._own_address if peer == spec.me else None
-            if record is not None and record.carrier is not None:
-                address = record.carrier
-            if address is None:
-                raise RoundFailed(f"{peer} has no p2pd", peer, failure=RoundFailure.UNREACHABLE)
-            members.append(
-                Member(
-                    peer_id=peer,
-                    p2pd_peer_id=_checked_carrier(peer, address),
-                    p2pd_addresses=address.addresses,
-                )
-            )
-        done = await self.worker.run_round(
-            StartRound(
-                round_id=spec.round_id,
-                members=tuple(members),
-                me=spec.me,
-                elements=spec.elements,
-                source_shm_name=holding.worker.gradients_name,
-                result_shm_name=holding.worker.result_name,
-                offset_elements=offset,
-                stall_seconds=self.stall_seconds,
-                join_seconds=self.stall_seconds,
-            )
+    async def _in_worker(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
+        """Streams that come to the host are handed on to the worker, while the round lasts."""
+        assert self._host is not None
+        assert self._pairs is not None
+        request = StartRound(
+            round_id=spec.round_id,
+            members=self._pairs.members(spec.members),
+            me=spec.me,
+            elements=spec.elements,
+            source_shm_name=holding.worker.gradients_name,
+            result_shm_name=holding.worker.result_name,
+            offset_elements=offset,
+            stall_seconds=self.stall_seconds,
+            join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
         )
-        # Every pair exchanges the same amount when shares are equal, as they are here.
-        others = [peer for peer in spec.members if peer != spec.me]
-        for peer in others:
-            totals = self._carried.setdefault(peer, [0, 0])
-            totals[0] += done.bytes_sent // len(others)
-            totals[1] += done.bytes_received // len(others)
+        tag = round_tag(spec.round_id)
+        failure: RoundFailed | None = None
+        # The roster that this group comes from may be a moment old.
+        await self.worker.admit(self._pairs.admitted_p2pds())
+        with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
+            async with trio.open_nursery() as nursery:
 
-    async def _over_libp2p(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
-        assert self._libp2p is not None
-        assert self._roster is not None
-        addresses: dict[PeerId, Sequence[str]] = {}
-        for member in spec.members:
-            record = self._roster.get(member)
-            addresses[member] = record.addresses if record is not None else ()
+                async def hand_over() -> None:
+                    while True:
+                        self.worker.hand_over(await arrivals.receive())
+
+                nursery.start_soon(hand_over)
+                try:
+                    done = await self.worker.run_round(request)
+                except RoundFailed as error:
+                    failure = error
+                    arrivals.farewell = abort_frame(spec, tag, error)
+                nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        carried = [
+            LinkReport(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
+        ]
+        self._learn(spec, carried, [RouteFault(f.peer, f.route, f.reason) for f in done.faults])
+
+    async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
+        assert self._host is not None
+        assert self._pairs is not None
         source = shared_memory.attach(holding.worker.gradients_name)
         result = shared_memory.attach(holding.worker.result_name)
         try:
-            await all_reduce(
-                spec,
-                self._libp2p.carrier(addresses),
-                _floats(source, spec.elements, offset),
-                _floats(result, spec.elements, offset),
-                stall_seconds=self.stall_seconds,
-                to_thread=_to_thread,
-            )
+            async with self.worker.elsewhere(spec.round_id, self._pairs.p2pds(spec.members)):
+                report = await all_reduce(
+                    spec,
+                    self._host.carrier(),
+                    _floats(source, spec.elements, offset),
+                    _floats(result, spec.elements, offset),
+                    stall_seconds=self.stall_seconds,
+                    join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
+                    to_thread=_to_thread,
+                )
         finally:
             source.close()
             result.close()
+        self._learn(spec, report.links, ())
+
+    # ------------------------------------------------------------------- what is learnt from them
+
+    def _learn(
+        self, spec: RoundSpec, carried: Sequence[LinkReport], faults: Sequence[RouteFault]
+    ) -> None:
+        assert self._pairs is not None
+        for link in carried:
+            self._pairs.worked(link.peer, link.route)
+            totals = self._carried.setdefault((link.peer, link.route), [0, 0])
+            totals[0] += link.bytes_sent
+            totals[1] += link.bytes_received
+        for fault in faults:
+            log.info(
+                "%s: %s does not reach %s: %s", spec.round_id, fault.route, fault.peer, fault.reason
+            )
+            self._pairs.failed(fault.peer, fault.route)
+
+    def _faults_of(self, error: RoundFailed) -> list[RouteFault]:
+        """The routes that this failure speaks against, here or at whoever told of it."""
+        faults = list(error.faults)
+        culprit = error.culprit
+        if culprit is None or culprit == self._me:
+            return faults
+        if error.route is not None and error.failure is not RoundFailure.PROTOCOL:
+            faults.append(RouteFault(culprit, error.route, error.reason))
+        elif error.failure is RoundFailure.CARRIER:
+            # Another member lost the culprit's p2pd. So do not wait to lose it here.
+            used = {link.route for link in error.links if link.peer == culprit}
+            faults += [RouteFault(culprit, r, error.reason) for r in used if r.over_p2pd]
+        return faults
 
 
 def _floats(segment: shared_memory.Segment, elements: int, offset: int) -> Any:
@@ -176,15 +267,3 @@ def _floats(segment: shared_memory.Segment, elements: int, offset: int) -> Any:
 
 async def _to_thread(work: Callable[[], T]) -> T:
     return await trio.to_thread.run_sync(work)
-
-
-def _checked_carrier(record_peer: PeerId, address: CarrierAddress) -> str:
-    """The p2pd peer ID that `record_peer` vouches for. SignatureError when it does not."""
-    try:
-        envelope = base64.b64decode(address.binding, validate=True)
-        binding = open_carrier_binding(envelope, record_peer, time.time())
-    except (binascii.Error, FrameError) as error:
-        raise SignatureError(f"the carrier binding of {record_peer} is damaged") from error
-    if binding.carrier_peer_id != address.peer:
-        raise SignatureError(f"{record_peer} names a p2pd that it has not vouched for")
-    return address.peer

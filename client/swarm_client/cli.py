@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
+import shutil
 import sys
 import traceback
 from pathlib import Path
@@ -47,6 +49,12 @@ def swarm_client() -> None:
     help="Address to listen on, as a multiaddr.",
 )
 @click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory to offer.")
+@click.option(
+    "--relay/--no-relay",
+    default=True,
+    show_default=True,
+    help="Carry traffic of members that cannot be reached, when this machine can be.",
+)
 def join(
     invite: str,
     home: Path | None,
@@ -56,6 +64,7 @@ def join(
     name: str | None,
     listen: str,
     memory_gib: float | None,
+    relay: bool,
 ) -> None:
     """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
     from swarm_client.daemon import JoinOptions
@@ -70,8 +79,40 @@ def join(
         name=name,
         listen=listen,
         memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
+        may_relay=relay,
     )
     trio.run(run, options, say)
+
+
+@swarm_client.command()
+@click.argument("invite", required=False)
+@click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for identity, caches and logs.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
+    """Check this machine, and the way to the run that INVITE names, in half a minute.
+
+    Nothing is downloaded, and nothing in the home is changed. The exit code is 0 when nothing is
+    a problem (warnings are none), otherwise that of the first problem.
+    """
+    from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
+    from swarm_client.doctor.report import table
+
+    # What is worth a person's time is in the table.
+    for name in ("swarm_client", "swarm_shared"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+    if sys.stderr.isatty():
+        click.echo("checking this machine; this takes half a minute at most …", err=True)
+    options = DoctorOptions(invite, home, device, total_seconds=seconds_left())
+    report = trio.run(check_up, options)
+    columns = shutil.get_terminal_size().columns
+    click.echo(report.model_dump_json(indent=2) if as_json else table(report, min(columns, 110)))
+    sys.exit(report.exit_code)
 
 
 def say(text: str) -> None:

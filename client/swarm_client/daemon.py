@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,13 @@ from swarm_client.averager import GroupAverager
 from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
 from swarm_client.device import choose_device
 from swarm_client.home import Home
+from swarm_client.port_mapping import PortMapper
+from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
-from swarm_shared.network import open_node
+from swarm_shared.network import Node, open_node
 from swarm_shared.types import StageIndex
 
 LEAVE_SECONDS = 60.0
@@ -31,6 +35,8 @@ LEAVE_SECONDS = 60.0
 
 AVERAGING_START_SECONDS = 30.0
 """Its imports take seconds on a machine whose cores are busy."""
+
+log = logging.getLogger(__name__)
 
 LOG_BYTES = 5 * 2**20
 
@@ -47,6 +53,7 @@ class JoinOptions:
     name: str | None
     listen: str
     memory_bytes: int | None
+    may_relay: bool = True
 
 
 async def join(options: JoinOptions, report: Report) -> None:
@@ -65,9 +72,10 @@ async def join(options: JoinOptions, report: Report) -> None:
             options.threads,
             StageIndex(options.stage) if options.stage is not None else None,
             options.name,
+            options.may_relay,
         )
         async with (
-            open_node(identity, [options.listen]) as node,
+            listening_node(identity, options.listen, home) as node,
             trio.open_nursery() as nursery,
         ):
             averager = GroupAverager(await start_averaging(home, nursery, report))
@@ -76,11 +84,63 @@ async def join(options: JoinOptions, report: Report) -> None:
             )
             nursery.start_soon(_leave_on_signal, volunteer, nursery.cancel_scope, report)
             nursery.start_soon(volunteer.use_directory)
+            nursery.start_soon(volunteer.traversal.run)
+            nursery.start_soon(averager.run)
+            nursery.start_soon(watch_reachability, node, invite, volunteer)
             try:
                 await volunteer.stay_attached()
             finally:
                 report(str(volunteer.contribution))
             nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def listening_node(identity: Identity, listen: str, home: Home) -> AsyncIterator[Node]:
+    """Listen where the user says, by default on one port of this home for good.
+
+    Routers keep what they learnt of a port, and a hole is punched to the port that listens. When
+    another program has taken it meanwhile, any other one does.
+    """
+    ask_any = listen.endswith("/tcp/0")
+    remembered = home.remembered_port() if ask_any else None
+    wanted = listen if remembered is None else f"{listen.removesuffix('0')}{remembered}"
+    async with AsyncExitStack() as stack:
+        try:
+            node = await stack.enter_async_context(open_node(identity, [wanted]))
+        except NetworkError:
+            if remembered is None:
+                raise
+            node = await stack.enter_async_context(open_node(identity, [listen]))
+        port = node.listening_port
+        assert port is not None, "a node that was told to listen does"
+        if ask_any and port != remembered:
+            home.remember_port(port)
+        if listen.startswith("/ip4/0.0.0.0/"):
+            try:
+                await node.listen([f"/ip6/::/tcp/{port}"])
+            except NetworkError as error:
+                log.info("no IPv6 here: %s", error)
+        yield node
+
+
+async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -> None:
+    """Find out whether others can dial in, asking the router for a way where there is none."""
+    port = node.listening_port
+    assert port is not None, "a node that was told to listen does"
+    await volunteer.traversal.wait_admitted()
+    hello = volunteer.doctor_hello
+    mapper = PortMapper(on_change=lambda mapping: watch.mapping_changed(mapping))
+    watch = ReachabilityWatch(
+        port,
+        PeerObserver(node, invite.coordinator, invite.addresses, hello),
+        lambda: member_observers(node, volunteer.roster.all(), hello),
+        mapper,
+        volunteer.traversal.found,
+    )
+    node.on_network_change(watch.network_changed)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mapper.run)
+        await watch.run()
 
 
 async def start_averaging(home: Home, nursery: trio.Nursery, report: Report) -> AveragingWorker:

@@ -35,16 +35,19 @@ class Device:
     memory_bytes: int
 
 
-def choose_device(wanted: str, memory_bytes: int | None = None) -> Device:
+def choose_device(
+    wanted: str, memory_bytes: int | None = None, gpus: list[tuple[str, int]] | None = None
+) -> Device:
     """The device asked for. `auto` takes the first GPU if there is one.
 
+    `gpus`, as (name, free bytes), spares the look by whoever knows them already.
     UsageError for a name that is none, CapacityError when the GPU is not there.
     """
     if wanted == "cpu":
         return _cpu(memory_bytes)
     if wanted != "auto" and not re.fullmatch(r"cuda:[0-9]{1,3}", wanted):
         raise UsageError(f"--device {wanted!r} is not known; give cpu, cuda:0 or auto")
-    gpus = _gpus()
+    gpus = _gpus() if gpus is None else gpus
     if wanted == "auto":
         if not gpus:
             return _cpu(memory_bytes)

@@ -1,6 +1,7 @@
 """The volunteer's folder: identity, caches and logs. Nothing outside it is ever written.
 
 identity.key      the main Ed25519 key, made on first use, mode 0600
+port              the TCP port of the last start: routers remember it, and hole punching needs it
 p2pd.key          hivemind's own key
 runs/<run>/data   token shards of the run, verified
 runs/<run>/state  stage snapshots, for newcomers and checkpoints
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import platformdirs
 
+from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import StorageError
 from swarm_shared.types import RunId, StageIndex, Version
 
@@ -28,10 +30,15 @@ class Home:
     path: Path
 
     @classmethod
-    def at(cls, path: Path | None) -> Home:
-        """The given folder, or the platform's usual place for application data."""
+    def where(cls, path: Path | None) -> Home:
+        """The given folder, or the platform's usual place for application data. Makes nothing."""
         chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
-        home = cls(chosen.expanduser().absolute())
+        return cls(chosen.expanduser().absolute())
+
+    @classmethod
+    def at(cls, path: Path | None) -> Home:
+        """The same, and it is there afterwards."""
+        home = cls.where(path)
         try:
             home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             home.log_folder.mkdir(exist_ok=True)
@@ -53,6 +60,17 @@ class Home:
     @property
     def log_folder(self) -> Path:
         return self.path / "log"
+
+    def remembered_port(self) -> int | None:
+        """The port of the last start; None at the first one, or when the file is not whole."""
+        try:
+            port = int((self.path / "port").read_text())
+        except (OSError, ValueError):
+            return None
+        return port if 0 < port < 65_536 else None
+
+    def remember_port(self, port: int) -> None:
+        write_atomically(self.path / "port", f"{port}\n".encode())
 
     def run_folder(self, run: RunId) -> Path:
         return self.path / "runs" / run[:16]

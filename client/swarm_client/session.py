@@ -89,6 +89,8 @@ class Session:
 @asynccontextmanager
 async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Session]:
     """Say hello and be welcomed. AdmissionError, VersionError, CapacityError when refused."""
+    # From the port that others dial: the coordinator sees how the router maps that one.
+    await node.connect(invite.coordinator, invite.addresses, from_listening_port=True)
     stream = await node.open_stream(
         invite.coordinator, CONTROL_PROTOCOL, CONTROL_LIMITS, invite.addresses
     )

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -21,6 +21,7 @@ from swarm_client.device import Device
 from swarm_client.directory import Directory
 from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.edge import Stream
+from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
@@ -31,6 +32,7 @@ from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
 from swarm_client.sync import Snapshots, fetch_data
 from swarm_client.trainer_role import TrainerRole
+from swarm_client.traversal import Traversal
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import (
     AdmissionError,
@@ -51,8 +53,10 @@ from swarm_shared.messages import (
     AbortRound,
     Apply,
     AssignStage,
+    CertificateRenewed,
     Close,
     CoordinatorMessage,
+    DoctorHello,
     Goodbye,
     Heartbeat,
     Hello,
@@ -72,8 +76,9 @@ from swarm_shared.messages import (
 from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import FrameLimits, Node
 from swarm_shared.placement import most_underserved_stage
+from swarm_shared.probe import member_judge, serve_probe
 from swarm_shared.signed_manifest import open_manifest, run_id_of
-from swarm_shared.transfer import Source, certificate_check, serve_transfers
+from swarm_shared.transfer import Source, serve_transfers
 from swarm_shared.types import Generation, PeerId, RunId, StageIndex, Step, Version
 
 log = logging.getLogger(__name__)
@@ -87,6 +92,9 @@ HEADER_BYTES = 512 * 2**10
 
 DIRECTORY_SECONDS = 20.0
 """How often this peer's record is renewed; records last six times as long."""
+
+MOST_PATHS = 1024
+"""Reported with a heartbeat; a peer that has more links is a relay."""
 
 Report = Callable[[str], None]
 
@@ -108,6 +116,7 @@ class VolunteerOptions:
     threads: int
     wanted_stage: StageIndex | None
     name: str | None
+    may_relay: bool = True
 
 
 class Volunteer:
@@ -143,16 +152,26 @@ class Volunteer:
         self._trainer = TrainerRole(self._report_lease, self.current_step, nursery)
         self._masks = MaskDesk(self._try_to_send)
         self._session_scope: trio.CancelScope | None = None
+        averager.worker.on_change(lambda: self.traversal.wake())
         self.directory = Directory(identity, averager.worker, invite.run_id, invite.organiser)
         averager.bind(node, self.roster, invite.run_id)
+        self.traversal = Traversal(
+            node, invite, self.roster, lambda: averager.carrier_address(identity),
+            lambda relays: averager.worker.reconfigure(trusted_relays=relays),
+            self._try_to_send, report, may_relay=options.may_relay,
+        )  # fmt: skip
+        self._attach_now = trio.Event()
+        node.admit_only(lambda peer, protocol: self.roster.knows(peer))
+        node.on_network_change(self._network_changed)
+        self.gate = Gate(invite.run_id, invite.organiser, self.roster)
         server = StageServer(
-            lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage
-        )
+            lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
+            self.gate,
+        )  # fmt: skip
         self.stage_server = server
         self.snapshots.clear()
-        serve_transfers(
-            node, self.snapshots.find, certificate_check(invite.run_id, invite.organiser)
-        )
+        serve_transfers(node, self.snapshots.find, self.gate.check_transfer)
+        serve_probe(node, member_judge(invite.run_id, invite.organiser, self.gate.check))
 
     # ---- what others ask
 
@@ -238,6 +257,24 @@ class Volunteer:
                         self.roster.refresh(record)
             await trio.sleep(DIRECTORY_SECONDS)
 
+    def doctor_hello(self) -> DoctorHello:
+        """How this peer introduces itself to those that it asks to look at it from outside."""
+        membership = self.membership
+        return DoctorHello(
+            run=self.invite.run_id,
+            software=SOFTWARE_VERSION,
+            token=None if membership is not None else self.invite.token,
+            certificate=None if membership is None else membership.certificate,
+        )
+
+    def _show_membership(self) -> None:
+        membership = self.membership
+        if membership is not None:
+            self.averager.show_membership(
+                self.identity, self.invite.organiser, membership.certificate,
+                tuple(self.roster.revoked),
+            )  # fmt: skip
+
     async def stay_attached(self) -> None:
         """Attach, and attach again whenever the coordinator was lost, until the end."""
         backoff_seconds = FIRST_BACKOFF_SECONDS
@@ -255,20 +292,37 @@ class Volunteer:
                 self.report("the coordinator is away; leaving without its goodbye")
                 return
             pause = backoff_seconds * random.uniform(0.8, 1.2)
-            why = f" ({problem})" if problem is not None else ""
-            self.report(f"no link to the coordinator{why}; trying again in {pause:.1f} s")
-            await trio.sleep(pause)
+            self.report(
+                f"no link to the coordinator{self._reason(problem)}; trying again in {pause:.1f} s"
+            )
+            self._attach_now = trio.Event()
+            with trio.move_on_after(pause):
+                await self._attach_now.wait()
             backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
+
+    def _reason(self, problem: SwarmError | None) -> str:
+        """In words for people, to whom the coordinator's peer ID says nothing."""
+        if problem is None:
+            return ""
+        return f" ({problem})".replace(str(self.invite.coordinator), "it")
+
+    def _network_changed(self) -> None:
+        """Another network, or awake again: no reason to wait out a pause that was for the old."""
+        self.report("this machine's network has changed")
+        self._attach_now.set()
 
     def _hello(self) -> Hello:
         holding = self.holding
+        position = self.traversal.position()
         return Hello(
             run=self.invite.run_id,
             software=SOFTWARE_VERSION,
             token=self.invite.token,
             name=self.options.name,
-            addresses=self.node.addresses,
-            carrier=self.averager.carrier_address(self.identity),
+            addresses=position.addresses,
+            carrier=position.carrier,
+            reachability=position.reachability,
+            offers_relay=position.offers_relay,
             device=self.options.device.label,
             memory_bytes=self.options.device.memory_bytes,
             wanted_stage=self.options.wanted_stage,
@@ -305,6 +359,7 @@ class Volunteer:
             problem = _first(errors)
         finally:
             self.session = self._session_scope = None
+            self.gate.detached()
             self._holder.session_lost()
             self._masks.session_lost()
         return problem
@@ -313,25 +368,26 @@ class Volunteer:
         """Check what the coordinator shows before anything of it is used."""
         try:
             envelope = base64.b64decode(welcome.manifest, validate=True)
-            certificate = base64.b64decode(welcome.certificate, validate=True)
         except ValueError as error:
-            raise ProtocolError("the coordinator's welcome is not base64") from error
+            raise ProtocolError("the coordinator's manifest is not base64") from error
         manifest = open_manifest(envelope, self.invite.organiser)
         if run_id_of(manifest) != self.invite.run_id:
             raise SignatureError(
                 "the coordinator shows another run than the invite names; ask for a new invite"
             )
-        check_certificate(
-            certificate, self.invite.run_id, self.invite.organiser, time.time(), self.node.peer_id
-        )
+        self._check_own(welcome.certificate)
         changed = self.membership is not None and self.membership.manifest != manifest
         first = self.membership is None
+        self.gate.attached(welcome.generation)
         self.membership = Membership(
             self.invite.run_id, self.invite.organiser, welcome.certificate, manifest,
             welcome.generation,
         )  # fmt: skip
         if first:
-            self.node.serve(STAGE_PROTOCOL, self.stage_server.handle, self.stage_limits())
+            # It asks for a certificate itself: a newcomer's may be here before the roster is.
+            self.node.serve(
+                STAGE_PROTOCOL, self.stage_server.handle, self.stage_limits(), public=True
+            )
             self.report(
                 f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
                 f"{manifest.training.steps} steps"
@@ -340,8 +396,19 @@ class Volunteer:
             self.report("attached to the coordinator again")
         if changed or not welcome.keep:
             await self._holder.drop()
-        self.averager.stall_seconds = manifest.limits.round_stall_seconds
+        self.averager.use_manifest(manifest)
+        self._show_membership()
         self.directory.enter(welcome.directory)
+        self.traversal.admitted()
+
+    def _check_own(self, certificate: str) -> None:
+        try:
+            envelope = base64.b64decode(certificate, validate=True)
+        except ValueError as error:
+            raise ProtocolError("the coordinator's certificate is not base64") from error
+        check_certificate(
+            envelope, self.invite.run_id, self.invite.organiser, time.time(), self.node.peer_id
+        )
 
     async def _take_part(self, welcome: Welcome) -> None:
         """A newcomer's way in: data first, then the choice of a stage."""
@@ -372,6 +439,7 @@ class Volunteer:
             microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
             links=(*self._links(), *self.averager.links()),
+            paths=tuple(self.node.paths()[:MOST_PATHS]),
         )
 
     def _links(self) -> tuple[LinkBytes, ...]:
@@ -391,10 +459,15 @@ class Volunteer:
         """Carry out one message; True when it ends the session."""
         match message:
             case Roster():
-                self.roster.replace(message)
+                for revoked in filter(self.node.is_connected, self.roster.replace(message)):
+                    self._nursery.start_soon(self._part_from, revoked)
+                self._show_membership()
                 self._trainer.roster_changed()
+                self.traversal.roster_changed()
                 if self._holder.next_stage is not None:
                     self._holder.next_stage.roster_changed()
+            case CertificateRenewed():
+                self._renew(message)
             case AssignStage():
                 await self._holder.take(message)
             case Lease():
@@ -408,6 +481,22 @@ class Volunteer:
             case _:
                 raise ProtocolError(f"the coordinator sent {message.kind!r} in a session")
         return False
+
+    async def _part_from(self, peer: PeerId) -> None:
+        """The coordinator has revoked it: whatever there is between it and this peer ends now."""
+        try:
+            await self.node.disconnect(peer)
+        except NetworkError as error:
+            log.info("the links with %s did not end in order: %s", peer, error)
+
+    def _renew(self, message: CertificateRenewed) -> None:
+        assert self.membership is not None
+        try:
+            self._check_own(message.certificate)
+        except AdmissionError as error:
+            # The one that is held still counts: attach again for another, or for the reason.
+            raise ProtocolError(f"the coordinator's new certificate fails: {error}") from error
+        self.membership = replace(self.membership, certificate=message.certificate)
 
     def _goodbye(self, message: Goodbye) -> bool:
         self.report(f"the coordinator says goodbye: {message.reason}")

@@ -43,6 +43,14 @@ def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> t
     return tuple(dict.fromkeys([*announced, *own]))[:MAX_ADDRESSES]
 
 
+def dual_stack(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """The addresses of a node that listens on IPv6, too; loopback stays last."""
+    six = [f"/ip6/{a}/tcp/{port}" for a in interface_addresses(6) if not a.is_loopback]
+    here = [a for a in addresses if "/ip4/127." in a]
+    others = [a for a in addresses if a not in here]
+    return tuple(dict.fromkeys([*others, *six, *here]))[:MAX_ADDRESSES]
+
+
 def interface_addresses(
     version: int,
 ) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

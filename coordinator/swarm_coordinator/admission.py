@@ -1,44 +1,69 @@
 """Who is let into the run, and the certificate that says so.
 
-Owns the decision (software, run, token) and the certificate's life. The organiser's key signs;
-what a certificate holds and how it is checked is in `swarm_shared.credentials`.
+Owns the decision at a hello (software, run, ban, token or list) and the certificates' life. What
+the organiser has decided is in `admission_book`; the organiser's key signs; what a certificate
+holds and how it is checked is in `swarm_shared.credentials`. Why it is done this way:
+docs/decisions/0010-admission.md.
 """
 
 from __future__ import annotations
 
 import base64
-import hmac
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
+from swarm_coordinator.admission_book import (
+    AdmissionBook,
+    AdmissionMode,
+    AdmissionRecord,
+    MemberAdmitted,
+)
 from swarm_shared.clock import Clock, wall
-from swarm_shared.credentials import MembershipCertificate, Role, sign_certificate
-from swarm_shared.errors import AdmissionError, ProtocolError, VersionError
+from swarm_shared.credentials import (
+    CLOCK_SKEW_SECONDS,
+    MembershipCertificate,
+    Role,
+    sign_certificate,
+)
+from swarm_shared.errors import AdmissionError, ProtocolError, StorageError, VersionError
 from swarm_shared.identity import Identity
 from swarm_shared.messages import SOFTWARE_VERSION, Hello
 from swarm_shared.types import Generation, PeerId, RunId
 
 CERTIFICATE_SECONDS = 24 * 3600.0
-"""A peer that is not let in again is without a valid certificate after a day at most."""
+"""A peer whose coordinator is away stays believable to the others for the rest of this time."""
 
-RENEW_AFTER_SECONDS = 0.75 * CERTIFICATE_SECONDS
-"""A session of this age is ended, so that its client says Hello again and gets a new one."""
+RENEW_AFTER_SECONDS = CERTIFICATE_SECONDS / 3
+"""Members have at least two thirds of the time above before them when the coordinator is lost."""
+
+REVOKED_SECONDS = CERTIFICATE_SECONDS + CLOCK_SKEW_SECONDS
+"""So long after its last certificate a peer could still show one that has not expired."""
+
+Write = Callable[[AdmissionRecord], Awaitable[None]]
+"""Returns when the record is durable."""
+
+
+async def _nowhere(_: AdmissionRecord) -> None:
+    """For an admission that nobody will remember."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The rules of one start of the coordinator. `token` None: everybody may take part."""
+    """The rules of one start of the coordinator."""
 
     organiser: Identity
     run: RunId
     generation: Generation
-    token: str | None = None
+    mode: AdmissionMode = "open"
+    book: AdmissionBook = field(default_factory=AdmissionBook)
+    write: Write = _nowhere
     clock: Clock = wall
 
-    def admit(self, peer: PeerId, hello: Hello) -> str:
-        """A certificate for `peer` in base64.
+    async def admit(self, peer: PeerId, hello: Hello) -> str:
+        """A certificate for `peer` in base64; a token that it used is marked before, durably.
 
         ProtocolError: it wants another run. VersionError: its software does not fit.
-        AdmissionError: it lacks the token. `peer` must come from the connection.
+        AdmissionError: the rules of the run keep it out. `peer` must come from the connection.
         """
         if hello.run != self.run:
             raise ProtocolError(
@@ -50,12 +75,29 @@ class Admission:
                 f"this run needs swarmtrain {SOFTWARE_VERSION}, and this machine has "
                 f"{hello.software}; install {SOFTWARE_VERSION} and join again"
             )
-        if self.token is not None and not _equal(self.token, hello.token or ""):
-            raise AdmissionError(
-                "this run is by invitation and the invite's token is not the right one; "
-                "ask the organiser for a new invite"
-            )
+        refusal = self.refusal(peer)
+        if refusal is not None:
+            if self.mode != "token" or peer in self.book.bans:
+                raise AdmissionError(refusal)
+            await self._use_token(peer, hello.token)
         return self.certificate(peer, "volunteer")
+
+    def refusal(self, peer: PeerId) -> str | None:
+        """Why this peer may not take part any more, or not yet; None when it may."""
+        if peer == self.organiser.peer_id:
+            return None  # the coordinator itself, which no rule is about
+        return self.book.refusal(self.mode, peer)
+
+    async def _use_token(self, peer: PeerId, secret: str | None) -> None:
+        token = self.book.usable_token(secret, self.clock())
+        record = MemberAdmitted(peer, token.token)
+        # Before it is durable: two peers at the same moment must not both have the last use.
+        self.book.enter(record, self.clock())
+        try:
+            await self.write(record)
+        except StorageError:
+            self.book.withdraw(record)
+            raise
 
     def certificate(self, peer: PeerId, role: Role) -> str:
         now = self.clock()
@@ -74,8 +116,3 @@ def compatible(theirs: str, ours: str) -> bool:
         return tuple(parts[:2]) if parts[0] == "0" else (parts[0],)
 
     return key(theirs) == key(ours)
-
-
-def _equal(one: str, other: str) -> bool:
-    # In constant time, so that a token cannot be guessed character by character.
-    return hmac.compare_digest(one.encode(), other.encode())

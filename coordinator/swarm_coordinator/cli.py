@@ -17,6 +17,12 @@ from pathlib import Path
 import click
 import platformdirs
 
+from swarm_coordinator.commands_admission import (
+    allow_command,
+    ban_command,
+    token_command,
+    unban_command,
+)
 from swarm_coordinator.commands_model import export_command, reference_command
 from swarm_coordinator.commands_run import (
     history_command,
@@ -61,7 +67,8 @@ def cli() -> None:
 
 for _command in (
     init_command, start_command, invite_command, status_command, history_command,
-    export_command, reference_command, refresh_command,
+    token_command, allow_command, ban_command, unban_command, export_command, reference_command,
+    refresh_command,
 ):  # fmt: skip
     cli.add_command(_command)
 
@@ -73,6 +80,9 @@ def run(arguments: Sequence[str]) -> int:
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as error:
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return USAGE_EXIT_CODE
     except click.ClickException as error:
         hint = ""
         if isinstance(error, click.UsageError) and error.ctx is not None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarm_coordinator import membership, progress
+from swarm_coordinator import membership, progress, rebalancing
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
-from swarm_shared.messages import AbortRound, Applied, Apply, Carrier, Close, Reduction, RoundReport
+from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Version
 
@@ -23,6 +23,9 @@ ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 
 MAXIMUM_BLAME = 3
 """Failed attempts of one step after which the step closes without the peer that is blamed."""
+
+MAXIMUM_EXCUSES = 4
+"""Attempts of one step that may fail through a carrier before somebody is blamed for the next."""
 
 NORM_TOLERANCE = 1e-6
 """Members average to the same bits, but unlike devices add up the squares in another order."""
@@ -45,8 +48,12 @@ def start_close(run: RunState, now: float) -> None:
     for (microbatch, _), cell in step.table.items():
         committed.setdefault(cell.peer, []).append(microbatch)
     members = {peer: stage for stage, group in groups.items() for peer in group}
+    switching = rebalancing.switching(run)
+    for peer, stage in switching.items():
+        groups[stage] = tuple(sorted((*groups[stage], peer)))
+    reductions = {stage: _reductions(run, groups, stage) for stage in groups}
     run.phase = RunPhase.CLOSING
-    step.closing = Closing(members, now)
+    step.closing = Closing(members, now, switching=switching)
     for peer, stage in members.items():
         run.send(
             peer,
@@ -54,7 +61,8 @@ def start_close(run: RunState, now: float) -> None:
                 step=step.step,
                 attempt=step.attempt,
                 committed=tuple(sorted(committed.get(peer, ()))),
-                reductions=_reductions(run, groups, stage),
+                reductions=reductions[stage],
+                moving=reductions[switching[peer]] if peer in switching else (),
             ),
         )
 
@@ -62,22 +70,13 @@ def start_close(run: RunState, now: float) -> None:
 def _reductions(
     run: RunState, groups: dict[StageIndex, tuple[PeerId, ...]], stage: StageIndex
 ) -> tuple[Reduction, ...]:
-    own = Reduction(
-        part="own", members=groups[stage], carrier=_carrier(run, groups[stage], (stage,))
-    )
+    own = Reduction(part="own", members=groups[stage])
     first, last = StageIndex(0), run.last_stage
     tied = run.manifest.model.tie_embeddings and first != last and stage in (first, last)
     if not tied:
         return (own,)
     both = tuple(sorted(groups[first] + groups[last]))
-    carrier = _carrier(run, both, (first, last))
-    return (own, Reduction(part="tied", members=both, carrier=carrier))
-
-
-def _carrier(run: RunState, members: tuple[PeerId, ...], stages: tuple[StageIndex, ...]) -> Carrier:
-    reachable = all(run.peers[peer].carrier is not None for peer in members)
-    failed = any(stage in run.carrier_failures for stage in stages)
-    return Carrier.HIVEMIND if len(members) > 1 and reachable and not failed else Carrier.LIBP2P
+    return (own, Reduction(part="tied", members=both))
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
@@ -102,26 +101,26 @@ def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
     """What a failed member says about itself counts, whoever was the first to fail."""
     step, stage = run.step, peer.stage
     assert step is not None
-    if message.carrier_failed and stage is not None:
-        run.carrier_failures.add(stage)
     if message.reset:
-        for cell in [c for c, held in step.table.items() if held.peer == peer.peer]:
-            del step.table[cell]
+        for held in step.table.held_by(peer.peer):
+            del step.table[held]
     for microbatch in message.missing:
         if stage is not None:
             cell_key = (microbatch, stage)
-            held = step.table.get(cell_key)
-            if held is not None and held.peer == peer.peer:
+            cell = step.table.get(cell_key)
+            if cell is not None and cell.peer == peer.peer:
                 del step.table[cell_key]
 
 
 def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
-    stage = peer.stage
+    step, stage = run.step, peer.stage
+    assert step is not None
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
-    # A carrier that fails is nobody's fault: the next attempt uses the other one.
-    if not message.carrier_failed and not (
-        message.culprit is not None and _blame(run, message.culprit, 1, now)
-    ):
+    # A carrier that fails is nobody's fault, and its members go around it in the next attempt. But
+    # who cries so again and again keeps the step from closing, whatever the truth of it.
+    excused = message.carrier_failed and step.excuses < MAXIMUM_EXCUSES
+    step.excuses += excused
+    if not excused and not (message.culprit is not None and _blame(run, message.culprit, 1, now)):
         _blame(run, peer.peer, 1, now)
     abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
 
@@ -171,6 +170,7 @@ def abort(run: RunState, reason: str, now: float) -> None:
     for member in step.closing.members:
         if member in run.peers:
             run.send(member, AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]))
+    rebalancing.not_switched(run, step.closing.switching)
     pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5))
     step.close_not_before = max(step.close_not_before, now + pause)
     step.closing = None
@@ -196,12 +196,10 @@ def _decide(run: RunState, now: float) -> None:
     assert step is not None
     assert step.closing is not None
     total = 0.0
-    for stage in run.stage_indices:
-        squares = {
-            step.closing.reports[peer]
-            for peer, index in step.closing.members.items()
-            if index == stage
-        }
+    reported: dict[StageIndex, set[tuple[float, float]]] = {}
+    for peer, stage in step.closing.members.items():
+        reported.setdefault(stage, set()).add(step.closing.reports[peer])
+    for stage, squares in sorted(reported.items()):
         own, tied = max(squares)
         if not all(_close(own, other[0]) and _close(tied, other[1]) for other in squares):
             abort(run, f"replicas of stage {stage} averaged to different gradients", now)
@@ -216,6 +214,7 @@ def _decide(run: RunState, now: float) -> None:
     run.last_applied = applied
     run.phase = RunPhase.APPLYING
     step.closing.decided_at = now
+    rebalancing.switch(run, step.closing)
     for member in step.closing.members:
         run.send(
             member,
@@ -287,9 +286,12 @@ def finish_when_applied(run: RunState, now: float) -> None:
     run.phase = RunPhase.WAITING
     run.snapshots.clear()
     run.roster_dirty = True
-    for stage in run.stage_indices:
-        prints = {p: closing.applied[p] for p, index in closing.members.items() if index == stage}
-        _compare_replicas(run, StageIndex(stage), prints, now)
+    prints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
+    for member, stage in closing.members.items():
+        prints.setdefault(stage, {})[member] = closing.applied[member]
+    for stage, of_stage in sorted(prints.items()):
+        _compare_replicas(run, stage, of_stage, now)
+    rebalancing.version_changed(run, now)
     for peer in list(run.peers.values()):
         if peer.phase is PeerPhase.READY and peer.version != run.version:
             # It attached in the middle of the close, sat it out, or did not apply in time.

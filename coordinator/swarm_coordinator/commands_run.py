@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import shlex
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import click
 import trio
 
 from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
+from swarm_coordinator.administration import admission_document, standing_token
 from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
 from swarm_coordinator.history import history, steps_document
@@ -35,9 +37,10 @@ from swarm_coordinator.stored_run import (
     load_identity,
     load_manifest,
     load_settings,
+    read_book,
 )
 from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import ConfigurationError, NetworkError
+from swarm_shared.errors import ConfigurationError, NetworkError, UsageError
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import PRESETS
@@ -142,7 +145,7 @@ def start_command(run_dir: Path, port: int | None) -> None:
                 store=store,
                 report=_report,
                 port=port,
-                on_serving=_say_serving(manifest),
+                on_serving=_say_serving(folder, settings, manifest),
             )
             trio.run(serve, service)
         finally:
@@ -216,14 +219,23 @@ def _say_finished(folder: RunFolder, restored: Restored) -> None:
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
 
 
-def _say_serving(manifest: Manifest) -> Any:
+def _say_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> Any:
+    mode = settings.admission.mode
+
     def say(invite: Invite) -> None:
         click.echo(
             f"serving {manifest.name}: {manifest.stage_count} stage(s), "
             f"{manifest.training.steps} steps, at {', '.join(invite.addresses)}"
         )
-        click.echo("whoever wants to take part runs `swarm-client join` with this invite:")
-        click.echo(invite.encode())
+        if mode == "token" and invite.token is None:
+            click.echo(f"make invites with `swarm-coordinator token create {quoted(folder.path)}`")
+        else:
+            listed = " and is on the list (`swarm-coordinator allow`)"
+            click.echo(
+                f"whoever wants to take part{listed if mode == 'allow-list' else ''} runs "
+                "`swarm-client join` with this invite:"
+            )
+            click.echo(invite.encode())
         sys.stdout.flush()
 
     return say
@@ -278,19 +290,30 @@ def invite_command(run_dir: Path) -> None:
     """Print the invite of the run in RUN_DIR."""
     folder = RunFolder.open(run_dir)
     settings, manifest = load_settings(folder), load_manifest(folder)
+    addresses = run_addresses(folder, settings)
+    token = None
+    if settings.admission.mode == "token":
+        token, _ = standing_token(folder, read_book(folder))
+        if token is None:
+            raise UsageError(
+                "this run has no invite of its own: its token was revoked, or you have made "
+                f"others; `swarm-coordinator token create {quoted(run_dir)}` makes an invite"
+            )
+    click.echo(invite_for(manifest, addresses, token).encode())
+
+
+def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
+    """Where volunteers reach the coordinator: now if it runs, else at its next start."""
     document = read_status(folder.status) if folder.in_use() else None
     if document is not None and document.get("running"):
-        addresses = tuple(document["addresses"])
-    else:
-        network = settings.network
-        port = network.listen_port or folder.remembered_port()
-        listen_address(network.listen_host, port or 0)
-        if port is None:
-            port = _free_port(network.listen_host)
-            folder.remember_port(port)
-        addresses = dialable_addresses(network.listen_host, port, network.announce)
-    token = folder.admission_token() if settings.admission.mode == "token" else None
-    click.echo(invite_for(manifest, addresses, token).encode())
+        return tuple(document["addresses"])
+    network = settings.network
+    port = network.listen_port or folder.remembered_port()
+    listen_address(network.listen_host, port or 0)
+    if port is None:
+        port = _free_port(network.listen_host)
+        folder.remember_port(port)
+    return dialable_addresses(network.listen_host, port, network.announce)
 
 
 def _free_port(host: str) -> int:
@@ -313,6 +336,8 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     folder = RunFolder.open(run_dir)
     document = read_status(folder.status)
     running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
+    if document is not None and not running:
+        document = {**document, **_admission_now(folder)}
     if document is None:
         document = {"run": load_manifest(folder).name, "phase": "never started"}
     if as_json:
@@ -322,6 +347,23 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     else:
         for line in status_lines(document, running, time.time()):
             click.echo(line)
+
+
+def _admission_now(folder: RunFolder) -> dict[str, Any]:
+    """What was decided since the coordinator last said how it stands.
+
+    Nothing if run.toml is broken: that is no reason to show no status.
+    """
+    try:
+        mode = load_settings(folder).admission.mode
+    except ConfigurationError:
+        return {}
+    return {"admission": admission_document(read_book(folder), mode, time.time(), attached=0)}
+
+
+def quoted(path: Path) -> str:
+    """As part of a command that a person copies into a shell."""
+    return shlex.quote(str(path))
 
 
 def _lock_holder(folder: RunFolder) -> int | None:

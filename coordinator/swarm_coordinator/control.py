@@ -16,7 +16,7 @@ from typing import Literal
 
 import trio
 
-from swarm_coordinator.admission import RENEW_AFTER_SECONDS, Admission
+from swarm_coordinator.admission import Admission
 from swarm_coordinator.events import (
     Event,
     LeaseResolved,
@@ -41,7 +41,6 @@ from swarm_shared.messages import (
     Heartbeat,
     Hello,
     LeaseResult,
-    LinkBytes,
     Receipts,
     Refused,
     client_messages,
@@ -119,14 +118,12 @@ class Control:
         admission: Admission,
         sessions: Sessions,
         put: Callable[[Event], Awaitable[None]],
-        links: Callable[[PeerId, tuple[LinkBytes, ...]], None],
-        renew_after_seconds: float = RENEW_AFTER_SECONDS,
+        heard: Callable[[PeerId, Heartbeat], None],
     ) -> None:
         self._admission = admission
         self._sessions = sessions
         self._put = put
-        self._links = links
-        self._renew_after_seconds = renew_after_seconds
+        self._heard = heard
         self._receipts = ReceiptChecker(admission.run)
         self.ended: Counter[str] = Counter()
         """How sessions ended that did not end by agreement."""
@@ -138,12 +135,13 @@ class Control:
             hello = parse(client_messages, frame.header)
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"the first message must be hello, not {hello.kind}")
-            certificate = self._admission.admit(stream.remote, hello)
+            certified_at = self._admission.clock()
+            certificate = await self._admission.admit(stream.remote, hello)
             receipts = await self._receipts.check(hello.receipts)
         except (AdmissionError, VersionError, ProtocolError) as error:
             await self._refuse(stream, error)
             return
-        session = self._sessions.open(stream.remote, stream)
+        session = self._sessions.open(stream.remote, stream, certified_at)
         attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
         try:
             with session.scope:
@@ -171,15 +169,12 @@ class Control:
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
     async def _read(self, session: Session) -> None:
-        """Until the stream ends, the client breaks the rules, or its certificate is due."""
+        """Until the stream ends or the client breaks the rules."""
         try:
-            with trio.move_on_after(self._renew_after_seconds):
-                while True:
-                    frame = await session.stream.receive()
-                    message = parse(client_messages, frame.header)
-                    await self._put(await self._event(session, message))
-            log.info("%s has to attach anew for a new certificate", session.peer)
-            self.ended["certificate due"] += 1
+            while True:
+                frame = await session.stream.receive()
+                message = parse(client_messages, frame.header)
+                await self._put(await self._event(session, message))
         except NetworkError as error:
             log.info("session %d with %s ended: %s", session.number, session.peer, error)
             self.ended["link closed"] += 1
@@ -204,6 +199,6 @@ class Control:
                 message.ok, message.reason, await self._receipts.check(message.receipts),
                 message.evaluation_loss_sum, message.evaluation_tokens,
             )  # fmt: skip
-        if isinstance(message, Heartbeat) and message.links:
-            self._links(session.peer, message.links)
+        if isinstance(message, Heartbeat):
+            self._heard(session.peer, message)
         return MessageReceived(session.number, session.peer, message)

@@ -3,9 +3,10 @@
 Owns connections, the schema and its migrations, and the translation of SQLite's errors into one
 sentence for a person. What is written is in `store`, what is read by people in `history`.
 
-Rows are appended and never deleted. `superseded_by` is the only column that changes afterwards:
-it points from a step, checkpoint, evaluation or finish to the rollback that took it out of the
-run's history. The partial unique index makes SQLite itself refuse a step that counts twice.
+Rows are appended and never deleted. Two kinds of columns change afterwards: `superseded_by` points
+from a step, checkpoint, evaluation or finish to the rollback that took it out of the run's history,
+and a time ends a token, an allowance or a ban. Partial unique indices make SQLite itself refuse a
+step that counts twice, or a second ban of the same peer.
 """
 
 from __future__ import annotations
@@ -124,7 +125,46 @@ CREATE TABLE links (
 ) STRICT, WITHOUT ROWID;
 """
 
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1,)
+_SCHEMA_2 = """
+CREATE TABLE tokens (
+    id INTEGER PRIMARY KEY,
+    secret_sha256 TEXT NOT NULL UNIQUE,
+    note TEXT NOT NULL,
+    uses INTEGER CHECK (uses >= 1), -- NULL: any number of peers
+    expires_at REAL,
+    created_at REAL NOT NULL,
+    revoked_at REAL
+) STRICT;
+
+CREATE TABLE members (
+    token INTEGER NOT NULL REFERENCES tokens,
+    peer TEXT NOT NULL,
+    admitted_at REAL NOT NULL,
+    PRIMARY KEY (token, peer)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE allowances (
+    id INTEGER PRIMARY KEY,
+    peer TEXT NOT NULL,
+    added_at REAL NOT NULL,
+    removed_at REAL
+) STRICT;
+CREATE UNIQUE INDEX one_live_allowance_per_peer ON allowances (peer) WHERE removed_at IS NULL;
+
+CREATE TABLE bans (
+    id INTEGER PRIMARY KEY,
+    peer TEXT NOT NULL,
+    reason TEXT NOT NULL,
+    banned_at REAL NOT NULL,
+    lifted_at REAL
+) STRICT;
+CREATE UNIQUE INDEX one_live_ban_per_peer ON bans (peer) WHERE lifted_at IS NULL;
+"""
+
+ADMISSION_SCHEMA = 2
+"""The format since which a database holds tokens, the allow-list and bans."""
+
+MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2)
 """Migration i takes a database from `user_version` i to i + 1; never edit one that was released."""
 
 
@@ -214,7 +254,8 @@ def damaged(path: Path, detail: str) -> StorageError:
     return StorageError(
         f"the run's database {path} is damaged ({detail}); move it away together with the files "
         f"beside it whose names begin alike (mv '{path}' '{path}.damaged'), or put back a copy; "
-        f"without it the run goes on from its newest checkpoint and only the history is lost"
+        f"without it the run goes on from its newest checkpoint; its history, tokens and bans are "
+        f"lost"
     )
 
 

@@ -97,6 +97,35 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersRevoked:
+    """These may not take part any more: the organiser has banned them, or revoked what let them in.
+
+    The shell lets no PeerAttached of theirs through after this, until they are let in again.
+    """
+
+    peers: tuple[PeerId, ...]
+    reason: str
+    """A sentence, for the peers themselves as well."""
+    until: float
+    """When the last certificate that one can have has expired: then nobody need be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeersReinstated:
+    """These may take part again, and others may serve them."""
+
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CertificateIssued:
+    """A newer certificate for a member, or for the coordinator itself."""
+
+    peer: PeerId
+    certificate: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The organiser pressed Ctrl-C: finish the step, write a checkpoint, say goodbye."""
 
@@ -108,7 +137,8 @@ class Tick:
 
 Event = (
     PeerAttached | SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived
-    | CheckpointStored | CheckpointFailed | StopRequested | Tick
+    | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated | CertificateIssued
+    | StopRequested | Tick
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ LEAVE_SECONDS = 120.0
 
 def release_leavers(run: RunState, now: float) -> None:
     """Say goodbye to every leaver that may go now."""
-    for peer in [p for p in run.peers.values() if p.leaving]:
+    for peer in list(run.peers.leavers.values()):
         if peer.stage is None or peer.phase is not PeerPhase.READY:
             membership.say_goodbye(run, peer, "left before taking part", now)
         elif not _is_needed(run, peer, now) and _leaves_nothing_open(run, peer, now):
@@ -28,7 +28,7 @@ def must_wait(run: RunState) -> bool:
     return (
         pending is not None
         and pending.version == run.version
-        and any(p.leaving and _is_last(run, p) for p in run.peers.values())
+        and any(_is_last(run, peer) for peer in run.peers.leavers.values())
     )
 
 
@@ -47,7 +47,7 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
         return False
     return (
         _is_last(run, peer)
-        or any(cell.peer == peer.peer for cell in step.table.values())
+        or step.table.holds_any(peer.peer)
         or any(s.trainer == peer.peer and s.resolved_at is None for s in step.leases.values())
     )
 

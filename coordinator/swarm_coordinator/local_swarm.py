@@ -54,6 +54,8 @@ class LocalSwarm:
     volunteers: list[Child] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the environment of what is started next."""
+    prefix: tuple[str, ...] = ()
+    """Put before the command of what is started next: what leads to another network stack."""
     coordinator: Child | None = None
 
     @property
@@ -65,7 +67,7 @@ class LocalSwarm:
         before = _modified(self.folder.status)
         self.coordinator = self.children.start(
             COORDINATOR_NAME,
-            module_command(COORDINATOR_MODULE, "start", str(self.run_dir)),
+            (*self.prefix, *module_command(COORDINATOR_MODULE, "start", str(self.run_dir))),
             self._log(COORDINATOR_NAME),
             self._environment(),
         )
@@ -92,9 +94,8 @@ class LocalSwarm:
         words += ["--threads", str(self.threads), "--name", name]
         if stage is not None:
             words += ["--stage", str(stage)]
-        child = self.children.start(
-            name, module_command(CLIENT_MODULE, *words), self._log(name), self._environment()
-        )
+        command = (*self.prefix, *module_command(CLIENT_MODULE, *words))
+        child = self.children.start(name, command, self._log(name), self._environment())
         self.volunteers.append(child)
         return child
 

@@ -6,10 +6,12 @@ Part of the pure core: changes a RunState and queues commands, does no I/O.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
-from swarm_coordinator import progress
+from swarm_coordinator import progress, roster
 from swarm_coordinator.events import CloseSession, PeerAttached
 from swarm_coordinator.state import (
+    Moving,
     PeerPhase,
     PeerState,
     RunPhase,
@@ -24,7 +26,6 @@ from swarm_shared.messages import (
     Goodbye,
     PeerRecord,
     Refused,
-    Roster,
     SaveSnapshot,
     SnapshotReady,
     SyncFailed,
@@ -43,6 +44,9 @@ ASK_AGAIN_SECONDS = 15.0
 """Holders that have not saved a snapshot by then are asked again, or others are."""
 
 SYNC_RETRY_SECONDS = 1.0
+
+TELLING_BYTES = 1_000_000
+"""Downloads below this say more about waiting than about the line."""
 
 JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which parameters stand still, so that a download can end in time."""
@@ -64,7 +68,10 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         trainer=hello.trainer,
         wanted_stage=hello.wanted_stage,
         last_heard=now,
+        reachability=hello.reachability,
+        offers_relay=hello.offers_relay,
     )
+    roster.attached(run, event.peer)
     run.peers[event.peer] = peer
     current = _still_current(run, event)
     must_apply = _still_has_to_apply(run, event)
@@ -141,7 +148,7 @@ def _send_missed_apply(
 def _directory(run: RunState) -> tuple[str, ...]:
     """p2pd addresses of some peers, through which a newcomer enters hivemind's DHT."""
     found: list[str] = []
-    for peer in run.peers.values():
+    for peer in run.peers.with_carrier.values():
         if peer.carrier is not None:
             found.extend(f"{a}/p2p/{peer.carrier.peer}" for a in peer.carrier.addresses[:2])
         if len(found) >= 8:
@@ -191,85 +198,96 @@ def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: fl
     """The stage is the peer's; where its state comes from is settled by `find_sources`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
     peer.source_asked, peer.catching_up, peer.holds = False, None, 0
+    peer.moving = None
     peer.early_receipts.clear()
     _hold(run, peer, now)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
 
 
-def _hold(run: RunState, peer: PeerState, now: float) -> None:
+def _hold(run: RunState, way: PeerState | Moving, now: float) -> None:
     """Let the close wait for this newcomer, a few times at most: it may never manage."""
-    peer.holds += 1
-    if peer.holds <= MAXIMUM_HOLDS:
-        peer.hold_until = now + run.manifest.limits.join_hold_seconds
+    way.holds += 1
+    if way.holds <= MAXIMUM_HOLDS:
+        way.hold_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
-    """Tell every syncing peer where to get its stage from, as soon as that is known."""
-    for peer in list(run.peers.values()):
-        if peer.phase is not PeerPhase.SYNCING or peer.source_asked or peer.stage is None:
-            continue
-        if now < peer.ask_not_before:
-            continue
-        if run.version == 0:
-            _assign_from(run, peer, "fresh", (), ("", 0, ""), now)
-        elif _from_checkpoint(run, peer, now):
-            continue
-        elif run.phase in JOINING_PHASES:
-            _from_replicas(run, peer, now)
+    """Tell all who are to get a stage where to get it from, as soon as that is known."""
+    for peer in list(run.peers.unsourced.values()):
+        _find_source(run, peer, peer, now)
+    for peer in run.peers.movers.values():
+        moving = peer.moving
+        if moving is not None and not moving.gap and not moving.source_asked:
+            _find_source(run, peer, moving, now)
+
+
+def _find_source(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> None:
+    """`way` is the peer itself, for the stage that is its own, or its way to another one."""
+    if now < way.ask_not_before:
+        return
+    if run.version == 0:
+        _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
+    elif not _from_checkpoint(run, peer, way, now) and run.phase in JOINING_PHASES:
+        _from_replicas(run, peer, way, now)
 
 
 def _assign_from(
     run: RunState,
     peer: PeerState,
-    source: str,
+    way: PeerState | Moving,
+    source: Literal["fresh", "snapshot"],
     holders: tuple[PeerRecord, ...],
     item: tuple[str, int, str],
     now: float,
 ) -> None:
-    assert peer.stage is not None
-    peer.source_asked, peer.version = True, run.version
+    assert way.stage is not None
+    way.source_asked, way.version, way.asked_at = True, run.version, now
+    if way is not peer:
+        run.rebalancing.bytes_moved += item[1]
     run.send(
         peer.peer,
         AssignStage(
-            stage=peer.stage,
+            stage=way.stage,
             version=run.version,
-            source="fresh" if source == "fresh" else "snapshot",
+            source=source,
             item=item[0],
             bytes=item[1],
             sha256=item[2],
             holders=holders,
+            prepare=way is not peer,
         ),
     )
 
 
-def _from_checkpoint(run: RunState, peer: PeerState, now: float) -> bool:
+def _from_checkpoint(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> bool:
     checkpoint = run.checkpoint
     if checkpoint is None or checkpoint.version != run.version:
         return False
-    stored = next((s for s in checkpoint.stages if s.stage == peer.stage), None)
+    stored = next((s for s in checkpoint.stages if s.stage == way.stage), None)
     if stored is None:
         return False
     item = (stored.item, stored.bytes, stored.sha256)
-    _assign_from(run, peer, "snapshot", (run.coordinator,), item, now)
+    _assign_from(run, peer, way, "snapshot", (run.coordinator,), item, now)
     return True
 
 
-def _from_replicas(run: RunState, peer: PeerState, now: float) -> None:
-    assert peer.stage is not None
-    holders = [p for p in run.ready_peers(peer.stage) if p is not peer]
+def _from_replicas(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> None:
+    stage = way.stage
+    assert stage is not None
+    holders = [p for p in run.ready_peers(stage) if p is not peer]
     if not holders:
         return
-    snapshots = run.snapshots.get(peer.stage)
+    snapshots = run.snapshots.get(stage)
     if (
         snapshots is None
         or snapshots.version != run.version
         or not (snapshots.asked & {p.peer for p in holders})
         or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
     ):
-        snapshots = run.snapshots[peer.stage] = Snapshots(run.version, now)
+        snapshots = run.snapshots[stage] = Snapshots(run.version, now)
         for holder in holders[:SNAPSHOT_HOLDERS]:
             snapshots.asked.add(holder.peer)
-            run.send(holder.peer, SaveSnapshot(version=run.version, stage=peer.stage))
+            run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
         return
     present = {h.peer: h for h in holders if h.peer in snapshots.ready}
     outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
@@ -278,7 +296,7 @@ def _from_replicas(run: RunState, peer: PeerState, now: float) -> None:
     # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
     records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
-    _assign_from(run, peer, "snapshot", records, item, now)
+    _assign_from(run, peer, way, "snapshot", records, item, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
@@ -295,6 +313,14 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, now: float) -> None:
     """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    moving = peer.moving
+    if moving is not None and moving.stage == stage and _prepared(moving, version):
+        if version == run.version and run.phase in JOINING_PHASES:
+            _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
+            moving.ready = True
+        else:
+            start_over(run, moving, now)
+        return
     if peer.stage != stage or not _awaited(peer, version):
         return
     if version != run.version or run.phase not in JOINING_PHASES:
@@ -302,10 +328,29 @@ def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, n
         _hold(run, peer, now)
         find_sources(run, now)
         return
+    if version > 0:
+        _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
     peer.phase = PeerPhase.READY
     run.on_branch.add(peer.peer)
     run.roster_dirty = True
     run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+
+
+def _prepared(moving: Moving, version: Version) -> bool:
+    """Whether this is the answer to the latest word on where to get the next stage from."""
+    return moving.source_asked and not moving.ready and moving.version == version
+
+
+def start_over(run: RunState, moving: Moving, now: float) -> None:
+    """The run has gone on to another version: the next stage's state is to be had anew."""
+    moving.source_asked = moving.ready = False
+    _hold(run, moving, now)
+
+
+def _note_download(peer: PeerState, way: PeerState | Moving, state_bytes: int, now: float) -> None:
+    """How fast a stage's state came, all in all: what the next one will take follows from it."""
+    if state_bytes >= TELLING_BYTES and now > way.asked_at:
+        peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
 
 
 def _awaited(peer: PeerState, version: Version) -> bool:
@@ -320,6 +365,14 @@ def _awaited(peer: PeerState, version: Version) -> bool:
 
 def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
     """Another source is named, after a pause: most causes take a moment to pass."""
+    moving = peer.moving
+    if moving is not None and moving.stage == message.stage:
+        if _prepared(moving, message.version):
+            run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+            start_over(run, moving, now)
+            moving.ask_not_before = now + SYNC_RETRY_SECONDS
+            run.snapshots.pop(message.stage, None)
+        return
     if peer.stage != message.stage or not _awaited(peer, message.version):
         return
     run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
@@ -332,9 +385,10 @@ def remove(
     run: RunState, peer_id: PeerId, reason: str, now: float, *, announce: bool = True
 ) -> None:
     """A peer is gone: what it had accumulated died with it, its leases go to others."""
-    peer = run.peers.pop(peer_id, None)
+    peer = run.peers.get(peer_id)
     if peer is None:
         return
+    del run.peers[peer_id]
     run.roster_dirty = True
     if announce:
         stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
@@ -362,14 +416,3 @@ def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None
     run.send(peer.peer, Goodbye(reason=reason))
     run.commands.append(CloseSession(peer.peer, reason))
     remove(run, peer.peer, reason, now)
-
-
-def publish_roster(run: RunState) -> None:
-    """Send the roster to everybody when it has changed, before any work that relies on it."""
-    if not run.roster_dirty or run.phase is RunPhase.APPLYING:
-        return  # while a step is applied, versions differ; the roster follows at its end
-    run.roster_dirty = False
-    run.roster_serial += 1
-    roster = Roster(serial=run.roster_serial, peers=run.roster())
-    for peer in run.peers.values():
-        run.send(peer.peer, roster)

@@ -7,10 +7,13 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 
 from __future__ import annotations
 
+import heapq
+
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.state import (
     Cell,
     LeaseState,
+    PeerPhase,
     PeerState,
     PendingMask,
     RunPhase,
@@ -19,7 +22,7 @@ from swarm_coordinator.state import (
     short,
 )
 from swarm_shared.credentials import Receipt
-from swarm_shared.messages import Lease, LeasedMicrobatch, Mask, MaskRequest
+from swarm_shared.messages import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 EXTRA_IN_FLIGHT = 2
@@ -33,10 +36,20 @@ LARGEST_LOSS = 1e290
 """Far above any real one, and the sum over a step still fits a float."""
 
 
+def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
+    """How fast a peer is, and how much it has to do."""
+    rate = message.microbatches_per_second
+    peer.microbatches_per_second, peer.queued = rate, message.queued
+    if rate > 0 and peer.phase is PeerPhase.READY and peer.stage is not None:
+        flops_per_second = rate * (run.manifest.stages[peer.stage].work_flops or 1.0)
+        if flops_per_second != peer.flops_per_second:
+            peer.flops_per_second = flops_per_second
+
+
 def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
-    run.step = StepState(step=Step(run.version + 1), began_at=now)
     run.phase = RunPhase.COLLECT
+    run.step = _new_step(run, now)
     run.training_began = True
     run.waiting_reason = ""
     for peer in run.peers.values():
@@ -47,9 +60,14 @@ def begin_step(run: RunState, now: float) -> None:
 
 
 def begin_evaluation(run: RunState, now: float) -> None:
-    run.step = StepState(step=Step(run.version + 1), began_at=now)
     run.phase = RunPhase.EVALUATING
+    run.step = _new_step(run, now)
     lease_open_microbatches(run, now)
+
+
+def _new_step(run: RunState, now: float) -> StepState:
+    microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
+    return StepState(step=Step(run.version + 1), began_at=now, unsettled=microbatches)
 
 
 def window(run: RunState, trainers: int) -> int:
@@ -69,6 +87,8 @@ def microbatch_count(run: RunState) -> int:
 def missing_stages(run: RunState, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...]:
     assert run.step is not None
     table = run.step.table
+    if table.filled(microbatch) == run.manifest.stage_count:
+        return ()
     return tuple(
         StageIndex(stage)
         for stage in run.stage_indices
@@ -119,10 +139,11 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
     step = run.step
     if step is None:
         return
-    for cell in [c for c, held in step.table.items() if held.peer == peer]:
+    for cell in step.table.held_by(peer):
         del step.table[cell]
     for microbatch in [m for m, lease in step.leases.items() if lease.trainer == peer]:
         del step.leases[microbatch]
+        step.unsettled.add(microbatch)
     # Survivors report what they hold within one receipt interval; masks made sooner would let
     # stages that have the microbatch already count it again.
     step.close_not_before = max(
@@ -174,9 +195,9 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         if event.ok and loss_sum is not None and known and event.evaluation_tokens > 0:
             step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
         else:
-            lease.resolved_at = now
+            _resolve(run, step, event.microbatch, lease, now)
         return
-    lease.resolved_at = now
+    _resolve(run, step, event.microbatch, lease, now)
     if not event.ok and missing_stages(run, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
@@ -185,69 +206,93 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         )
 
 
+def _resolve(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState, now: float
+) -> None:
+    lease.resolved_at = now
+    heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+
+
 def lease_open_microbatches(run: RunState, now: float) -> None:
     """Lease every microbatch that is incomplete and that nobody is working on any more."""
     step = run.step
-    trainers = run.trainers()
-    if step is None or not run.staffed():
+    if step is None:
         return
-    load = {t.peer: 0 for t in trainers}
+    if step.table.reopened:
+        step.unsettled |= step.table.reopened
+        step.table.reopened.clear()
+    while step.lease_alarms and step.lease_alarms[0][0] <= now:
+        step.unsettled.add(heapq.heappop(step.lease_alarms)[1])
+    if not step.unsettled or now < step.close_not_before or not run.staffed():
+        return
     open_microbatches: list[MicrobatchIndex] = []
-    for index in range(microbatch_count(run)):
-        microbatch = MicrobatchIndex(index)
+    for microbatch in sorted(step.unsettled):
         if _is_done(run, microbatch):
             continue
         lease = step.leases.get(microbatch)
-        if lease is not None and not _is_due_again(run, lease, now):
-            if lease.trainer in load and lease.resolved_at is None:
-                load[lease.trainer] += 1
-            continue
-        if now < step.close_not_before:
-            continue
-        open_microbatches.append(microbatch)
-    _grant(run, step, open_microbatches, load, now)
+        if lease is None or now >= _due_at(run, lease):
+            open_microbatches.append(microbatch)
+        else:
+            heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+    step.unsettled.clear()
+    if open_microbatches:
+        _grant(run, step, open_microbatches, now)
 
 
 def _is_done(run: RunState, microbatch: MicrobatchIndex) -> bool:
     assert run.step is not None
     if run.phase is RunPhase.EVALUATING:
         return microbatch in run.step.evaluations
-    return not missing_stages(run, microbatch)
+    return run.step.table.filled(microbatch) == run.manifest.stage_count
 
 
-def _is_due_again(run: RunState, lease: LeaseState, now: float) -> bool:
+def _due_at(run: RunState, lease: LeaseState) -> float:
+    """When a leased microbatch may be leased again, if it is not done by then."""
+    limits = run.manifest.limits
     if lease.resolved_at is not None:
-        pause = max(RELEASE_BACKOFF_SECONDS, 2 * run.manifest.limits.receipt_interval_seconds)
-        return now - lease.resolved_at >= pause
-    return now - lease.granted_at >= run.manifest.limits.lease_seconds
+        return lease.resolved_at + max(RELEASE_BACKOFF_SECONDS, 2 * limits.receipt_interval_seconds)
+    return lease.granted_at + limits.lease_seconds
 
 
-def _grant(
-    run: RunState,
-    step: StepState,
-    microbatches: list[MicrobatchIndex],
-    load: dict[PeerId, int],
-    now: float,
-) -> None:
+def _loads(
+    run: RunState, step: StepState, granted: list[MicrobatchIndex]
+) -> list[tuple[int, int, PeerId]]:
+    """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
+    trainers = run.trainers()
+    load = {trainer.peer: 0 for trainer in trainers}
+    again = set(granted)
+    for microbatch, lease in step.leases.items():
+        driven = lease.resolved_at is None and lease.trainer in load
+        if driven and microbatch not in again and not _is_done(run, microbatch):
+            load[lease.trainer] += 1
+    heap = [(load[trainer.peer], place, trainer.peer) for place, trainer in enumerate(trainers)]
+    heapq.heapify(heap)
+    return heap
+
+
+def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float) -> None:
     grants: dict[PeerId, list[LeasedMicrobatch]] = {}
+    loads = _loads(run, step, microbatches)
     for microbatch in microbatches:
-        trainer = min(load, key=lambda peer: load[peer])
-        load[trainer] += 1
+        load, place, trainer = loads[0]
+        heapq.heapreplace(loads, (load + 1, place, trainer))
         accumulate = () if run.phase is RunPhase.EVALUATING else missing_stages(run, microbatch)
         grants.setdefault(trainer, []).append(
             LeasedMicrobatch(microbatch=microbatch, accumulate=accumulate)
         )
+    in_flight = window(run, len(loads))
     for trainer, leased in grants.items():
         run.lease_counter += 1
         for item in leased:
-            step.leases[item.microbatch] = LeaseState(run.lease_counter, trainer, now)
+            lease = step.leases[item.microbatch] = LeaseState(run.lease_counter, trainer, now)
+            heapq.heappush(step.lease_alarms, (_due_at(run, lease), item.microbatch))
         run.send(
             trainer,
             Lease(
                 step=step.step,
                 lease=run.lease_counter,
                 mode="evaluate" if run.phase is RunPhase.EVALUATING else "train",
-                window=window(run, len(load)),
+                window=in_flight,
                 microbatches=tuple(leased),
             ),
         )
@@ -262,9 +307,9 @@ def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -
 
 
 def answer_masks(run: RunState, now: float) -> None:
+    if not run.pending_masks or run.pending_masks[0].due_at > now:
+        return  # they are asked in the order of time, and wait equally long
     due = [mask for mask in run.pending_masks if mask.due_at <= now]
-    if not due:
-        return
     run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
     for mask in due:
         current = (

@@ -10,6 +10,8 @@ import math
 import sqlite3
 from dataclasses import dataclass
 
+from swarm_coordinator.admission_book import AdmissionRecord
+from swarm_coordinator.admission_records import insert_admission
 from swarm_coordinator.events import (
     AppliedStep,
     CheckpointRecord,
@@ -43,7 +45,7 @@ class LinksSeen:
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | Note | PeerSeen | LinksSeen
+    | Note | PeerSeen | LinksSeen | AdmissionRecord
 )  # fmt: skip
 
 
@@ -78,6 +80,8 @@ def insert(connection: sqlite3.Connection, record: Record, generation: int, now:
             )
         case LinksSeen():
             _insert_links(connection, record, now)
+        case _:
+            insert_admission(connection, record, now)
 
 
 def _peer_row(connection: sqlite3.Connection, peer: PeerId, now: float) -> int:

@@ -26,11 +26,10 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     """
     if run.phase not in (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING):
         return
-    for stage in run.stage_indices:
-        if run.ready_peers(stage):
-            run.lost_since.pop(StageIndex(stage), None)
-        else:
-            run.lost_since.setdefault(StageIndex(stage), now)
+    unheld = run.unheld()
+    if not unheld and not run.lost_since:
+        return
+    run.lost_since = {stage: run.lost_since.get(stage, now) for stage in sorted(unheld)}
     overdue = [stage for stage in run.lost_since if _overdue(run, stage, now)]
     if not overdue:
         return

@@ -75,6 +75,11 @@ class RunFolder:
         return self.path / "port"
 
     @property
+    def socket(self) -> Path:
+        """Where a running coordinator takes commands; there only while it runs."""
+        return self.path / "commands.sock"
+
+    @property
     def token_file(self) -> Path:
         return self.path / "admission.token"
 
@@ -169,15 +174,18 @@ class RunFolder:
         write_atomically(self.port_file, f"{port}\n".encode("ascii"))
 
     def admission_token(self) -> str:
-        """The secret of invites where [admission] mode is "token"; made on first use."""
+        """The secret of the run's own invite where [admission] mode is "token"; made on first use.
+
+        In clear, so that `invite` can print it again; the database has its hash only.
+        """
         if not self.token_file.exists():
             token = secrets.token_urlsafe(24)
             write_atomically(self.token_file, f"{token}\n".encode("ascii"), PRIVATE_MODE)
         token = read_bytes(self.token_file).decode("ascii", "replace").strip()
         if not token:
             raise StorageError(
-                f"{self.token_file} is empty; delete it to have a new token made, and send new "
-                "invites"
+                f"{self.token_file} is empty; delete it, and send new invites, as "
+                "`swarm-coordinator token create` makes them"
             )
         return token
 

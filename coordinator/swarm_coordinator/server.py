@@ -18,8 +18,14 @@ from dataclasses import dataclass, field
 import anyio.to_thread
 import trio
 
-from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
+from swarm_coordinator.addresses import (
+    dialable_addresses,
+    dual_stack,
+    invite_for,
+    listen_address,
+)
 from swarm_coordinator.admission import RENEW_AFTER_SECONDS, Admission
+from swarm_coordinator.admission_desk import AdmissionDesk
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.control import Control, control_limits
 from swarm_coordinator.events import (
@@ -30,6 +36,7 @@ from swarm_coordinator.events import (
     FetchSnapshot,
     Note,
     PeerAttached,
+    PeersRevoked,
     Persist,
     Restored,
     RolledBack,
@@ -40,22 +47,25 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.records import LinksSeen, PeerSeen
+from swarm_coordinator.reports import Reports
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sessions import Sessions
 from swarm_coordinator.settings import RunSettings
-from swarm_coordinator.status import StatusFile, printable
+from swarm_coordinator.status import Seen, StatusFile, printable
 from swarm_coordinator.store import Store
 from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
 from swarm_coordinator.transition import begin, transition
+from swarm_coordinator.visitors import visitor_judge
 from swarm_shared.clock import Clock, monotonic, wall
 from swarm_shared.errors import NetworkError, SwarmError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
-from swarm_shared.messages import CONTROL_PROTOCOL, LinkBytes, PeerRecord
-from swarm_shared.network import Node, open_node
+from swarm_shared.messages import CONTROL_PROTOCOL, PeerRecord
+from swarm_shared.network import Node, RelayLimits, open_node
+from swarm_shared.probe import serve_probe
 from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES, run_id_of
-from swarm_shared.transfer import certificate_check, serve_transfers
+from swarm_shared.transfer import serve_transfers
 from swarm_shared.types import Generation, PeerId, StageIndex
 
 log = logging.getLogger(__name__)
@@ -67,6 +77,8 @@ LINKS_SECONDS = 10.0
 """Between two writes of the link table; it is not needed to the second, and n² long."""
 FLUSH_SECONDS = 5.0
 """At the end, for words that are still in outboxes."""
+PARTING_SECONDS = 2.0
+"""A peer that was revoked may read for so long why, before its connection is closed."""
 
 Report = Callable[[str], None]
 """Takes one line for the organiser's eyes."""
@@ -118,6 +130,14 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return leaves[0]
 
 
+@dataclass(slots=True, eq=False)
+class CarriedOut:
+    """Somebody waits for an event to have had its effect."""
+
+    done: trio.Event = field(default_factory=trio.Event)
+    commands: list[Command] = field(default_factory=list)
+
+
 class Coordinator:
     """One start. `run` does everything; the other methods are its parts."""
 
@@ -126,8 +146,7 @@ class Coordinator:
         self._run_id = run_id_of(service.manifest)
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
         self._sessions = Sessions()
-        self._links: dict[PeerId, tuple[LinkBytes, ...]] = {}
-        self._unsaved_links: set[PeerId] = set()
+        self._awaited: dict[int, CarriedOut] = {}
         self._checkpoints = CheckpointFolder(
             service.folder.checkpoints, self._run_id, service.manifest.stage_count,
             service.settings.checkpoint.keep,
@@ -136,15 +155,20 @@ class Coordinator:
     async def run(self) -> None:
         service = self._service
         restored = await self._restore()
-        admission = Admission(
+        self._admission = admission = Admission(
             service.identity, self._run_id, Generation(restored.generation),
-            service.folder.admission_token()
-            if service.settings.admission.mode == "token" else None,
+            service.settings.admission.mode, service.store.admission(), service.store.write,
             service.wall_clock,
+        )  # fmt: skip
+        self._desk = desk = AdmissionDesk(
+            service.folder, admission, service.store, self._sessions, self._put_and_wait,
+            service.clock, service.renew_after_seconds,
         )  # fmt: skip
         async with AsyncExitStack() as stack:
             node, addresses = await self._open_node(stack)
-            invite = invite_for(service.manifest, addresses, admission.token)
+            self._node = node
+            self._reports = Reports(node)
+            invite = invite_for(service.manifest, addresses, await desk.standing_token())
             state = begin(
                 service.manifest,
                 base64.b64encode(
@@ -157,12 +181,12 @@ class Coordinator:
                 ),
                 restored,
                 service.clock(),
+                desk.revoked_at_start(),
             )  # fmt: skip
             self._state = state
-            control = Control(
-                admission, self._sessions, self._put.send, self._links_seen,
-                service.renew_after_seconds,
-            )  # fmt: skip
+            if service.settings.network.relay:
+                node.serve_relay(RelayLimits(), self._may_use_relay)
+            control = Control(admission, self._sessions, self._put.send, self._reports.heard)
             self._fetcher = CheckpointFetcher(
                 node, self._checkpoints, self._run_id, service.manifest.stage_count,
                 lambda: admission.certificate(service.identity.peer_id, "coordinator"),
@@ -172,29 +196,36 @@ class Coordinator:
             serve_transfers(
                 node,
                 catalogue(service.folder, service.manifest, self._checkpoints),
-                certificate_check(self._run_id, service.identity.peer_id, service.wall_clock),
+                desk.transfer_check(),
             )
-            node.serve(CONTROL_PROTOCOL, control.handle, control_limits(service.manifest))
-            await self._status.write(service.clock(), self._all_links(node), control.ended)
+            node.admit_only(lambda peer, _: admission.refusal(peer) is None)
+            serve_probe(
+                node, visitor_judge(admission, lambda: self._state, service.manifest),
+                wall_clock=service.wall_clock,
+            )  # fmt: skip
+            node.serve(
+                CONTROL_PROTOCOL, control.handle, control_limits(service.manifest), public=True
+            )
+            await self._status.write(self._seen(control))
             # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
             signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
             service.on_serving(invite)
             try:
-                await self._run_tasks(node, control, signals)
+                await self._run_tasks(control, signals)
             finally:
-                self._save_links(node, everything=True)
+                self._save_links(everything=True)
                 with trio.CancelScope(shield=True):
-                    await self._status.write(
-                        service.clock(), self._all_links(node), control.ended, running=False
-                    )
+                    await self._status.write(self._seen(control), running=False)
 
-    async def _run_tasks(self, node: Node, control: Control, signals: AsyncIterator[int]) -> None:
+    async def _run_tasks(self, control: Control, signals: AsyncIterator[int]) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._take_signals, signals)
             nursery.start_soon(self._tick)
-            nursery.start_soon(self._write_status, node, control)
-            nursery.start_soon(self._write_links, node)
+            nursery.start_soon(self._write_status, control)
+            nursery.start_soon(self._write_links)
+            nursery.start_soon(self._desk.serve_commands, self._note)
+            nursery.start_soon(self._desk.renew_certificates)
             await self._consume()
             nursery.cancel_scope.cancel()
 
@@ -245,7 +276,24 @@ class Coordinator:
         port = int(node.addresses[0].split("/tcp/")[1].split("/")[0])
         if service.folder.remembered_port() != port:
             service.folder.remember_port(port)
-        return node, dialable_addresses(network.listen_host, port, network.announce)
+        addresses = dialable_addresses(network.listen_host, port, network.announce)
+        if network.listen_host == "0.0.0.0":
+            try:
+                await node.listen([f"/ip6/::/tcp/{port}"])
+            except NetworkError as error:
+                log.info("no IPv6 here: %s", error)
+            else:
+                addresses = dual_stack(addresses, port)
+        node.announce(addresses)
+        node.admit_only(lambda peer, protocol: False)
+        return node, addresses
+
+    def _may_use_relay(self, peer: PeerId) -> bool:
+        """Members, by their own peer ID or by that of their p2pd."""
+        return peer in self._state.peers or any(
+            member.carrier is not None and member.carrier.peer == peer
+            for member in self._state.peers.values()
+        )
 
     # ------------------------------------------------------------ events and commands
 
@@ -253,18 +301,46 @@ class Coordinator:
         """Take events in order until the core says Stopped."""
         async for event in self._events:
             if isinstance(event, PeerAttached):
+                refusal = self._admission.refusal(event.peer)
+                if refusal is not None:  # since its hello was answered
+                    self._sessions.refuse(event.session, refusal)
+                    continue
                 self._sessions.make_current(event.session, event.peer)
                 self._service.store.post(PeerSeen(event.peer, event.hello.name))
+            elif isinstance(event, PeersRevoked):
+                for peer in event.peers:
+                    self._nursery.start_soon(self._part_from, peer)
             elif isinstance(event, SessionLost):
                 self._service.store.post(PeerSeen(event.peer))
             elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
                 log.info("the checkpoint of step %d is not wanted any more", event.version)
                 continue
-            for command in transition(self._state, event, self._service.clock()):
+            commands = transition(self._state, event, self._service.clock())
+            for command in commands:
                 if isinstance(command, Stopped):
                     await self._sessions.finish_all(FLUSH_SECONDS)
                     return
                 await self._carry_out(command)
+            awaited = self._awaited.pop(id(event), None)
+            if awaited is not None:
+                awaited.commands = commands
+                awaited.done.set()
+
+    async def _put_and_wait(self, event: Event) -> list[Command]:
+        """Hand the core an event; what it commanded, when all of that has been carried out."""
+        awaited = self._awaited[id(event)] = CarriedOut()
+        await self._put.send(event)
+        await awaited.done.wait()
+        return awaited.commands
+
+    async def _part_from(self, peer: PeerId) -> None:
+        """A peer that was revoked: when it has been told, it has nothing more to do here."""
+        await trio.sleep(PARTING_SECONDS)
+        if self._admission.refusal(peer) is not None:
+            try:
+                await self._node.disconnect(peer)
+            except NetworkError as error:
+                log.info("the connection to %s did not close in order: %s", peer, error)
 
     async def _carry_out(self, command: Command) -> None:
         if isinstance(command, Send):
@@ -309,41 +385,27 @@ class Coordinator:
 
     # ------------------------------------------------------------ status and links
 
-    def _links_seen(self, reporter: PeerId, links: tuple[LinkBytes, ...]) -> None:
-        self._links[reporter] = links
-        self._unsaved_links.add(reporter)
+    def _seen(self, control: Control) -> Seen:
+        """What the core does not know and `status` shows."""
+        return Seen(
+            now=self._service.clock(),
+            links=self._reports.links(),
+            paths=self._reports.paths(self._state.peers),
+            admission=self._desk.document(),
+            sessions=len(self._sessions),
+            sessions_ended=dict(control.ended),
+        )
 
-    def _all_links(self, node: Node) -> dict[PeerId, tuple[LinkBytes, ...]]:
-        return {**self._links, self._service.identity.peer_id: own_links(node)}
-
-    async def _write_status(self, node: Node, control: Control) -> None:
+    async def _write_status(self, control: Control) -> None:
         while True:
-            await self._status.write(
-                self._service.clock(), self._all_links(node), control.ended, len(self._sessions)
-            )
+            await self._status.write(self._seen(control))
             await trio.sleep(1.0)
 
-    async def _write_links(self, node: Node) -> None:
+    async def _write_links(self) -> None:
         while True:
             await trio.sleep(LINKS_SECONDS)
-            self._save_links(node)
+            self._save_links()
 
-    def _save_links(self, node: Node, everything: bool = False) -> None:
-        self._links_seen(self._service.identity.peer_id, own_links(node))
-        for reporter in self._links if everything else self._unsaved_links:
-            self._service.store.post(LinksSeen(reporter, self._links[reporter]))
-        self._unsaved_links.clear()
-
-
-def own_links(node: Node) -> tuple[LinkBytes, ...]:
-    """The coordinator's own counts, in the form in which clients report theirs."""
-    totals: dict[tuple[PeerId, str], dict[str, int]] = {}
-    for link in node.traffic():
-        totals.setdefault((link.remote, link.protocol), {})[link.direction] = link.bytes
-    return tuple(
-        LinkBytes(
-            remote=remote, protocol=protocol, sent=counts.get("sent", 0),
-            received=counts.get("received", 0),
-        )
-        for (remote, protocol), counts in totals.items()
-    )  # fmt: skip
+    def _save_links(self, everything: bool = False) -> None:
+        for reporter, links in self._reports.unsaved_links(everything).items():
+            self._service.store.post(LinksSeen(reporter, links))

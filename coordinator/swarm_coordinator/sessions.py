@@ -17,7 +17,7 @@ import trio
 
 from swarm_coordinator.events import Session as SessionNumber
 from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.messages import CoordinatorMessage, encode
+from swarm_shared.messages import CoordinatorMessage, Refused, encode
 from swarm_shared.network import FramedStream
 from swarm_shared.types import PeerId
 
@@ -38,6 +38,8 @@ class Session:
     number: SessionNumber
     peer: PeerId
     stream: FramedStream
+    certified_at: float = 0.0
+    """When its certificate was made, in Unix seconds."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     cut_reason: str | None = None
     written: trio.Event = field(default_factory=trio.Event)
@@ -104,10 +106,19 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, peer: PeerId, stream: FramedStream) -> Session:
+    @property
+    def attached(self) -> int:
+        """Peers that somebody speaks for."""
+        return len(self._current)
+
+    def current(self) -> list[Session]:
+        """The attachments that speak for their peers."""
+        return list(self._current.values())
+
+    def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> Session:
         """A new attachment; nobody's target yet."""
         self._counter += 1
-        session = Session(SessionNumber(self._counter), peer, stream)
+        session = Session(SessionNumber(self._counter), peer, stream, certified_at)
         self._open[session.number] = session
         return session
 
@@ -119,6 +130,13 @@ class Sessions:
         session = self._open.get(number)
         if session is not None:
             self._current[peer] = session
+
+    def refuse(self, number: SessionNumber, reason: str) -> None:
+        """An attachment whose peer was kept out while it was on its way to the core."""
+        session = self._open.get(number)
+        if session is not None:
+            session.send(encode(Refused(code="admission", reason=reason[:500])))
+            session.finish()
 
     def ended(self, session: Session) -> None:
         self._open.pop(session.number, None)

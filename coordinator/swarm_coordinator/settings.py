@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.corpus import PYTHON_STDLIB
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import LimitsConfig, Manifest, OptimizerConfig, TrainingConfig
@@ -77,6 +78,7 @@ class NetworkSection(FrozenModel):
     listen_host: str = Field(default="0.0.0.0", min_length=1)
     listen_port: int = Field(default=0, ge=0, le=65_535)
     announce: tuple[str, ...] = ()
+    relay: bool = True
 
 
 class CheckpointSection(FrozenModel):
@@ -85,7 +87,7 @@ class CheckpointSection(FrozenModel):
 
 
 class AdmissionSection(FrozenModel):
-    mode: Literal["open", "token"] = "open"
+    mode: AdmissionMode = "open"
 
 
 class RunSettings(FrozenModel):

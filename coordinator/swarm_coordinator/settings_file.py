@@ -74,6 +74,7 @@ _SETTINGS: dict[str, str] = {
     "network.listen_port": "0 picks a free port at the first start and keeps it.",
     "network.announce": "More addresses under which volunteers reach you, for example "
     '["/dns4/train.example.org/tcp/4711"] behind a router.',
+    "network.relay": "Carry traffic of volunteers that cannot reach each other otherwise.",
     "checkpoint.every_steps": "(fixed)",
     "checkpoint.keep": "Older checkpoints than so many are deleted.",
     "limits.heartbeat_seconds": "How often a peer says that it lives.",
@@ -85,7 +86,9 @@ _SETTINGS: dict[str, str] = {
     "limits.round_stall_seconds": "An all-reduce without progress for so long has failed.",
     "limits.lease_seconds": "Time a trainer has for a microbatch.",
     "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
-    "admission.mode": '"open": whoever has the invite. "token": the invite carries a secret.',
+    "admission.mode": '"open": whoever has the invite. "token": whoever has an invite with a valid '
+    'token (`swarm-coordinator token`). "allow-list": peers that are on the list '
+    "(`swarm-coordinator allow`).",
 }
 
 
@@ -112,7 +115,10 @@ def _setting(settings: RunSettings, section: str, field: str, value: object) -> 
 
 
 def _comment(text: str) -> str:
-    return textwrap.fill(text, 88, initial_indent="# ", subsequent_indent="# ")
+    # Names of commands have hyphens and must stay whole.
+    return textwrap.fill(
+        text, 88, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
+    )
 
 
 def toml_value(value: object) -> str:

@@ -7,6 +7,8 @@ live in the store; what is here beyond them is rebuilt from the clients when the
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -18,19 +20,23 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
-from swarm_shared.credentials import Receipt
+from swarm_coordinator.moving import Moving, Rebalancing
+from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally
+from swarm_coordinator.step_table import Cell, StepTable
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
-    Carrier,
-    CarrierAddress,
     CoordinatorMessage,
     PeerRecord,
     Reduction,
+    Roster,
     StageRow,
 )
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 INITIAL = Version(0)
+
+RATE_TOLERANCE = 0.1
+"""Others are told of a peer's rate again when it has changed by more than this share."""
 
 
 class RunPhase(StrEnum):
@@ -43,57 +49,6 @@ class RunPhase(StrEnum):
     EVALUATING = "evaluating"
     STOPPING = "stopping"
     FINISHED = "finished"
-
-
-class PeerPhase(StrEnum):
-    ADMITTED = "admitted"
-    """Has a certificate and no stage yet."""
-    SYNCING = "syncing"
-    """Has a stage and not yet its state."""
-    READY = "ready"
-    """Holds its stage at the run's version."""
-
-
-@dataclass(slots=True)
-class PeerState:
-    peer: PeerId
-    session: Session
-    certificate: str
-    name: str | None
-    addresses: tuple[str, ...]
-    carrier: CarrierAddress | None
-    device: str
-    memory_bytes: int
-    trainer: bool
-    wanted_stage: StageIndex | None
-    last_heard: float
-    phase: PeerPhase = PeerPhase.ADMITTED
-    stage: StageIndex | None = None
-    version: Version = INITIAL
-    microbatches_per_second: float = 0.0
-    queued: int = 0
-    leaving: bool = False
-    leaving_since: float = 0.0
-    hold_until: float = 0.0
-    """While it downloads, the close of the step waits for it until then."""
-    holds: int = 0
-    source_asked: bool = False
-    """Whether the peer has been told where to get its state from."""
-    ask_not_before: float = 0.0
-    """A source that failed is not named again sooner."""
-    catching_up: Step | None = None
-    """The step it has averaged and still has to apply, since it missed the word to do so."""
-    early_receipts: dict[MicrobatchIndex, Receipt] = field(default_factory=dict)
-    """Told after a restart of the coordinator, before the step that they belong to began."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One committed (microbatch, stage): who holds it, and the loss at the last stage."""
-
-    peer: PeerId
-    tokens: int
-    loss_sum: float | None
 
 
 @dataclass(slots=True)
@@ -114,6 +69,8 @@ class Closing:
     """Squared norms (own part, tied part) of those that have averaged."""
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
     """Fingerprints of those that have applied."""
+    switching: dict[PeerId, StageIndex] = field(default_factory=dict)
+    """Members that hold another stage from this step on: they average it as well, adding nothing."""
     decided_at: float = 0.0
 
 
@@ -127,10 +84,16 @@ class StepState:
     timeouts: int = 0
     blame: dict[PeerId, int] = field(default_factory=dict)
     """How many attempts of this step have failed because of each peer."""
+    excuses: int = 0
+    """How many of its attempts have failed through a carrier, for which nobody was blamed."""
     excluded: set[PeerId] = field(default_factory=set)
     """Sit this step out and are synced anew after it: they kept it from closing."""
-    table: dict[tuple[MicrobatchIndex, StageIndex], Cell] = field(default_factory=dict)
+    table: StepTable = field(default_factory=StepTable)
     leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    unsettled: set[MicrobatchIndex] = field(default_factory=set)
+    """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
+    lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
+    """A heap: when a lease may have run out, or a failed one has paused for long enough."""
     closing: Closing | None = None
     close_not_before: float = 0.0
     evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
@@ -179,16 +142,15 @@ class RunState:
     last_applied: AppliedStep | None
     checkpoint: CheckpointRecord | None
     heldout_loss: float | None
+    rebalancing: Rebalancing
     phase: RunPhase = RunPhase.WAITING
-    peers: dict[PeerId, PeerState] = field(default_factory=dict)
+    peers: PeerTable = field(init=False)
     step: StepState | None = None
     snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
     checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
     """The version whose checkpoint failed last, how often, and when it may be tried again."""
     pending_masks: list[PendingMask] = field(default_factory=list)
-    carrier_failures: set[StageIndex] = field(default_factory=set)
-    """Stages whose peers could not use hivemind's carrier with each other."""
     stop_requested_at: float | None = None
     training_began: bool = False
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
@@ -199,8 +161,21 @@ class RunState:
     attempt_counter: int = 0
     roster_serial: int = 0
     roster_dirty: bool = False
+    roster_due_at: float | None = None
+    """When changes that can wait a little are published, if nothing else is until then."""
+    published: Roster | None = None
+    """The last one, for the case that somebody has to be taken out of it at once."""
+    published_at: float = -math.inf
+    revoked: dict[PeerId, float] = field(default_factory=dict)
+    """Who must not be served, and until when it could still show a certificate."""
+    revoked_dirty: bool = False
+    """Somebody was revoked or reinstated since the last roster."""
     waiting_reason: str = ""
     commands: list[Command] = field(default_factory=list)
+    _rows: dict[StageIndex, StageRow] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.peers = PeerTable(self.manifest.stage_count)
 
     # ---- what the other modules of the core say through
 
@@ -228,51 +203,74 @@ class RunState:
             and not (self.step is not None and peer.peer in self.step.excluded)
         )
 
-    def ready_peers(self, stage: int) -> list[PeerState]:
+    def ready_peers(self, stage: int) -> Sequence[PeerState]:
         """Peers that hold the stage at the run's version, leaving ones included."""
-        return [p for p in self.peers.values() if p.stage == stage and self.holds_current(p)]
+        ready = self.peers.view(StageIndex(stage), self.version).ready
+        if self.step is not None and self.step.excluded:
+            return [peer for peer in ready if peer.peer not in self.step.excluded]
+        return ready
 
     def staffed(self) -> bool:
         """Whether microbatches can get through: every stage has a peer, and there is a trainer."""
-        return bool(self.trainers()) and all(self.ready_peers(s) for s in self.stage_indices)
+        return not self.unheld() and any(
+            peer.trainer and not peer.leaving
+            for stage in self.stage_indices
+            for peer in self.ready_peers(stage)
+        )
 
-    def working_peers(self, stage: int) -> list[PeerState]:
+    def unheld(self) -> Collection[StageIndex]:
+        """Stages that nobody holds who takes part in this step."""
+        if self.step is not None and self.step.excluded:
+            return [StageIndex(s) for s in self.stage_indices if not self.ready_peers(s)]
+        return self.peers.unheld(self.version)
+
+    def working_peers(self, stage: int) -> Sequence[PeerState]:
         """Ready peers that may get new microbatches: a leaving one only if all of them leave."""
-        return [peer for peer, accepts_work in self._offered(stage) if accepts_work]
+        if self.step is not None and self.step.excluded:
+            ready = self.ready_peers(stage)
+            return [peer for peer in ready if not peer.leaving] or ready
+        return self.peers.view(StageIndex(stage), self.version).working
 
     def trainers(self) -> list[PeerState]:
         return [
-            p for p in self.peers.values() if p.trainer and self.holds_current(p) and not p.leaving
+            peer
+            for stage in self.stage_indices
+            for peer in self.peers.view(StageIndex(stage), self.version).trainers
+            if self.step is None or peer.peer not in self.step.excluded
         ]
 
     def stage_rows(self) -> tuple[StageRow, ...]:
-        rows = []
-        for index, stage_range in enumerate(self.manifest.stages):
-            held = [p for p in self.peers.values() if p.stage == index and not p.leaving]
-            rows.append(
-                StageRow(
-                    stage=StageIndex(index),
-                    peers=len(held),
-                    microbatches_per_second=sum(p.microbatches_per_second for p in held),
-                    work_flops=stage_range.work_flops,
-                    memory_bytes=stage_range.memory_bytes,
-                )
+        """How well each stage is served. Who has told no rate yet counts like the others' mean."""
+        tallies = [self.peers.tally(StageIndex(stage)) for stage in self.stage_indices]
+        measured = sum(tally.measured for tally in tallies)
+        mean = sum(t.flops_per_second for t in tallies) / measured if measured else 0.0
+        return tuple(
+            self._row(StageIndex(index), tally, mean) for index, tally in enumerate(tallies)
+        )
+
+    def _row(self, index: StageIndex, tally: StageTally, mean: float) -> StageRow:
+        stage = self.manifest.stages[index]
+        flops = tally.flops_per_second + mean * (tally.peers - tally.measured)
+        rate = flops / (stage.work_flops or 1.0)
+        known = self._rows.get(index)
+        if known is None or (known.peers, known.microbatches_per_second) != (tally.peers, rate):
+            known = self._rows[index] = StageRow(
+                stage=index,
+                peers=tally.peers,
+                microbatches_per_second=rate,
+                work_flops=stage.work_flops,
+                memory_bytes=stage.memory_bytes,
             )
-        return tuple(rows)
+        return known
 
     def roster(self) -> tuple[PeerRecord, ...]:
         """Everybody who takes part in this step."""
-        return tuple(
-            self._record(peer, accepts_work)
-            for stage in self.stage_indices
-            for peer, accepts_work in self._offered(stage)
-        )
-
-    def _offered(self, stage: int) -> list[tuple[PeerState, bool]]:
-        """The stage's ready peers; a leaving one is offered only if there is nobody else."""
-        ready = self.ready_peers(stage)
-        alone = all(p.leaving for p in ready)
-        return [(p, alone or not p.leaving) for p in ready]
+        records: list[PeerRecord] = []
+        for stage in self.stage_indices:
+            ready = self.ready_peers(stage)
+            alone = all(peer.leaving for peer in ready)
+            records.extend(self._record(peer, alone or not peer.leaving) for peer in ready)
+        return tuple(records)
 
     def record_of(self, peer: PeerState) -> PeerRecord:
         """One peer as others may know it."""
@@ -280,7 +278,15 @@ class RunState:
 
     def _record(self, peer: PeerState, accepts_work: bool) -> PeerRecord:
         assert peer.stage is not None
-        return PeerRecord(
+        known = peer.record
+        if (
+            known is not None
+            and known.accepts_work == accepts_work
+            and abs(known.microbatches_per_second - peer.microbatches_per_second)
+            <= RATE_TOLERANCE * peer.microbatches_per_second
+        ):
+            return known
+        peer.record = PeerRecord(
             peer=peer.peer,
             stage=peer.stage,
             addresses=peer.addresses,
@@ -288,7 +294,10 @@ class RunState:
             microbatches_per_second=peer.microbatches_per_second,
             carrier=peer.carrier,
             accepts_work=accepts_work,
+            reachability=peer.reachability,
+            offers_relay=peer.offers_relay,
         )
+        return peer.record
 
 
 def short(peer: PeerId) -> str:
@@ -301,10 +310,10 @@ def display(peer: PeerState) -> str:
 
 
 __all__ = [
-    "Carrier",
     "Cell",
     "Closing",
     "LeaseState",
+    "Moving",
     "PeerPhase",
     "PeerState",
     "PendingCheckpoint",

@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,28 @@ from swarm_coordinator.transition import status_of
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.clock import Clock
 from swarm_shared.errors import StorageError
-from swarm_shared.messages import LinkBytes
+from swarm_shared.messages import LinkBytes, LinkPath
 from swarm_shared.types import PeerId
 
 STATUS_FORMAT = 1
 MAX_LINKS = 500
 """The largest ones; all of them are in the database."""
+PATHS_SHOWN = 4
+"""Of one peer, to people; programs get all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the shell knows beside the core's state."""
+
+    now: float
+    """On the core's clock."""
+    links: Mapping[PeerId, tuple[LinkBytes, ...]]
+    paths: Mapping[PeerId, tuple[LinkPath, ...]]
+    """The newest word of everybody who is attached, and the coordinator's own."""
+    admission: Mapping[str, Any]
+    sessions: int
+    sessions_ended: Mapping[str, int]
 
 
 class StatusFile:
@@ -41,25 +58,20 @@ class StatusFile:
         self._wall_clock = wall_clock
         self.failures = 0
 
-    async def write(
-        self,
-        now: float,
-        links: Mapping[PeerId, tuple[LinkBytes, ...]],
-        ended: Mapping[str, int],
-        sessions: int = 0,
-        *,
-        running: bool = True,
-    ) -> None:
+    async def write(self, seen: Seen, *, running: bool = True) -> None:
         document = {
             "format": STATUS_FORMAT,
             "running": running,
             "pid": os.getpid(),
             "time": self._wall_clock(),
             "addresses": self._addresses,
-            **status_of(self._state, now),
-            "sessions": sessions,
-            "sessions_ended": dict(ended),
-            "links": link_table(links),
+            "coordinator": self._state.coordinator.peer,
+            **status_of(self._state, seen.now),
+            "admission": seen.admission,
+            "sessions": seen.sessions,
+            "sessions_ended": seen.sessions_ended,
+            "paths": path_table(seen.paths),
+            "links": link_table(seen.links),
         }
         content = json.dumps(finite(document), indent=1).encode()
         try:
@@ -77,6 +89,14 @@ def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, 
     ]
     rows.sort(key=lambda row: row["sent"] + row["received"], reverse=True)
     return rows[:MAX_LINKS]
+
+
+def path_table(paths: Mapping[PeerId, tuple[LinkPath, ...]]) -> list[dict[str, Any]]:
+    return [
+        {"reporter": reporter, **path.model_dump(mode="json")}
+        for reporter, reported in paths.items()
+        for path in reported
+    ]
 
 
 def finite(value: Any) -> Any:
@@ -130,17 +150,66 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
         lines.append(f"  held-out loss {document['heldout_loss']:.4f}")
     checkpoint = document.get("checkpoint_version")
     lines.append(f"  checkpoint: {'none yet' if checkpoint is None else f'step {checkpoint}'}")
+    if "admission" in document:
+        lines += admission_lines(document["admission"])
     if running:
         for row in document.get("stages", []):
             lines.append(f"  stage {row['stage']}: {row['peers']} peer(s)")
         for peer in document.get("peers", []):
-            name = peer.get("name") or f"…{peer['peer'][-8:]}"
-            stage = "no stage" if peer["stage"] is None else f"stage {peer['stage']}"
-            lines.append(
-                f"    {name}: {stage}, {peer['phase']}, "
-                f"{peer['microbatches_per_second']:.2f} microbatches/s, {peer['device']}"
-            )
+            lines += _peer_lines(peer, document)
     return [printable(line) for line in lines]
+
+
+def admission_lines(admission: Mapping[str, Any]) -> list[str]:
+    bans = admission["bans"]
+    parts = [f"{admission['members']} member(s)"]
+    if admission["mode"] == "token":
+        parts.append(f"{admission['valid_tokens']} valid token(s)")
+    parts.append(f"{len(bans)} banned")
+    lines = [f"  admission: {admission['mode']}, {', '.join(parts)}"]
+    for ban in bans:
+        lines.append(f"    banned {ban['peer']}" + (f": {ban['reason']}" if ban["reason"] else ""))
+    return lines
+
+
+def _peer_lines(peer: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
+    stage = "no stage" if peer["stage"] is None else f"stage {peer['stage']}"
+    lines = [
+        f"    {_name_of(peer['peer'], document)}: {stage}, {peer['phase']}, "
+        f"{peer['microbatches_per_second']:.2f} microbatches/s, {peer['device']}"
+    ]
+    paths = [p for p in document.get("paths", []) if p["reporter"] == peer["peer"]]
+    paths.sort(key=lambda path: (-path["bytes_per_second"], path["remote"]))
+    if paths:
+        shown = [_path_text(path, document) for path in paths[:PATHS_SHOWN]]
+        more = len(paths) - len(shown)
+        lines.append(f"      links: {'; '.join(shown)}{f'; {more} more' if more else ''}")
+    return lines
+
+
+def _path_text(path: Mapping[str, Any], document: Mapping[str, Any]) -> str:
+    """Like "bert relayed via …kR3xTq9a, 84 ms, 1.2 MB/s"."""
+    kind = path["kind"]
+    if path.get("relay") is not None:
+        kind += f" via {_name_of(path['relay'], document)}"
+    rtt_milliseconds = path["rtt_seconds"] * 1000
+    rate = _rate_text(path["bytes_per_second"])
+    return f"{_name_of(path['remote'], document)} {kind}, {rtt_milliseconds:.3g} ms{rate}"
+
+
+def _rate_text(bytes_per_second: float) -> str:
+    if bytes_per_second >= 100_000:
+        return f", {bytes_per_second / 1e6:.1f} MB/s"
+    return f", {bytes_per_second / 1e3:.0f} kB/s" if bytes_per_second >= 500 else ""
+
+
+def _name_of(peer: str, document: Mapping[str, Any]) -> str:
+    """The end of its ID, by which `ban` knows it, and the name that it gives itself."""
+    if peer == document.get("coordinator"):
+        return "the coordinator"
+    names = {p["peer"]: p.get("name") for p in document.get("peers", [])}
+    name, short = names.get(peer), f"…{peer[-8:]}"
+    return f"{name} ({short})" if name else short
 
 
 def _duration(seconds: float) -> str:

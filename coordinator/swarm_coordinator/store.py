@@ -24,11 +24,14 @@ from typing import Any, Protocol, TypeVar
 
 import trio
 
+from swarm_coordinator.admission_book import AdmissionBook
+from swarm_coordinator.admission_records import read_admission, read_seen_since
 from swarm_coordinator.database import open_for_writing, translate
 from swarm_coordinator.events import CheckpointRecord, Restored
 from swarm_coordinator.records import Record, insert, read_checkpoints, read_restored
 from swarm_shared.clock import Clock, wall
 from swarm_shared.errors import StorageError, SwarmError
+from swarm_shared.types import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,12 @@ class Store(Protocol):
 
     def checkpoints(self) -> list[CheckpointRecord]:
         """All that belong to the run's history, the newest first."""
+
+    def admission(self) -> AdmissionBook:
+        """Tokens, members, the allow-list and bans, as they were written."""
+
+    def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
+        """Peers that were let in at that time or later, and when they were last."""
 
     async def write(self, record: Record) -> None:
         """Returns when the record is durable; StorageError when it cannot be made so."""
@@ -112,6 +121,12 @@ class SqliteStore:
 
     def checkpoints(self) -> list[CheckpointRecord]:
         return self._ask(read_checkpoints)
+
+    def admission(self) -> AdmissionBook:
+        return self._ask(read_admission)
+
+    def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
+        return self._ask(lambda connection: read_seen_since(connection, unix_seconds))
 
     async def write(self, record: Record) -> None:
         token = trio.lowlevel.current_trio_token()

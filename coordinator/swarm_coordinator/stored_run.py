@@ -1,4 +1,4 @@
-"""What a run folder holds, read and checked: settings, organiser's key, signed manifest.
+"""What a run folder holds, read and checked: settings, organiser's key, signed manifest, admission.
 
 Owns reading them together and noticing where run.toml no longer says what the manifest says.
 Free of torch, so that the coordinator's service can use it. Making them is initialise_run.py's.
@@ -6,7 +6,10 @@ Free of torch, so that the coordinator's service can use it. Making them is init
 
 from __future__ import annotations
 
+from swarm_coordinator.admission_book import AdmissionBook
+from swarm_coordinator.admission_records import read_admission
 from swarm_coordinator.corpus import read_shard_index
+from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.settings import RunSettings, parse_run_toml, settings_differences
 from swarm_shared.errors import ConfigurationError, ProtocolError, StorageError
@@ -46,6 +49,18 @@ def load_manifest(folder: RunFolder) -> Manifest:
             f"{folder.manifest} is damaged or was not signed with this folder's organiser.key "
             f"({error}); restore both from a copy"
         ) from error
+
+
+def read_book(folder: RunFolder) -> AdmissionBook:
+    """What was decided about admission, beside a running coordinator as well."""
+    if not folder.database.exists():
+        return AdmissionBook()
+    connection = open_read_only(folder.database)
+    try:
+        with storage_errors(folder.database):
+            return read_admission(connection)
+    finally:
+        connection.close()
 
 
 def changed_settings(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> list[str]:

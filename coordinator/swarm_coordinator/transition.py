@@ -18,10 +18,21 @@ is what the simulator and the tests rely on.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import assert_never
 
-from swarm_coordinator import checkpointing, closing, leaving, membership, progress, recovery
+from swarm_coordinator import (
+    checkpointing,
+    closing,
+    leaving,
+    membership,
+    progress,
+    rebalancing,
+    recovery,
+    roster,
+)
 from swarm_coordinator.events import (
+    CertificateIssued,
     CheckpointFailed,
     CheckpointStored,
     CloseSession,
@@ -31,6 +42,8 @@ from swarm_coordinator.events import (
     LeaseResolved,
     MessageReceived,
     PeerAttached,
+    PeersReinstated,
+    PeersRevoked,
     Persist,
     ReceiptsVerified,
     Restored,
@@ -40,7 +53,8 @@ from swarm_coordinator.events import (
     StopRequested,
     Tick,
 )
-from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState, display
+from swarm_coordinator.moving import RebalancingSettings
+from swarm_coordinator.state import PeerState, RunPhase, RunState, display
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Applied,
@@ -55,8 +69,9 @@ from swarm_shared.messages import (
     SnapshotReady,
     StageRequest,
     SyncFailed,
+    Whereabouts,
 )
-from swarm_shared.types import PeerId, Step
+from swarm_shared.types import PeerId, StageIndex, Step
 
 STOP_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
@@ -70,8 +85,13 @@ def begin(
     coordinator: PeerRecord,
     restored: Restored,
     now: float,
+    revoked: Mapping[PeerId, float] | None = None,
+    moves: RebalancingSettings | None = None,
 ) -> RunState:
-    """The state a coordinator starts with, from its manifest and what its store remembers."""
+    """The state a coordinator starts with, from its manifest and what its store remembers.
+
+    `moves` says whether and when peers are moved between stages; None: never.
+    """
     return RunState(
         manifest=manifest,
         manifest_envelope=manifest_envelope,
@@ -86,6 +106,8 @@ def begin(
         lease_counter=restored.generation * NUMBERS_PER_GENERATION,
         # A run whose steps were raised after its end is evaluated again at its new end.
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
+        revoked=dict(revoked or {}),
+        rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
     )
 
 
@@ -95,7 +117,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     if not (isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat)):
         # Ten thousand hearts beat every second, and no rule depends on one of them alone.
         _advance(run, now)
-    membership.publish_roster(run)
+    roster.publish(run, now)
     _order_roster_first(run)
     commands, run.commands = run.commands, []
     return commands
@@ -126,6 +148,7 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _notice_the_dead(run, now)
+        roster.forget_revoked(run, now)
     elif isinstance(event, PeerAttached):
         # Whatever the older attachment held is either told again in this Hello or gone.
         drop(run, event.peer, "attached anew", now, announce=False)
@@ -134,6 +157,15 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         checkpointing.store_done(run, event, now)
     elif isinstance(event, CheckpointFailed):
         checkpointing.store_failed(run, event.version, event.reason, now)
+    elif isinstance(event, PeersRevoked):
+        roster.revoke(run, event)
+        for revoked in event.peers:
+            drop(run, revoked, event.reason, now)
+    elif isinstance(event, PeersReinstated):
+        for welcome in event.peers:
+            roster.reinstate(run, welcome)
+    elif isinstance(event, CertificateIssued):
+        roster.certificate_issued(run, event, now)
     elif isinstance(event, StopRequested):
         if run.stop_requested_at is None:
             run.stop_requested_at = now
@@ -167,8 +199,9 @@ def _from_peer(
 def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
     message = event.message
     if isinstance(message, Heartbeat):
-        peer.microbatches_per_second = message.microbatches_per_second
-        peer.queued = message.queued
+        progress.heard(run, peer, message)
+    elif isinstance(message, Whereabouts):
+        roster.moved(run, peer, message, now)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message.stage, now)
     elif isinstance(message, MaskRequest):
@@ -213,6 +246,9 @@ def _advance(run: RunState, now: float) -> None:
     progress.answer_masks(run, now)
     checkpointing.check(run, now)
     recovery.recover_lost_stages(run, now)
+    if run.peers.movers:
+        rebalancing.look_after(run, now)
+    rebalancing.consider(run, now)
     membership.find_sources(run, now)
     if run.phase is RunPhase.COLLECT:
         _collect(run, now)
@@ -235,16 +271,15 @@ def _collect(run: RunState, now: float) -> None:
         return
     if not progress.complete(run):
         progress.lease_open_microbatches(run, now)
-    elif now >= step.close_not_before and not _newcomer_holds(run, now):
+    elif now >= step.close_not_before and not (
+        _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
+    ):
         closing.start_close(run, now)
 
 
 def _newcomer_holds(run: RunState, now: float) -> bool:
     """A newcomer that is downloading this version may hold the close, for a bounded time."""
-    return any(
-        p.phase is PeerPhase.SYNCING and not p.leaving and now < p.hold_until
-        for p in run.peers.values()
-    )
+    return any(not p.leaving and now < p.hold_until for p in run.peers.syncing.values())
 
 
 def _next(run: RunState, now: float) -> None:
@@ -254,12 +289,16 @@ def _next(run: RunState, now: float) -> None:
     at_end = run.version >= run.manifest.training.steps
     if at_end or (checkpointing.due(run) and run.pending_checkpoint is None):
         checkpointing.request(run, now)
+    if not at_end:
+        rebalancing.move_between_steps(run, now)
     wanted = 1 if run.training_began else run.manifest.limits.starting_peers_per_stage
-    short_of = [s for s in run.stage_indices if len(run.working_peers(s)) < wanted]
+    short_of = sorted(run.unheld())
+    if wanted > 1:
+        short_of = [StageIndex(s) for s in run.stage_indices if len(run.working_peers(s)) < wanted]
     evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
     if at_end and evaluated:
         _finish(run)
-    elif short_of or not run.trainers():
+    elif short_of or not run.staffed():
         names = ", ".join(str(s) for s in short_of)
         run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
     elif leaving.must_wait(run):
@@ -357,6 +396,8 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
                 "version": peer.version,
                 "leaving": peer.leaving,
                 "device": peer.device,
+                "reachability": peer.reachability.value,
+                "offers_relay": peer.offers_relay,
                 "microbatches_per_second": peer.microbatches_per_second,
                 "queued": peer.queued,
                 "silent_seconds": round(now - peer.last_heard, 1),

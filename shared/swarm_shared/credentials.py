@@ -24,6 +24,9 @@ CLOCK_SKEW_SECONDS = 120.0
 """How far two clocks may be apart. Home machines without NTP drift by minutes; certificates
 live for hours, so that two minutes more give a revoked peer little."""
 
+FIRST_GENERATION = Generation(0)
+"""Of a check that accepts every generation."""
+
 MAX_CREDENTIAL_BYTES = 4096
 """The largest of these messages has about 600 bytes."""
 
@@ -69,12 +72,18 @@ def sign_certificate(organiser: Identity, certificate: MembershipCertificate) ->
 
 
 def check_certificate(
-    envelope: bytes, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
+    envelope: bytes,
+    run: RunId,
+    organiser: PeerId,
+    now: float,
+    remote_peer: PeerId,
+    oldest_generation: Generation = FIRST_GENERATION,
 ) -> MembershipCertificate:
     """The certificate, when it lets `remote_peer` take part in `run` at `now`.
 
     Raises AdmissionError with the reason otherwise. `remote_peer` must come from the
     connection, which proves it; a certificate is no secret and proves nothing alone.
+    Certificates of starts of the coordinator before `oldest_generation` hold no longer.
     """
     try:
         certificate, _ = open_message(
@@ -98,6 +107,12 @@ def check_certificate(
         raise AdmissionError(
             f"the certificate of {remote_peer} expired {now - certificate.expires:.0f} s ago; "
             f"it must ask the coordinator for a new one"
+        )
+    if certificate.generation < oldest_generation:
+        raise AdmissionError(
+            f"the certificate of {remote_peer} is of the coordinator's start "
+            f"{certificate.generation}, and those before {oldest_generation} hold no longer; "
+            f"it must attach to the coordinator again"
         )
     return certificate
 

@@ -124,7 +124,7 @@ def serve_transfers(node: Node, catalogue: Catalogue, check_remote: CheckRemote)
         finally:
             slots.release()
 
-    node.serve(TRANSFER_PROTOCOL, handle, SERVING_LIMITS)
+    node.serve(TRANSFER_PROTOCOL, handle, SERVING_LIMITS, public=True)
 
 
 async def _serve_stream(

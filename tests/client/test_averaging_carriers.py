@@ -32,6 +32,7 @@ from swarm_client.averaging.libp2p_carrier import PROTOCOL, Libp2pAveraging
 from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.protocol import Member, StartRound
 from swarm_client.averaging.reduce import all_reduce
+from swarm_client.averaging.routes import Route
 from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
 from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
@@ -101,6 +102,7 @@ class HivemindSwarm:
             peer_id=peer,
             p2pd_peer_id=started.p2pd_peer_id,
             p2pd_addresses=started.addresses,
+            routes=(Route.P2PD,),
         )
 
     async def reduce(self, spec: RoundSpec, vectors: Vectors, stall_seconds: float) -> int:
@@ -120,7 +122,8 @@ class HivemindSwarm:
                 join_seconds=STALL_SECONDS,
             )
         )
-        return done.bytes_sent
+        assert {each.route for each in done.carried} == {Route.P2PD}
+        return sum(each.bytes_sent for each in done.carried)
 
     async def kill(self, peer: PeerId) -> None:
         pid = self.worker(peer).pid
@@ -132,15 +135,17 @@ class Libp2pSwarm:
     def __init__(self, nodes: list[Node]) -> None:
         self.nodes = {node.peer_id: node for node in nodes}
         self.peers = list(self.nodes)
-        self.averaging = {node.peer_id: Libp2pAveraging(node) for node in nodes}
+        self.averaging = {node.peer_id: Libp2pAveraging(node, self.addresses) for node in nodes}
         self.scopes: dict[PeerId, trio.CancelScope] = {}
 
+    def addresses(self, peer: PeerId) -> Sequence[str]:
+        return self.nodes[peer].addresses
+
     async def reduce(self, spec: RoundSpec, vectors: Vectors, stall_seconds: float) -> int:
-        addresses = {peer: self.nodes[peer].addresses for peer in spec.members}
         with trio.CancelScope() as self.scopes[spec.me]:
             report = await all_reduce(
                 spec,
-                self.averaging[spec.me].carrier(addresses),
+                self.averaging[spec.me].carrier(),
                 vectors.source,
                 vectors.result,
                 stall_seconds=stall_seconds,
@@ -165,6 +170,9 @@ async def hivemind_swarm(home: Path, count: int) -> AsyncIterator[HivemindSwarm]
             nursery.start_soon(worker.run)
         for worker in workers:
             assert await worker.settled(), worker.reason
+        names = tuple(worker.started.p2pd_peer_id for worker in workers if worker.started)
+        for worker in workers:
+            await worker.admit(names)
         yield HivemindSwarm(workers)
         nursery.cancel_scope.cancel()
 
@@ -304,7 +312,9 @@ def test_a_killed_member_fails_the_others_long_before_the_stall_limit_and_a_retr
             assert time.monotonic() - killed < STALL_SECONDS / 4
             assert {first, second} <= set(hurt.failures)
             for peer in (first, second):
-                assert hurt.failures[peer].failure is RoundFailure.LOST
+                over_p2pd = isinstance(swarm, HivemindSwarm)
+                lost = RoundFailure.CARRIER if over_p2pd else RoundFailure.LOST
+                assert hurt.failures[peer].failure is lost
                 assert hurt.failures[peer].culprit == victim
             again = Round(swarm, (first, second), 2**22, vectors=hurt.vectors)
             await again.all()
@@ -393,33 +403,9 @@ def test_a_frozen_member_is_named_and_a_called_off_round_ends_at_once(tmp_path: 
     run(body)
 
 
-async def check_directory(swarm: HivemindSwarm) -> None:
-    entrance = swarm.workers[0].started
-    assert entrance is not None
-    address = f"{entrance.addresses[0]}/p2p/{entrance.p2pd_peer_id}"
-    for worker in swarm.workers[1:]:
-        assert await worker.bootstrap((address,)) == 1
-    expires = time.time() + 60
-    records = {peer: f"signed by {peer}".encode() for peer in swarm.peers}
-    for peer, value in records.items():
-        assert await swarm.worker(peer).publish("stage 0", peer, value, expires)
-    for worker in swarm.workers:
-        assert await worker.lookup("stage 0") == records
-        assert await worker.lookup("stage 1") == {}
-    newer = await swarm.workers[0].publish("stage 0", swarm.peers[0], b"v2", expires + 1)
-    assert newer
-    found = await swarm.workers[2].lookup("stage 0")
-    assert found == {**records, swarm.peers[0]: b"v2"}
-    nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + entrance.p2pd_peer_id[:-1] + "x"
-    assert await swarm.workers[0].bootstrap((nowhere, "nonsense")) == 0
-
-
-def test_the_directory_finds_records_and_a_stranger_that_claims_a_place_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_stranger_that_claims_a_place_is_refused(tmp_path: Path) -> None:
     async def body() -> None:
         async with hivemind_swarm(tmp_path, 3) as swarm:
-            await check_directory(swarm)
             first, second, stranger = swarm.peers
             real = Round(swarm, (first, second), 100_000)
             # The stranger runs the same round in the name of `second`, with its own p2pd.
@@ -557,7 +543,7 @@ def test_without_hivemind_the_worker_is_unavailable_and_says_why(
                     join_seconds=1,
                 )
             )
-        assert caught.value.failure is RoundFailure.UNREACHABLE
+        assert caught.value.failure is RoundFailure.CARRIER
 
     run(body)
 

@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 import trio.testing
 
-from swarm_client.averaging.carrier import MAX_PARKED, MAX_PARKED_PER_REMOTE, IncomingHub
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.frames import HEADER_BYTES, HELLO_BYTES, Abort, Header, Hello, Kind
 from swarm_client.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
 from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.reduce import RoundReport, all_reduce
+from swarm_client.averaging.waiting_room import (
+    MAX_PARKED,
+    MAX_PARKED_PER_REMOTE,
+    MAX_STRANGERS,
+    STRANGER_SECONDS,
+    IncomingHub,
+)
 from swarm_shared.errors import LinkClosed
 from swarm_shared.types import PeerId
 
@@ -381,45 +387,107 @@ def test_a_member_with_another_plan_is_refused_before_any_data(run: Any) -> None
     assert "another plan" in group.failures[A].reason
 
 
-def test_an_outsiders_stream_is_never_read_and_does_not_disturb_the_round(run: Any) -> None:
+class WatchedChannel(MemoryChannel):
+    """Remembers what was asked of it."""
+
+    def __init__(self, *ends: Any) -> None:
+        super().__init__(*ends)
+        self.reads: list[int] = []
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        self.reads.append(max_bytes)
+        return await super().receive(max_bytes)
+
+
+def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(run: Any) -> None:
     group = Group((A, B), 5_000)
     mallory = PeerId("mallory")
-    channels: list[MemoryChannel] = []
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         hub: IncomingHub = carriers[A].hub
-        ours, theirs = MemoryChannel.pair()
-        reads: list[int] = []
-        plain_receive = theirs.receive
-
-        async def receive(max_bytes: int) -> memoryview:
-            reads.append(max_bytes)
-            return await plain_receive(max_bytes)
-
-        theirs.receive = receive  # type: ignore[method-assign]
+        hub.admits = lambda remote: remote in (A, B)
+        ours, theirs = WatchedChannel.pair()
+        assert isinstance(theirs, WatchedChannel)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hub.accept, mallory, theirs)
             await ours.send(Hello(1, round_tag("round 1"), plan_digest(group.spec(A))).encode())
             await group.all(carriers)
-        assert reads == []
+        assert theirs.reads == []
         assert hub.refused == 1
-        channels.append(ours)
         with pytest.raises(LinkClosed):
             await ours.receive(1)
 
-    run(lambda: with_network(group.names, body, park_seconds=0.3))
+    run(lambda: with_network(group.names, body))
     assert group.failures == {}
     assert group.results[A].tobytes() == group.in_order().tobytes()
 
 
-def test_strangers_that_fill_the_waiting_room_do_not_keep_members_out(run: Any) -> None:
+def test_strangers_stand_at_the_door_for_a_moment_and_only_few_of_them() -> None:
+    async def body() -> None:
+        hub = IncomingHub(admits=lambda remote: False)
+        async with anyio.create_task_group() as tasks:
+            for index in range(MAX_STRANGERS):
+                tasks.start_soon(hub.accept, f"stranger {index}", MemoryChannel.pair()[0])
+            await trio.testing.wait_all_tasks_blocked()
+            assert hub.refused == 0
+            # One too many, and a second stream of one that stands there.
+            await hub.accept("stranger too many", MemoryChannel.pair()[0])
+            await hub.accept("stranger 1", MemoryChannel.pair()[0])
+            assert hub.refused == 2
+            begun = anyio.current_time()
+        assert hub.refused == 2 + MAX_STRANGERS
+        assert anyio.current_time() - begun <= STRANGER_SECONDS
+
+    run_on_virtual_time(body)
+
+
+def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> None:
+    admitted: set[str] = set()
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub = carriers[A].hub
+        hub.admits = admitted.__contains__
+        async with anyio.create_task_group() as tasks:
+            # B's round begins before A has heard of B, or of the round.
+            tasks.start_soon(group.member, group.spec(B), carriers[B])
+            await anyio.sleep(STRANGER_SECONDS / 2)
+            admitted.add(B)
+            hub.admission_changed()
+            await anyio.sleep(STRANGER_SECONDS)
+            assert hub.refused == 0
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    assert group.failures == {}
+
+
+def test_who_is_not_admitted_any_more_does_not_go_on_waiting() -> None:
+    admitted = {"B"}
+
+    async def body() -> None:
+        hub = IncomingHub(admits=admitted.__contains__)
+        ours, theirs = MemoryChannel.pair()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hub.accept, "B", theirs)
+            await ours.send(Hello(1, round_tag("some round"), bytes(32)).encode())
+            await trio.testing.wait_all_tasks_blocked()
+            assert hub.refused == 0
+            admitted.clear()
+            hub.admission_changed()
+        assert hub.refused == 1
+
+    run_on_virtual_time(body)
+
+
+def test_others_that_fill_the_waiting_room_do_not_keep_members_of_a_round_out(run: Any) -> None:
     group = Group((A, B), 5_000)
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         hub = carriers[A].hub
         async with anyio.create_task_group() as tasks:
             for index in range(MAX_PARKED + 10):
-                tasks.start_soon(hub.accept, f"stranger {index // 4}", MemoryChannel.pair()[0])
+                tasks.start_soon(hub.accept, f"other {index // 4}", MemoryChannel.pair()[0])
             for _ in range(MAX_PARKED_PER_REMOTE + 3):
                 tasks.start_soon(hub.accept, "one more", MemoryChannel.pair()[0])
             while hub.refused < 10 + MAX_PARKED_PER_REMOTE + 3:

@@ -19,6 +19,7 @@ import trio.testing
 
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.roster import RosterView
@@ -100,9 +101,12 @@ class Peer:
             self.worker.is_last,  # type: ignore[arg-type]
         )
         self.next_stage: Downstream | None = None
+        self.view = RosterView()
+        """Its own, for whom it serves; whom it uses is the world's."""
         self.server = StageServer(
-            lambda: self.membership, lambda: self.holding, lambda: self.next_stage
-        )
+            lambda: self.membership, lambda: self.holding, lambda: self.next_stage,
+            Gate(RUN, world.organiser.peer_id, self.view),
+        )  # fmt: skip
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
             peer=identity.peer_id, stage=stage, addresses=node.addresses,
@@ -270,6 +274,43 @@ async def test_a_sender_without_a_certificate_of_this_run_is_not_admitted(wrong:
             await downstream.send(parcel(), lambda: next(tries) < 2)
     assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
     assert guarded.worker.forwards == []
+
+
+async def test_a_revoked_sender_is_refused_when_it_says_hello() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
+        guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
+        tries = itertools.count()
+        with pytest.raises(MicrobatchAbandoned):
+            await w.downstream(sender, 1).send(parcel(), lambda: next(tries) < 2)
+    assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
+    assert guarded.worker.forwards == []
+
+
+async def test_a_sender_that_is_revoked_later_is_refused_on_the_link_that_it_has() -> None:
+    """Its connection is closed, too; but nothing that comes before that is served."""
+    async with world() as w, w.peer(0) as sender, w.peer(1) as guarded:
+        downstream = w.downstream(sender, 1)
+        await downstream.send(parcel(0), lambda: True)
+        guarded.view.replace(Roster(serial=1, peers=(), revoked=(sender.identity.peer_id,)))
+        tries = itertools.count()
+        with pytest.raises(MicrobatchAbandoned):
+            await downstream.send(parcel(1), lambda: next(tries) < 2)
+    assert [microbatch for microbatch, _ in guarded.worker.forwards] == [0]
+    assert guarded.server.refused[RefusalReason.NOT_ADMITTED] >= 1
+
+
+async def test_a_receiver_that_is_revoked_in_the_middle_of_a_microbatch_is_replaced() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as revoked, w.peer(1) as other:
+        revoked.worker.hold = trio.Event()  # it never answers
+        w.publish(other)
+        downstream = w.downstream(sender, 1)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(downstream.send, parcel(4), lambda: True)
+            await revoked.worker.entered.wait()
+            members = tuple(p.record for p in w.peers if p is not revoked)
+            w.roster.replace(Roster(serial=2, peers=members, revoked=(revoked.identity.peer_id,)))
+            downstream.roster_changed()
+    assert [microbatch for microbatch, _ in other.worker.forwards] == [4]
 
 
 async def test_a_microbatch_that_is_already_held_is_not_counted_twice_and_shows_its_receipt() -> (

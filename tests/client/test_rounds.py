@@ -16,7 +16,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import AveragingFailed, Rounds
 from swarm_shared.identity import Identity
-from swarm_shared.messages import AbortRound, Applied, Apply, Carrier, Close, Reduction, RoundReport
+from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Scene:
         )  # type: ignore[arg-type]  # fmt: skip
 
     def close(self, committed: tuple[int, ...], step: int = 1, attempt: int = 1) -> None:
-        reduction = Reduction(part="own", members=(self.me,), carrier=Carrier.LIBP2P)
+        reduction = Reduction(part="own", members=(self.me,))
         self.rounds.put(
             Close(step=step, attempt=attempt, committed=committed, reductions=(reduction,))
         )

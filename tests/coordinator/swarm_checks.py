@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from swarm_facts import (
+    CERTIFICATE_SECONDS,
     Violation,
     heldout_loss,
     own_squared,
@@ -29,6 +30,9 @@ from swarm_shared.schedule import learning_rate
 
 if TYPE_CHECKING:
     from swarm_world import World
+
+REVOCATION_SECONDS = 5.0
+"""Within these a revocation has reached everybody who is attached."""
 
 
 def check_batch(commands: list[Command]) -> None:
@@ -59,11 +63,31 @@ def check_send(world: World, command: Send) -> None:
         ):
             raise Violation(f"{command.peer} is leaving and gets {message}")
     elif isinstance(message, Roster):
+        check_revoked(world, message)
         for record in message.peers:
             peer = run.peers.get(record.peer)
             rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
             if peer is not None and peer.leaving and record.accepts_work and rest:
                 raise Violation(f"{record.peer} is leaving and is offered as {record}")
+
+
+def check_revoked(world: World, roster: Roster) -> None:
+    """Whoever may not take part is in no roster, and in the list for as long as it matters."""
+    now = world.now
+    banned = {p for p, since in world.banned.items() if now - since < CERTIFICATE_SECONDS}
+    if not banned <= set(roster.revoked):
+        raise Violation(f"{banned} are banned and everybody is told of {roster.revoked}")
+    if offered := [r.peer for r in roster.peers if r.peer in world.banned]:
+        raise Violation(f"{offered} are banned and everybody is offered them")
+
+
+def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
+    """Nobody who hears the coordinator serves a revoked peer for longer than a few seconds."""
+    since = world.banned.get(sender.id)
+    if since is None or world.run_state is None or not peer.attached:
+        return
+    if world.now - max(since, peer.attached_at) > REVOCATION_SECONDS:
+        raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
 
 
 def check_record(world: World, record: object) -> None:

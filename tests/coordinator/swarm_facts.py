@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_shared.manifest import (
     DataConfig,
     LimitsConfig,
@@ -19,6 +20,7 @@ from swarm_shared.manifest import (
 )
 from swarm_shared.messages import PeerRecord
 from swarm_shared.model_config import ModelConfig
+from swarm_shared.placement import MovePolicy
 from swarm_shared.types import PeerId, StageIndex
 
 TOKENS = 4
@@ -28,6 +30,10 @@ COORDINATOR = PeerRecord(
     peer=PeerId("coordinator"), stage=StageIndex(0), addresses=(), certificate="",
     microbatches_per_second=0.0,
 )  # fmt: skip
+
+
+CERTIFICATE_SECONDS = 40.0
+"""So long others have to be told of a peer that was revoked."""
 
 
 class Violation(AssertionError):
@@ -47,6 +53,8 @@ class Options:
     uncommit_fails: float = 0.2
     busy: float = 0.03
     leave_bound_seconds: float = 400.0
+    moves: RebalancingRule = RebalancingRule.NONE
+    """With it peers are unlike, some cannot hold two stages, and every gain is worth a move."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ class Fault:
 
 FAULTS = (
     "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
-    "carrier", "block", "worker", "wedge", "lose", "unsaving", "differ", "small",
+    "carrier", "block", "worker", "wedge", "lose", "unsaving", "differ", "small", "revoke", "move",
 )  # fmt: skip
 
 
@@ -96,6 +104,11 @@ def manifest_of(options: Options) -> Manifest:
         ),
         checkpoint_steps=options.checkpoint_steps,
     )  # fmt: skip
+
+
+def moves_of(options: Options) -> RebalancingSettings:
+    policy = MovePolicy(period_seconds=1.0, margin=0.0, minimum_gain=0.0)
+    return RebalancingSettings(options.moves, policy)
 
 
 def checkpoint_item(version: int, stage: int) -> str:

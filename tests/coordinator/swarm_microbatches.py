@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swarm_checks import check_served
 from swarm_facts import (
     TOKENS,
     heldout_loss,
@@ -133,6 +134,11 @@ class Computing(PeerBase):
         if holding.in_flight >= 8 or world.rng.random() < world.options.busy:
             reply(Answer("busy"))
             return
+        if self.refuses(sender.id):
+            world.turned_away += 1
+            reply(Answer("dead"))
+            return
+        check_served(world, self, sender)
         holding.in_flight += 1
         entry = (sender, reply)
         self.serving.append(entry)

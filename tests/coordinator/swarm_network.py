@@ -56,7 +56,6 @@ class Network:
         peer: PeerBase,
         key: object,
         members: tuple[PeerId, ...],
-        hivemind: bool,
         own: Counter[tuple[int, int]],
         done: Callable[[Counter[tuple[int, int]] | RoundFailure], None],
     ) -> Round:
@@ -68,7 +67,9 @@ class Network:
         blocked = next(
             (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
         )
-        if hivemind and any(m in self.broken_carriers for m in members):
+        if len(members) > 1 and self.broken_carriers.intersection(members):
+            # They remember it: the next attempt goes by another route.
+            self.broken_carriers.difference_update(members)
             self._fail_round(group, RoundFailure(None, carrier_failed=True))
         elif blocked is not None:
             self._fail_round(group, RoundFailure(blocked))

@@ -9,7 +9,7 @@ from swarm_facts import (
     sha_of,
 )
 from swarm_microbatches import Computing
-from swarm_peer_base import Answer, Holding, Link, Params
+from swarm_peer_base import Answer, Holding, Link, Params, Parcel
 from swarm_rounds import Averaging
 
 from swarm_coordinator.events import (
@@ -30,6 +30,7 @@ from swarm_shared.messages import (
     Lease,
     Leaving,
     Mask,
+    Reachability,
     Ready,
     Refused,
     Roster,
@@ -39,6 +40,7 @@ from swarm_shared.messages import (
     StageRequest,
     SyncFailed,
     Welcome,
+    Whereabouts,
 )
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.types import RunId, StageIndex, Version
@@ -108,6 +110,16 @@ class SimPeer(Averaging, Computing):
         """Its next parameters come out wrong."""
         self.differs = True
 
+    def move(self, _seconds: float) -> None:
+        """Its router gave it another address."""
+        self.address += 1
+        self.say(
+            Whereabouts(
+                addresses=self.addresses, carrier=self.carrier,
+                reachability=Reachability.BEHIND_NAT, offers_relay=False,
+            )
+        )  # fmt: skip
+
     def leave(self) -> None:
         self.leaving = True
         for lease, leased in self.waiting:
@@ -119,15 +131,23 @@ class SimPeer(Averaging, Computing):
 
     def hello(self) -> tuple[Hello, tuple[Receipt, ...]]:
         holding = self.holding
-        carrier = CarrierAddress(peer=f"p2pd-{self.id}", addresses=("a",), binding="b")
         hello = Hello(
-            run=RunId("run"), software="0", addresses=("a",), carrier=carrier, device="cpu",
+            run=RunId("run"), software="0", addresses=self.addresses, carrier=self.carrier,
+            device="cpu",
             memory_bytes=self.memory_bytes, trainer=self.trainer,
             stage=None if holding is None else StageIndex(holding.stage),
             version=Version(0 if holding is None else holding.version),
             averaged_attempt=holding.averaged[0] if holding and holding.averaged else None,
         )  # fmt: skip
         return hello, () if holding is None else tuple(holding.held.values())
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (f"address-{self.address}",)
+
+    @property
+    def carrier(self) -> CarrierAddress:
+        return CarrierAddress(peer=f"p2pd-{self.id}", addresses=self.addresses, binding="b")
 
     def attach(self) -> None:
         if not self.gone:
@@ -141,6 +161,7 @@ class SimPeer(Averaging, Computing):
         if self.holding is not None:
             self._cancel_round()
             self.holding.closing = None
+        self._unprepare()
         masks, self.masks = self.masks, {}
         for answer in masks.values():
             answer(None)
@@ -151,7 +172,7 @@ class SimPeer(Averaging, Computing):
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
     def _beat(self) -> None:
-        self.say(Heartbeat(microbatches_per_second=1.0, queued=0))
+        self.say(Heartbeat(microbatches_per_second=self.speed, queued=len(self.serving)))
         self.later(1.0, self._beat)
 
     def _report(self) -> None:
@@ -172,6 +193,7 @@ class SimPeer(Averaging, Computing):
             raise Violation(f"{self.id} gets {message} before its welcome")
         elif isinstance(message, Roster):
             self.roster = message
+            self.parted_from(message.revoked)
         elif isinstance(message, AssignStage):
             self._assigned(message)
         elif isinstance(message, Lease):
@@ -192,9 +214,23 @@ class SimPeer(Averaging, Computing):
             self.later(0.05 * self.world.rng.random(), self._saving(message))
         elif isinstance(message, Goodbye | Refused):
             self.gone = isinstance(message, Refused) or message.finished or self.leaving
+            if isinstance(message, Refused) and message.code == "admission":
+                self._defy()
+
+    def _defy(self) -> None:
+        """Refused, and no gentleman: it goes on sending work to those that it knows."""
+        holding = self.holding
+        if holding is None or self.id not in self.world.banned:
+            return
+        microbatch = self.world.rng.randrange(self.world.options.microbatches)
+        everywhere = frozenset(range(self.world.options.stages))
+        step = holding.version + 1
+        self._send_on(0, Parcel("train", step, microbatch, everywhere), lambda _: None)
+        self.later(0.4, self._defy)
 
     def _welcome(self, message: Welcome) -> None:
         self.attached, self.generation = True, message.generation
+        self.attached_at = self.world.now
         if self.leaving:
             self.say(Leaving())
         if message.keep:
@@ -211,18 +247,22 @@ class SimPeer(Averaging, Computing):
         self._cancel_round()
         self.holding = None
         self.assignment = None
+        self._unprepare()
         self.waiting.clear()
         for sender, reply in self.serving:
             sender.later(self.world.delay(), lambda reply=reply: reply(Answer("failed")))
         self.serving.clear()
 
     def _assigned(self, message: AssignStage) -> None:
-        self._drop()
-        self.assignment = message
+        if message.prepare:
+            self.preparation, self.prepared = message, None
+        else:
+            self._drop()
+            self.assignment = message
         self.later(0.1 + 2.0 * self.world.rng.random() ** 3, lambda: self._downloaded(message))
 
     def _downloaded(self, message: AssignStage) -> None:
-        if self.assignment is not message:
+        if message is not self.assignment and message is not self.preparation:
             return
         stage, version = message.stage, message.version
         params: Params | None = () if message.source == "fresh" else None
@@ -230,14 +270,19 @@ class SimPeer(Averaging, Computing):
             found = self.world.download(holder.peer, message.item, version, stage)
             if found is not None and found[0] == message.sha256:
                 params = found[1]
-        if params is None:
+        if message is self.assignment:
             self.assignment = None
+        else:
+            self.preparation = None
+        if params is None:
             self.say(SyncFailed(stage=stage, version=version, reason="no holder has it"))
             return
         if len(params) != version:
             raise Violation(f"{self.id} fetched version {version} and got {params}")
-        self.assignment = None
-        self.holding = Holding(stage, version, params)
+        if message.prepare:
+            self.prepared = Holding(stage, version, params)
+        else:
+            self.holding = Holding(stage, version, params)
         self.say(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
 
     def _saving(self, message: SaveSnapshot) -> Callable[[], None]:

@@ -7,9 +7,11 @@ attempt) pairs; both are checked wherever the real client would compute with the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from swarm_facts import CERTIFICATE_SECONDS
 
 from swarm_coordinator.events import (
     Event,
@@ -108,6 +110,8 @@ class PeerBase:
         self.hung = False
         self.wedged = False
         self.memory_bytes = 1000
+        self.speed = 1.0
+        self.address = 0
         self.serving: list[tuple[PeerBase, Callable[[Answer], None]]] = []
         self._forget()
 
@@ -115,6 +119,7 @@ class PeerBase:
         self.holding: Holding | None = None
         self.link: Link | None = None
         self.attached = False
+        self.attached_at = 0.0
         self.generation = 0
         self.roster: Roster | None = None
         self.snapshots: dict[str, tuple[str, Params]] = {}
@@ -124,10 +129,28 @@ class PeerBase:
         self.driving = 0
         self.window = 1
         self.assignment: AssignStage | None = None
-        self.round: Round | None = None
+        self.preparation: AssignStage | None = None
+        self.prepared: Holding | None = None
+        self.averaging = False
         self.unsaving_until = -1.0
         self.differs = False
         self._masks_asked = 0
+
+    def parted_from(self, revoked: Container[PeerId]) -> None:
+        """Links with these end: whoever of them waits for an answer here gets none."""
+        kept: list[tuple[PeerBase, Callable[[Answer], None]]] = []
+        for sender, reply in self.serving:
+            if sender.id in revoked:
+                sender.later(self.world.delay(), lambda reply=reply: reply(Answer("dead")))
+            else:
+                kept.append((sender, reply))
+        self.serving[:] = kept
+
+    def refuses(self, sender: PeerId) -> bool:
+        """By the newest roster that it has, or because the certificate has expired."""
+        since = self.world.banned.get(sender)
+        expired = since is not None and self.world.now - since > CERTIFICATE_SECONDS
+        return expired or (self.roster is not None and sender in self.roster.revoked)
 
     def later(self, seconds: float, action: Callable[[], object]) -> None:
         """In this process's life; a hung process does it when it wakes."""

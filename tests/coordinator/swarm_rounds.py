@@ -18,7 +18,6 @@ from swarm_shared.messages import (
     AbortRound,
     Applied,
     Apply,
-    Carrier,
     Close,
     Reduction,
     RoundReport,
@@ -41,6 +40,12 @@ class Averaging(PeerBase):
             return
         self._cancel_round()
         holding.closing, holding.averaged = close, None
+        if close.moving:
+            prepared = self.prepared
+            if prepared is None or prepared.version != holding.version:
+                self._failed(close, reason="nothing is prepared here")
+                return
+            prepared.closing, prepared.averaged = close, None
         if not self.wedged:
             self.later(0.05 * self.world.rng.random(), lambda: self._reconcile(holding, close))
 
@@ -61,63 +66,91 @@ class Averaging(PeerBase):
                 close, missing=tuple(MicrobatchIndex(m) for m in sorted(missing)), reason="missing"
             )
             return
-        self._average(holding, close, Counter((holding.stage, m) for m in holding.held), {}, 0)
+        self.averaging = True
+        own = Counter((holding.stage, m) for m in holding.held)
+        self._average(holding, close, close.reductions, own, {})
+        if close.moving and self.prepared is not None:
+            self._average(self.prepared, close, close.moving, Counter(), {})
 
     def _failed(self, close: Close, **details: Any) -> None:
         self.say(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
 
     def _average(
-        self, holding: Holding, close: Close, own: Counter[Any], results: dict[str, Any], index: int
+        self,
+        holding: Holding,
+        close: Close,
+        reductions: tuple[Reduction, ...],
+        own: Counter[Any],
+        results: dict[str, Any],
     ) -> None:
-        if self.holding is not holding or holding.closing is not close:
+        """One stage's reductions, one after the other; both stages of a mover at the same time."""
+        if holding not in (self.holding, self.prepared) or holding.closing is not close:
             return
-        if index == len(close.reductions):
+        if len(results) == len(reductions):
             holding.averaged = (close.attempt, results["own"], results.get("tied"))
-            tied = tied_squared(close.step) if "tied" in results else 0.0
-            self.say(
-                RoundReport(
-                    step=close.step, attempt=close.attempt, ok=True,
-                    own_squared=own_squared(close.step, holding.stage), tied_squared=tied,
-                )
-            )  # fmt: skip
+            self._averaged(close)
             return
-        reduction: Reduction = close.reductions[index]
+        reduction = reductions[len(results)]
 
         def done(result: Counter[Any] | RoundFailure) -> None:
-            self.round = None
-            if self.holding is not holding or holding.closing is not close:
+            if holding not in (self.holding, self.prepared) or holding.closing is not close:
                 return
             if isinstance(result, RoundFailure):
+                self._cancel_round()
                 self._failed(
                     close, reason="a member was lost", culprit=result.culprit,
                     carrier_failed=result.carrier_failed,
                 )  # fmt: skip
                 return
             results[reduction.part] = result
-            self._average(holding, close, own, results, index + 1)
+            self._average(holding, close, reductions, own, results)
 
-        hivemind = reduction.carrier is Carrier.HIVEMIND
         key = (close.step, close.attempt, reduction.part, reduction.members)
-        self.round = self.world.join_round(self, key, reduction.members, hivemind, own, done)
+        self.world.join_round(self, key, reduction.members, own, done)
+
+    def _averaged(self, close: Close) -> None:
+        """Report when all that this close asks for is averaged."""
+        holding = self.holding
+        assert holding is not None
+        wanted = [holding, self.prepared] if close.moving else [holding]
+        if any(h is None or h.averaged is None for h in wanted):
+            return
+        assert holding.averaged is not None
+        self.averaging = False
+        tied = 0.0 if holding.averaged[2] is None else tied_squared(close.step)
+        self.say(
+            RoundReport(
+                step=close.step, attempt=close.attempt, ok=True,
+                own_squared=own_squared(close.step, holding.stage), tied_squared=tied,
+            )
+        )  # fmt: skip
 
     def _cancel_round(self) -> None:
-        if self.round is not None:
-            self.round = None
+        if self.averaging:
+            self.averaging = False
             self.world.end_rounds_of(self)
 
+    def _unprepare(self) -> None:
+        self.preparation = self.prepared = None
+
     def _abort(self, message: AbortRound) -> None:
-        holding = self.holding
-        if holding is None:
-            return
-        if holding.closing is not None and holding.closing.attempt == message.attempt:
-            self._cancel_round()
-            holding.closing = None
-        if holding.averaged is not None and holding.averaged[0] == message.attempt:
-            holding.averaged = None
+        if self.holding is not None and self.holding.closing is not None:
+            if self.holding.closing.attempt == message.attempt:
+                self._cancel_round()
+        for holding in (self.holding, self.prepared):
+            if holding is None:
+                continue
+            if holding.closing is not None and holding.closing.attempt == message.attempt:
+                holding.closing = None
+            if holding.averaged is not None and holding.averaged[0] == message.attempt:
+                holding.averaged = None
 
     def check_averaged(self, step: int, attempt: int, stage: int) -> None:
         """What this member is about to apply is every microbatch exactly once, and no more."""
         holding, options = self.holding, self.world.options
+        prepared = self.prepared
+        if prepared is not None and prepared.averaged is not None and prepared.stage == stage:
+            holding = prepared
         if holding is None or holding.averaged is None or holding.averaged[0] != attempt:
             raise Violation(f"{self.id} has not averaged attempt {attempt} of step {step}")
         if (holding.stage, holding.version) != (stage, step - 1):
@@ -138,6 +171,12 @@ class Averaging(PeerBase):
         self.check_averaged(message.step, message.attempt, holding.stage)
         if message.attempt in self.world.aborted:
             raise Violation(f"{self.id} applies the aborted attempt {message.attempt}")
+        prepared = self.prepared
+        if prepared is not None and prepared.averaged is not None:
+            # It goes over to its next stage, which it has averaged as a member of that one.
+            self.check_averaged(message.step, message.attempt, prepared.stage)
+            self.holding = holding = prepared
+        self._unprepare()
         holding.params += ((message.step, message.attempt),)
         holding.version = message.step
         holding.held.clear()

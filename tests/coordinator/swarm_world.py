@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 
 from swarm_checks import check_batch, check_record, check_send, check_state
 from swarm_facts import (
+    CERTIFICATE_SECONDS,
     COORDINATOR,
     Fault,
     Options,
     Violation,
     checkpoint_item,
     manifest_of,
+    moves_of,
 )
 from swarm_network import Network
 from swarm_peer import SimPeer
@@ -38,6 +40,8 @@ from swarm_coordinator.events import (
     FetchSnapshot,
     Note,
     PeerAttached,
+    PeersReinstated,
+    PeersRevoked,
     Persist,
     Restored,
     RolledBack,
@@ -50,9 +54,10 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
+from swarm_coordinator.moving import RebalancingRule
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.messages import AbortRound
+from swarm_shared.messages import AbortRound, Refused
 from swarm_shared.types import PeerId, StageIndex, Version
 
 TICK_SECONDS = 0.25
@@ -122,6 +127,10 @@ class World(Network):
         self.stopped = False
         self.notes: list[str] = []
         self.sent: list[tuple[float, PeerId, object]] = []
+        self.banned: dict[PeerId, float] = {}
+        """And since when: durable, as in the run's database."""
+        self.turned_away = 0
+        """Requests of revoked peers that were refused."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
@@ -172,7 +181,11 @@ class World(Network):
             return
         self.generation += 1
         restored = self.store.restore(self.generation)
-        self.run_state = begin(self.manifest, "manifest", COORDINATOR, restored, self.now)
+        revoked = {peer: since + CERTIFICATE_SECONDS for peer, since in self.banned.items()}
+        self.run_state = begin(
+            self.manifest, "manifest", COORDINATOR, restored, self.now, revoked,
+            moves_of(self.options),
+        )  # fmt: skip
         self.stopped = False
 
     def crash(self, back_after: float | None = 2.0) -> None:
@@ -264,6 +277,11 @@ class World(Network):
                 link.open = False
                 peer.later(0.1, lambda: peer.link_lost(link))
                 return
+            if peer.id in self.banned:
+                refused = Refused(code="admission", reason="banned")
+                self._to_client(link, lambda: peer.on_message(link, refused))
+                self._to_client(link, lambda: self._close(link))
+                return
             older = self.current.get(peer.id)
             if older is not None:
                 older.open = False
@@ -309,12 +327,34 @@ class World(Network):
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
         peer.memory_bytes = memory_bytes
+        if self.options.moves is not RebalancingRule.NONE:
+            peer.speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
+            if self.rng.random() < 0.3:
+                peer.memory_bytes = 150  # one stage fits, two do not
         self.peers[peer.id] = peer
         peer.start()
         return peer
 
     def stop(self) -> None:
         self.deliver(StopRequested())
+
+    def ban(self, peer: SimPeer, seconds: float) -> None:
+        """By the organiser, whether the coordinator runs or not; after `seconds` it may return."""
+        if peer.id in self.banned:
+            return
+        self.banned[peer.id] = self.now
+        until = self.now + CERTIFICATE_SECONDS
+        self.deliver(PeersRevoked((peer.id,), "banned", until))
+        self.later(seconds, lambda: self._unban(peer))
+
+    def _unban(self, peer: SimPeer) -> None:
+        del self.banned[peer.id]
+        self.deliver(PeersReinstated((peer.id,)))
+        if peer.alive and peer.gone and not peer.leaving:
+            peer.kill()
+        if not peer.alive and not peer.leaving:
+            peer.gone = False
+            peer.start()
 
     def inject(self, fault: Fault) -> None:
         alive = [p for p in self.peers.values() if p.alive]
@@ -332,6 +372,9 @@ class World(Network):
             staying = [p for p in alive if not p.leaving]
             if staying:
                 staying[fault.target % len(staying)].leave()
+        elif fault.kind == "revoke":
+            if alive:
+                self.ban(alive[fault.target % len(alive)], fault.seconds)
         elif fault.kind == "block":
             if len(alive) < 2:
                 return

@@ -128,7 +128,7 @@ async def test_who_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> No
         assert run.invite.token == folder.admission_token()
         for changes, code, reason in (
             ({"token": "wrong"}, "admission", "token is not the right one"),
-            ({"token": None}, "admission", "token is not the right one"),
+            ({"token": None}, "admission", "the invite carries no token"),
             ({"software": "0.9.0"}, "version", "needs swarmtrain 0.1.0"),
             ({"run": "cd" * 32}, "protocol", "not cdcdcdcdcdcd"),
         ):
@@ -391,20 +391,6 @@ async def test_words_of_volunteers_cannot_steer_the_organisers_terminal(
         assert isinstance(await welcomed(run.invite, name=name), Welcome)
     assert any("eve\N{REPLACEMENT CHARACTER}[2J" in line for line in run.lines)
     assert all(line.isprintable() for line in run.lines)
-
-
-async def test_a_session_ends_before_its_certificate_does(folder: RunFolder) -> None:
-    identity = Identity.generate()
-    async with served(folder, renew_after_seconds=0.1) as run:
-        certificates = set()
-        for _ in range(2):
-            async with client(run.invite, identity) as one:
-                await one.send(hello_for(run.invite))
-                welcome = await one.receive()
-                assert isinstance(welcome, Welcome)
-                certificates.add(welcome.certificate)
-                await one.until_closed()
-        assert len(certificates) == 2
 
 
 @pytest.mark.integration

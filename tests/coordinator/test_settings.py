@@ -113,7 +113,7 @@ def test_defaults_follow_the_preset_and_the_warm_up_follows_the_steps():
         ),
         (
             "[admission]\nmode = 'closed'",
-            "[admission] mode must be 'open' or 'token', not 'closed'",
+            "[admission] mode must be 'open', 'token' or 'allow-list', not 'closed'",
         ),
         (
             "[network]\nlisten_port = 70000",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
+from swarm_coordinator.closing import MAXIMUM_BLAME, MAXIMUM_EXCUSES
 from swarm_coordinator.events import AppliedStep, Command
 from swarm_coordinator.state import PeerPhase, RunPhase
 from swarm_shared.messages import AbortRound, AssignStage, Close
@@ -86,6 +87,16 @@ def test_who_is_named_for_three_failed_attempts_sits_the_step_out_and_is_synced_
     assert {p.peer for p in bench.run.ready_peers(0)} == {"a0"}
     bench.save("a0")
     assert len(bench.sent("b0", AssignStage)) == 1
+
+
+def test_carriers_that_fail_again_and_again_are_no_excuse_in_the_end() -> None:
+    bench = closing()
+    for _ in range(MAXIMUM_EXCUSES + MAXIMUM_BLAME):
+        assert "b0" not in bench.step().excluded
+        bench.failed("a0", culprit="b0", carrier_failed=True)
+        bench.tick(6.0)
+    assert bench.step().excluded == {"b0"}
+    assert bench.step().excuses == MAXIMUM_EXCUSES
 
 
 def test_the_last_peer_of_a_stage_never_sits_out() -> None:

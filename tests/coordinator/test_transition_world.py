@@ -88,6 +88,15 @@ def test_one_kind_of_fault_again_and_again_does_not_break_a_run(kind: str) -> No
         run_to_the_end(Options(steps=4, peers=5, checkpoint_steps=2), seed, faults)
 
 
+def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing() -> None:
+    """That nobody serves it for longer than a few seconds is checked at every request."""
+    turned_away = 0
+    for seed in range(6):
+        faults = tuple(Fault(1.3, "revoke", seed + i, 7.0) for i in range(6))
+        turned_away += run_to_the_end(Options(steps=4, peers=6), seed, faults).turned_away
+    assert turned_away > 0
+
+
 @pytest.mark.parametrize("at", range(24))
 def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_said(
     at: int,

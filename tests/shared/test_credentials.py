@@ -164,3 +164,16 @@ def test_a_carrier_binding_holds_until_it_expires() -> None:
 def test_a_carrier_binding_names_a_peer_id() -> None:
     with pytest.raises(ValidationError):
         CarrierBinding(peer=PEER.peer_id, carrier_peer_id="not base58: 0OIl", expires=NOW)
+
+
+def test_a_certificate_of_an_older_generation_than_asked_for_is_refused() -> None:
+    envelope = sign_certificate(ORGANISER, CERTIFICATE)
+
+    def check_from(oldest: int) -> MembershipCertificate:
+        return check_certificate(
+            envelope, RUN, ORGANISER.peer_id, NOW, PEER.peer_id, Generation(oldest)
+        )
+
+    assert check_from(3) == check_from(0) == CERTIFICATE
+    with pytest.raises(AdmissionError, match="start 3, and those before 4 hold no longer"):
+        check_from(4)

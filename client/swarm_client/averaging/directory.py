@@ -1,8 +1,9 @@
 """hivemind's DHT as the second directory: signed records that peers find without a coordinator.
 
 The DHT node lives in the averaging worker's event loop and shares its p2pd (hivemind.DHT would
-fork a process and start another one). Records are opaque bytes here: the daemon signs what it
-publishes and checks what it finds, because anybody who reaches a node can store under any key.
+fork a process and start another one). Only members of the run are answered (`authorizer`). Records
+are opaque bytes here: the daemon signs what it publishes and checks what it finds, because any
+member can store under any key.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from swarm_client.averaging.hivemind_carrier import HivemindAveraging
+from swarm_client.averaging.authorizer import RunAuthorizer
+from swarm_client.averaging.hivemind_carrier import P2pdStreams
 from swarm_client.averaging.hivemind_door import Hivemind
 from swarm_shared.errors import NetworkError
 
@@ -19,22 +21,26 @@ logger = logging.getLogger(__name__)
 
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 48 * 1024
-"""Of what strangers may have stored, as much is handed on."""
+"""Of what others may have stored, as much is handed on."""
 
 
 class Directory:
     """Made by `start`."""
 
-    def __init__(self, hivemind: Hivemind, node: Any, averaging: HivemindAveraging) -> None:
+    def __init__(self, hivemind: Hivemind, node: Any, streams: P2pdStreams) -> None:
         self._hivemind = hivemind
         self._node = node
-        self._averaging = averaging
+        self._streams = streams
 
     @classmethod
-    async def start(cls, hivemind: Hivemind, p2p: Any, averaging: HivemindAveraging) -> Directory:
+    async def start(
+        cls, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, authorizer: RunAuthorizer
+    ) -> Directory:
         """A node of its own; `bootstrap` joins it to others'."""
-        node = await hivemind.DHTNode.create(p2p=p2p, ensure_bootstrap_success=False, strict=False)
-        return cls(hivemind, node, averaging)
+        node = await hivemind.DHTNode.create(
+            p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
+        )
+        return cls(hivemind, node, streams)
 
     async def bootstrap(self, initial_peers: Sequence[str]) -> int:
         """Enter the directory through peers (…/p2p/ID); returns how many answered."""
@@ -42,7 +48,7 @@ class Directory:
         for address in initial_peers:
             peer_id = address.rpartition("/p2p/")[2]
             try:
-                await self._averaging.connect(peer_id, [address])
+                await self._streams.connect(peer_id, [address])
             except NetworkError as error:
                 logger.info("the directory cannot be entered through %s: %s", address, error)
                 continue

@@ -1,77 +1,48 @@
-"""The first carrier: rounds over p2pd's streams. asyncio, inside the averaging worker.
+"""The carriers of a round in the averaging worker: p2pd's streams, and the daemon's host's.
 
 p2pd authenticates the remote of every stream (Noise or TLS 1.3) and tells its peer ID before the
 stream's first byte. That ID is p2pd's own; the daemon has checked the certificate that binds it
-to the member's main key before it named it here.
+to the member's main key before it named it here. asyncio.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import anyio
 
-from swarm_client.averaging.carrier import Arrivals, IncomingHub
+from swarm_client.averaging.addresses import AddressBytes, is_relayed, without_owner
+from swarm_client.averaging.carrier import Arrivals, Channel
+from swarm_client.averaging.errors import RouteAbsentError
 from swarm_client.averaging.hivemind_door import Hivemind
+from swarm_client.averaging.host_streams import HostStreams, host_name
+from swarm_client.averaging.opening import Opener, Opening
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.protocol import Member
-from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError
+from swarm_client.averaging.routes import Route, RouteFault
+from swarm_client.averaging.socket_channel import SocketChannel
+from swarm_client.averaging.waiting_room import IncomingHub
+from swarm_shared.errors import LinkTimeout, NetworkError
 from swarm_shared.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0
-WRITE_BUFFER_BYTES = 512 * 1024
-"""In this process, per stream, before `send` waits: keeps p2pd fed while pieces are encoded."""
 
 logger = logging.getLogger(__name__)
 
 
-class P2pdChannel:
-    """A stream of p2pd, which reaches this process over a unix socket."""
+class P2pdStreams:
+    """Opens streams over one p2pd and takes those of remotes into `hub`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        writer.transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-
-    async def send(self, data: bytes | memoryview) -> None:
-        try:
-            self._writer.write(data)
-            await self._writer.drain()
-        except (OSError, RuntimeError) as error:
-            raise LinkClosed(f"p2pd has closed the stream: {error}") from error
-
-    async def receive(self, max_bytes: int) -> bytes:
-        try:
-            return await self._reader.read(max_bytes)
-        except OSError as error:
-            raise LinkClosed(f"p2pd has dropped the stream: {error}") from error
-
-    async def aclose(self) -> None:
-        self._writer.close()
-        try:
-            await self._writer.wait_closed()
-        except OSError as error:
-            raise LinkClosed(f"p2pd dropped the stream at its end: {error}") from error
-
-    async def abort(self) -> None:
-        self._writer.transport.abort()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
-
-
-class HivemindAveraging:
-    """Answers members' streams on one p2pd and makes the carriers of rounds."""
-
-    def __init__(self, hivemind: Hivemind, p2p: Any) -> None:
+    def __init__(self, hivemind: Hivemind, p2p: Any, hub: IncomingHub) -> None:
         self._hivemind = hivemind
         self._p2p = p2p
-        self.hub = IncomingHub()
+        self._hub = hub
 
     async def serve(self) -> None:
         await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
@@ -80,7 +51,8 @@ class HivemindAveraging:
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         try:
-            await self.hub.accept(info.peer_id.to_base58(), P2pdChannel(reader, writer))
+            channel = SocketChannel(reader, writer, _route(info))
+            await self._hub.accept(info.peer_id.to_base58(), channel)
         except Exception:  # a supervisor: asyncio would only print it
             logger.exception("a stream from %s failed", info.peer_id)
 
@@ -88,7 +60,10 @@ class HivemindAveraging:
         """Make sure that p2pd is connected to another one. NetworkError if it cannot be."""
         try:
             peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
-            targets = [self._hivemind.Multiaddr(_without_peer(text)) for text in addresses]
+            targets = [
+                AddressBytes(self._hivemind, without_owner(text, p2pd_peer_id))
+                for text in addresses
+            ]
         except ValueError as error:
             raise NetworkError(f"{p2pd_peer_id} has an address that is none: {error}") from error
         try:
@@ -99,37 +74,88 @@ class HivemindAveraging:
         except self._hivemind.daemon_errors as error:
             raise NetworkError(f"p2pd {p2pd_peer_id} cannot be reached: {error}") from error
 
-    async def open(self, p2pd_peer_id: str, addresses: Sequence[str]) -> P2pdChannel:
-        await self.connect(p2pd_peer_id, addresses)
+    async def connected(self) -> dict[str, list[str]]:
+        """The peer IDs that p2pd is connected to, and the remote addresses of the connections."""
+        found: dict[str, list[str]] = {}
+        try:
+            with anyio.fail_after(OPEN_SECONDS):
+                for info in await self._p2p._client.list_peers():
+                    found.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
+        except TimeoutError as error:
+            raise LinkTimeout("p2pd does not answer") from error
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd does not answer: {error}") from error
+        return found
+
+    async def open(
+        self, p2pd_peer_id: str, addresses: Iterable[str], *, relayed: bool
+    ) -> SocketChannel:
+        """A stream over a relay, or over anything but a relay."""
+        usable = [address for address in addresses if is_relayed(address) == relayed]
+        if not usable and not await self._is_connected(p2pd_peer_id, relayed=relayed):
+            # The other end may be behind a router and still come to us.
+            raise RouteAbsentError("p2pd has no address that leads there, and no connection")
+        if usable:
+            await self.connect(p2pd_peer_id, usable)
         peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
         try:
             with anyio.fail_after(OPEN_SECONDS):
-                _, reader, writer = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
+                stream = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
         except TimeoutError as error:
             raise LinkTimeout(f"p2pd {p2pd_peer_id} opened no stream in time") from error
         except self._hivemind.daemon_errors as error:
             raise NetworkError(f"p2pd {p2pd_peer_id} opened no stream: {error}") from error
-        return P2pdChannel(reader, writer)
+        info, reader, writer = stream
+        channel = SocketChannel(reader, writer, _route(info))
+        if channel.route is Route.P2PD_RELAYED and not relayed:
+            await channel.abort()
+            raise RouteAbsentError("p2pd is connected through a relay, and keeps to that")
+        return channel
 
-    def carrier(self, members: Sequence[Member]) -> HivemindCarrier:
-        return HivemindCarrier(self, {member.peer_id: member for member in members})
+    async def _is_connected(self, p2pd_peer_id: str, *, relayed: bool) -> bool:
+        known = (await self.connected()).get(p2pd_peer_id, [])
+        return any(is_relayed(address) == relayed for address in known)
 
 
-class HivemindCarrier:
-    """The network of one round."""
+class GroupCarrier:
+    """The network of one round: each stream goes by the best route that its pair has."""
 
-    def __init__(self, averaging: HivemindAveraging, members: Mapping[PeerId, Member]) -> None:
-        self._averaging = averaging
-        self._members = members
+    def __init__(self, p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub) -> None:
+        self._p2pd = p2pd
+        self._host = host
+        self._hub = hub
+        self._members: Mapping[PeerId, Member] = {}
+        self.faults: list[RouteFault] = []
+        """Routes that were tried in vain."""
 
-    async def open(self, peer: PeerId) -> P2pdChannel:
+    @classmethod
+    def of(
+        cls, members: Sequence[Member], p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub
+    ) -> GroupCarrier:
+        carrier = cls(p2pd, host, hub)
+        carrier._members = {member.peer_id: member for member in members}
+        return carrier
+
+    async def open(self, peer: PeerId) -> Channel:
         member = self._members[peer]
-        return await self._averaging.open(member.p2pd_peer_id, member.p2pd_addresses)
+        openers = [(route, self._opener(member, route)) for route in member.routes]
+        return await Opening(peer, self.faults.append).first(openers)
+
+    def _opener(self, member: Member, route: Route) -> Opener:
+        if not route.over_p2pd:
+            relayed = route is Route.HOST_RELAYED
+            return partial(self._host.open, member.peer_id, relayed=relayed)
+        relayed = route is Route.P2PD_RELAYED
+        return partial(self._p2pd.open, member.p2pd_peer_id, member.p2pd_addresses, relayed=relayed)
 
     def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
-        names = {self._members[peer].p2pd_peer_id: peer for peer in spec.members}
-        return self._averaging.hub.round(tag, names)
+        names: dict[str, PeerId] = {}
+        for peer in spec.members:
+            names[host_name(peer)] = peer
+            if self._members[peer].p2pd_peer_id:
+                names[self._members[peer].p2pd_peer_id] = peer
+        return self._hub.round(tag, names)
 
 
-def _without_peer(address: str) -> str:
-    return address.split("/p2p/")[0] if "/p2p-circuit" not in address else address
+def _route(info: Any) -> Route:
+    return Route.P2PD_RELAYED if is_relayed(str(info.addr)) else Route.P2PD

@@ -14,16 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
-import contextlib
 import ctypes
 import gc
 import logging
 import os
 import signal
-import socket
-import struct
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,87 +32,68 @@ from pydantic import BaseModel
 
 from swarm_client import shared_memory
 from swarm_client.averaging import errors
+from swarm_client.averaging.authorizer import RunAuthorizer
+from swarm_client.averaging.daemon_link import DaemonLink
 from swarm_client.averaging.directory import Directory
-from swarm_client.averaging.hivemind_carrier import HivemindAveraging
+from swarm_client.averaging.hivemind_carrier import GroupCarrier, P2pdStreams
 from swarm_client.averaging.hivemind_door import Hivemind, HivemindMissingError, open_door
+from swarm_client.averaging.host_streams import HOST_PREFIX, HostStreams
+from swarm_client.averaging.location import Location
 from swarm_client.averaging.p2pd import ensure_identity, running_p2pd
-from swarm_client.averaging.plan import RoundSpec
+from swarm_client.averaging.plan import RoundSpec, round_tag
 from swarm_client.averaging.protocol import (
     AbortRound,
+    Admit,
     Bootstrap,
     Bootstrapped,
+    Carried,
     Configure,
-    DaemonMessage,
+    Elsewhere,
+    Fault,
     Found,
     Lookup,
+    Moved,
     Publish,
     Published,
     Record,
     RequestFailed,
     RoundDone,
     RoundFailure,
+    ShowMembership,
     Shutdown,
     Started,
     StartRound,
     Unavailable,
-    daemon_messages,
 )
 from swarm_client.averaging.reduce import all_reduce
+from swarm_client.averaging.routes import LinkReport, RouteFault
+from swarm_client.averaging.waiting_room import IncomingHub
 from swarm_shared.errors import SwarmError
+from swarm_shared.types import PeerId
 
 logger = logging.getLogger(__name__)
 
-# swarm_client.child has the same framing, but imports trio: 0.2 s of CPU for each volunteer.
-_LENGTH = struct.Struct("<I")
-_MAX_MESSAGE_BYTES = 16 * 2**20
 _PR_SET_PDEATHSIG = 1
 P2PD_DIED_STATUS = 3
 
 
-class DaemonLink:
-    """Messages from and to the daemon."""
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What the messages of the daemon are carried out with."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def inherit(cls, descriptor: int) -> DaemonLink:
-        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-        return cls(reader, writer)
-
-    async def receive(self) -> DaemonMessage | None:
-        """None when the daemon has ended."""
-        try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-            assert length <= _MAX_MESSAGE_BYTES, "the daemon never sends that much"
-            return daemon_messages.validate_json(await self._reader.readexactly(length))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return None
-
-    def send(self, message: BaseModel) -> None:
-        body = message.model_dump_json().encode()
-        self._writer.write(_LENGTH.pack(len(body)) + body)
-
-    async def flush(self) -> None:
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+    hub: IncomingHub
+    p2pd: P2pdStreams
+    host: HostStreams
+    directory: Directory
+    authorizer: RunAuthorizer
 
 
 class Worker:
     """Carries out the daemon's messages, each in its own task."""
 
-    def __init__(
-        self,
-        link: DaemonLink,
-        averaging: HivemindAveraging,
-        directory: Directory,
-        tasks: anyio.abc.TaskGroup,
-    ) -> None:
+    def __init__(self, link: DaemonLink, services: Services, tasks: anyio.abc.TaskGroup) -> None:
         self._link = link
-        self._averaging = averaging
-        self._directory = directory
+        self._services = services
         self._tasks = tasks
         self._rounds: dict[str, anyio.CancelScope] = {}
         self._called_off: dict[str, str] = {}
@@ -131,6 +111,15 @@ class Worker:
                     if message.round_id in self._rounds:
                         self._called_off[message.round_id] = message.reason
                         self._rounds[message.round_id].cancel()
+                case Elsewhere():
+                    members = {name: PeerId(name) for name in message.p2pd_peer_ids}
+                    self._services.hub.finish(round_tag(message.round_id), members, b"")
+                case Admit():
+                    admitted = frozenset(message.p2pd_peer_ids)
+                    self._services.hub.admits = partial(_is_admitted, admitted)
+                    self._services.hub.admission_changed()
+                case ShowMembership():
+                    self._services.authorizer.show(message)
                 case Publish():
                     self._tasks.start_soon(self._answer, message.request, self._publish, message)
                 case Lookup():
@@ -142,13 +131,15 @@ class Worker:
 
     async def _run_round(self, message: StartRound) -> None:
         done = False
+        services = self._services
+        carrier = GroupCarrier.of(message.members, services.p2pd, services.host, services.hub)
         with anyio.CancelScope() as scope:
             self._rounds[message.round_id] = scope
             try:
-                self._link.send(await self._reduce(message))
+                self._link.send(await self._reduce(message, carrier))
                 done = True
             except errors.RoundFailed as failure:
-                self._link.send(_round_failure(message.round_id, failure))
+                self._link.send(_round_failure(message.round_id, failure, carrier.faults))
             except SwarmError as error:
                 self._link.send(_stopped(message.round_id, str(error)))
             except Exception as error:  # a supervisor: one round's trouble stays its own
@@ -163,7 +154,7 @@ class Worker:
             # The tracebacks of a failed round hold its arrays, which are shared memory.
             gc.collect()
 
-    async def _reduce(self, message: StartRound) -> RoundDone:
+    async def _reduce(self, message: StartRound, carrier: GroupCarrier) -> RoundDone:
         spec = RoundSpec(
             message.round_id,
             tuple(member.peer_id for member in message.members),
@@ -180,7 +171,7 @@ class Worker:
         ):
             report = await all_reduce(
                 spec,
-                self._averaging.carrier(message.members),
+                carrier,
                 source.float32(message.elements, offset_bytes),
                 result.float32(message.elements, offset_bytes),
                 stall_seconds=message.stall_seconds,
@@ -189,8 +180,8 @@ class Worker:
         return RoundDone(
             round_id=message.round_id,
             seconds=report.seconds,
-            bytes_sent=report.bytes_sent,
-            bytes_received=report.bytes_received,
+            carried=_carried(report.links),
+            faults=_faults(carrier.faults),
         )
 
     # ---------------------------------------------------------------------------- the directory
@@ -205,7 +196,7 @@ class Worker:
             self._link.send(RequestFailed(request=request, reason=f"{error!r}"[:500]))
 
     async def _publish(self, message: Publish) -> Published:
-        stored = await self._directory.publish(
+        stored = await self._services.directory.publish(
             message.key,
             message.subkey,
             base64.b64decode(message.value_base64),
@@ -220,23 +211,49 @@ class Worker:
                 value_base64=base64.b64encode(value).decode(),
                 expires_unix_seconds=expires,
             )
-            for subkey, value, expires in await self._directory.lookup(message.key)
+            for subkey, value, expires in await self._services.directory.lookup(message.key)
         )
         return Found(request=message.request, records=records)
 
     async def _bootstrap(self, message: Bootstrap) -> Bootstrapped:
-        reached = await self._directory.bootstrap(message.initial_peers)
+        reached = await self._services.directory.bootstrap(message.initial_peers)
         return Bootstrapped(request=message.request, reached=reached)
 
 
-def _round_failure(round_id: str, failure: errors.RoundFailed) -> RoundFailure:
+def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
+    """The daemon hands over streams of admitted members only."""
+    return remote in p2pd_peer_ids or remote.startswith(HOST_PREFIX)
+
+
+def _round_failure(
+    round_id: str, failure: errors.RoundFailed, faults: Sequence[RouteFault]
+) -> RoundFailure:
     return RoundFailure(
         round_id=round_id,
         reason=failure.reason,
         failure=failure.failure,
         culprit=failure.culprit,
         told_by=failure.told_by,
+        route=failure.route,
+        carried=_carried(failure.links),
+        faults=_faults(faults),
     )
+
+
+def _carried(links: Sequence[LinkReport]) -> tuple[Carried, ...]:
+    return tuple(
+        Carried(
+            peer=link.peer,
+            route=link.route,
+            bytes_sent=link.bytes_sent,
+            bytes_received=link.bytes_received,
+        )
+        for link in links
+    )
+
+
+def _faults(faults: Sequence[RouteFault]) -> tuple[Fault, ...]:
+    return tuple(Fault(peer=f.peer, route=f.route, reason=f.reason[:500]) for f in faults)
 
 
 def _stopped(round_id: str, reason: str) -> RoundFailure:
@@ -244,21 +261,29 @@ def _stopped(round_id: str, reason: str) -> RoundFailure:
 
 
 async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> int:
-    ensure_identity(Path(settings.identity_path))
+    key = ensure_identity(Path(settings.identity_path))
     async with running_p2pd(hivemind, settings, sys.stderr) as (p2p, process):
-        averaging = HivemindAveraging(hivemind, p2p)
-        await averaging.serve()
-        directory = await Directory.start(hivemind, p2p, averaging)
+        # Until the daemon says otherwise, nobody may wait here.
+        hub = IncomingHub(admits=partial(_is_admitted, frozenset()))
+        authorizer = RunAuthorizer(key)
+        p2pd = P2pdStreams(hivemind, p2p, hub)
+        host = HostStreams(Path(settings.socket_folder), hub)
+        await host.serve()
+        await p2pd.serve()
+        directory = await Directory.start(hivemind, p2p, p2pd, authorizer)
+        location = Location(hivemind, p2p, p2pd, settings.trusted_relays)
+        addresses = await location.now()
         link.send(
             Started(
                 p2pd_peer_id=p2p.peer_id.to_base58(),
-                addresses=tuple(str(address) for address in p2p._visible_maddrs),
+                addresses=addresses,
                 hivemind_version=hivemind.version,
             )
         )
         gc.collect()
         gc.freeze()
         status = 0
+        services = Services(hub, p2pd, host, directory, authorizer)
         async with anyio.create_task_group() as tasks:
 
             async def end_with_p2pd() -> None:
@@ -268,18 +293,14 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> i
                 status = P2PD_DIED_STATUS
                 tasks.cancel_scope.cancel()
 
+            def moved(now: tuple[str, ...]) -> None:
+                link.send(Moved(addresses=now))
+
             tasks.start_soon(end_with_p2pd)
-            tasks.start_soon(_enter_directory, directory, settings)
-            await Worker(link, averaging, directory, tasks).serve()
+            tasks.start_soon(location.follow, addresses, moved)
+            await Worker(link, services, tasks).serve()
             tasks.cancel_scope.cancel()
         return status
-
-
-async def _enter_directory(directory: Directory, settings: Configure) -> None:
-    try:
-        await directory.bootstrap(settings.initial_peers)
-    except Exception:  # a supervisor: rounds are carried without a directory too
-        logger.exception("the directory could not be entered")
 
 
 async def _main(link: DaemonLink) -> int:

@@ -1,18 +1,21 @@
-"""The second carrier: rounds over the daemon's own py-libp2p host.
+"""The carrier that is always there: streams over the daemon's own py-libp2p host.
 
-Serves where p2pd is missing or cannot connect; no other process is needed. Streams are
-authenticated by the connection's Noise handshake. One `Libp2pAveraging` per node; a carrier per
-round, which knows the members' addresses.
+Serves rounds in the daemon where there is no averaging worker, and through the `bridge` rounds in
+the worker, for the pairs that p2pd does not connect. Streams are authenticated by the connection's
+Noise handshake, through a relay too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from swarm_client.averaging.carrier import Arrivals, IncomingHub
+from swarm_client.averaging.carrier import Arrivals
 from swarm_client.averaging.plan import RoundSpec
-from swarm_shared.errors import LinkClosed
+from swarm_client.averaging.routes import Route
+from swarm_client.averaging.waiting_room import IncomingHub
+from swarm_shared.errors import LinkClosed, NetworkError
+from swarm_shared.messages import PathKind
 from swarm_shared.network.node import Node
 from swarm_shared.network.stream import FramedStream
 from swarm_shared.types import PeerId
@@ -29,6 +32,7 @@ class FramedChannel:
     def __init__(self, stream: FramedStream) -> None:
         self._stream = stream
         self._rest = memoryview(b"")
+        self.route = Route.HOST_RELAYED if stream.remote_address is None else Route.HOST
 
     async def send(self, data: bytes | memoryview) -> None:
         for offset in range(0, len(data), CHUNK_BYTES):
@@ -53,34 +57,41 @@ class FramedChannel:
 
 
 class Libp2pAveraging:
-    """Answers members' streams on `node` and makes the carriers of rounds."""
+    """Answers members' streams on `node` and opens streams to them."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, addresses: Callable[[PeerId], Sequence[str]]) -> None:
+        """`addresses`: where a member's host is; none if it must be connected already."""
         self._node = node
+        self._addresses = addresses
         self.hub = IncomingHub()
         node.serve(PROTOCOL, self._serve, _LIMITS)
 
     async def _serve(self, stream: FramedStream) -> None:
         await self.hub.accept(stream.remote, FramedChannel(stream))
 
-    def carrier(self, addresses: Mapping[PeerId, Sequence[str]]) -> Libp2pCarrier:
-        """For one round; members without addresses must be connected already."""
-        return Libp2pCarrier(self._node, self.hub, addresses)
+    async def open(self, peer: PeerId, *, relayed: bool = True) -> FramedChannel:
+        """NetworkError when there is no connection, or only a relayed one and none is wanted."""
+        addresses = self._addresses(peer)
+        if not relayed:
+            await self._node.connect(peer, addresses)
+            path = self._node.path(peer)
+            if path is not None and path.kind is PathKind.RELAYED:
+                raise NetworkError("there is no direct connection to it, only a relayed one")
+        stream = await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses)
+        return FramedChannel(stream)
+
+    def carrier(self) -> Libp2pCarrier:
+        return Libp2pCarrier(self)
 
 
 class Libp2pCarrier:
-    """The network of one round."""
+    """The network of one round in the daemon."""
 
-    def __init__(
-        self, node: Node, hub: IncomingHub, addresses: Mapping[PeerId, Sequence[str]]
-    ) -> None:
-        self._node = node
-        self._hub = hub
-        self._addresses = addresses
+    def __init__(self, averaging: Libp2pAveraging) -> None:
+        self._averaging = averaging
 
     async def open(self, peer: PeerId) -> FramedChannel:
-        addresses = self._addresses.get(peer, ())
-        return FramedChannel(await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses))
+        return await self._averaging.open(peer)
 
     def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
-        return self._hub.round(tag, {peer: peer for peer in spec.members})
+        return self._averaging.hub.round(tag, {peer: peer for peer in spec.members})

@@ -26,6 +26,7 @@ from swarm_client.averaging.frames import (
     Kind,
 )
 from swarm_client.averaging.plan import RoundSpec
+from swarm_client.averaging.routes import Route
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.types import PeerId
 
@@ -49,18 +50,14 @@ class RoundState:
     tag: bytes
     last_progress: float
     """When a byte of a piece, a sum or a goodbye last moved on any link."""
-    bytes_sent: int = 0
-    bytes_received: int = 0
 
 
-def abort_frame(state: RoundState, failure: RoundFailed) -> bytes:
+def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
     """Header and payload: why the round has failed here."""
-    members, culprit = state.spec.members, failure.culprit
+    members, culprit = spec.members, failure.culprit
     index = members.index(culprit) if culprit in members else None
     payload = Abort(failure.failure, index, failure.reason).encode()
-    header = Header(
-        Kind.ABORT, state.spec.my_index, state.tag[:TAG_BYTES], payload_bytes=len(payload)
-    )
+    header = Header(Kind.ABORT, spec.my_index, tag[:TAG_BYTES], payload_bytes=len(payload))
     return header.encode() + payload
 
 
@@ -78,6 +75,8 @@ class Link:
         self.channel = channel
         self.peer = peer
         self.peer_index = state.spec.members.index(peer)
+        self.bytes_sent = 0
+        self.bytes_received = 0
         self.accepted = False
         self.quiet = False
         """True once nothing more is due from either end: neither watched nor kept alive."""
@@ -95,6 +94,10 @@ class Link:
         self._my_index = state.spec.my_index
         self._short_tag = state.tag[:TAG_BYTES]
         self._queue, self._queued = anyio.create_memory_object_stream[OutgoingFrame](OUTBOX_FRAMES)
+
+    @property
+    def route(self) -> Route:
+        return self.channel.route
 
     # --------------------------------------------------------------------------------- sending
 
@@ -138,7 +141,7 @@ class Link:
         except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
             pass
         with contextlib.suppress(*_NO_ROOM):
-            self._queue.send_nowait((abort_frame(self._state, failure), b""))
+            self._queue.send_nowait((abort_frame(self._state.spec, self._state.tag, failure), b""))
         self._queue.close()
 
     async def pump(self) -> None:
@@ -172,7 +175,7 @@ class Link:
 
     async def _write(self, data: bytes | memoryview) -> None:
         await self.channel.send(data)
-        self._state.bytes_sent += len(data)
+        self.bytes_sent += len(data)
 
     def _header(self, kind: Kind, length: int, piece: int = 0, exponent: int = 0) -> bytes:
         header = Header(kind, self._my_index, self._short_tag, piece, exponent, length)
@@ -250,7 +253,7 @@ class Link:
         if not chunk:
             raise self._lost("ended in the middle of the round")
         self.last_heard = anyio.current_time()
-        self._state.bytes_received += len(chunk)
+        self.bytes_received += len(chunk)
         return chunk
 
     async def _raise_told(self, header: Header) -> None:
@@ -274,9 +277,28 @@ class Link:
     # -------------------------------------------------------------------------------- failures
 
     def violated(self, what: str) -> RoundFailed:
-        return RoundFailed(f"member {self.peer} {what}", self.peer, failure=RoundFailure.PROTOCOL)
+        return RoundFailed(
+            f"member {self.peer} {what}",
+            self.peer,
+            failure=RoundFailure.PROTOCOL,
+            route=self.route,
+        )
+
+    def stalled(self, seconds: float) -> RoundFailed:
+        return RoundFailed(
+            f"member {self.peer} said nothing for {seconds:g} s",
+            self.peer,
+            failure=RoundFailure.STALLED,
+            route=self.route,
+        )
 
     def _lost(self, what: str) -> RoundFailed:
+        # p2pd is a program of its own, which can die beside a member that lives. The host's
+        # connections are the member's own process.
+        failure = RoundFailure.CARRIER if self.route.over_p2pd else RoundFailure.LOST
         return RoundFailed(
-            f"the stream with member {self.peer} {what}", self.peer, failure=RoundFailure.LOST
+            f"the stream with member {self.peer} {what}",
+            self.peer,
+            failure=failure,
+            route=self.route,
         )

@@ -9,8 +9,10 @@ import anyio.abc
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from swarm_client.averaging.carrier import Arrivals, IncomingHub
+from swarm_client.averaging.carrier import Arrivals
 from swarm_client.averaging.plan import RoundSpec
+from swarm_client.averaging.routes import Route
+from swarm_client.averaging.waiting_room import IncomingHub
 from swarm_shared.errors import LinkClosed, NetworkError
 from swarm_shared.types import PeerId
 
@@ -19,6 +21,8 @@ _CHUNKS_IN_FLIGHT = 4
 
 class MemoryChannel:
     """One end of an in-process stream."""
+
+    route = Route.HOST
 
     def __init__(
         self,

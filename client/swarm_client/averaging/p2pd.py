@@ -33,11 +33,12 @@ STOP_SECONDS = 2.0
 # Protobuf of libp2p's PrivateKey{Type=Ed25519, Data=64 bytes}; Go wants the seed and the public
 # key, py-libp2p the seed alone.
 _PRIVATE_KEY_PREFIX = b"\x08\x01\x12\x40"
-_PRIVATE_KEY_BYTES = len(_PRIVATE_KEY_PREFIX) + 64
+_SEED_BYTES = 32
+_PRIVATE_KEY_BYTES = len(_PRIVATE_KEY_PREFIX) + 2 * _SEED_BYTES
 _PR_SET_PDEATHSIG = 1
 
 
-def ensure_identity(path: Path) -> None:
+def ensure_identity(path: Path) -> Identity:
     """p2pd's own Ed25519 key, made on first use, mode 0600.
 
     Not the volunteer's main key: the same peer ID on two hosts confuses relays and routing. The
@@ -47,12 +48,14 @@ def ensure_identity(path: Path) -> None:
         data = path.read_bytes()
         if len(data) == _PRIVATE_KEY_BYTES and data.startswith(_PRIVATE_KEY_PREFIX):
             path.chmod(PRIVATE_MODE)
-            return
+            seed = data[len(_PRIVATE_KEY_PREFIX) :][:_SEED_BYTES]
+            return Identity.from_seed(seed)
         # Nothing hangs on this key: the certificate that binds it is renewed at each start.
         logger.warning("%s is damaged and is replaced by a new key", path)
     identity = Identity.generate()
     key = _PRIVATE_KEY_PREFIX + identity.private_seed + identity.public_key_bytes
     write_atomically(path, key, PRIVATE_MODE)
+    return identity
 
 
 def command_line(binary: Path, socket: Path, settings: Configure) -> list[str]:

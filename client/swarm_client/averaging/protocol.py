@@ -2,26 +2,29 @@
 
 Frames are those of swarm_client.child: a little-endian u32 length, then JSON. The first message
 is Configure; the answer is Started or Unavailable. A round ends with RoundDone or RoundFailure
-under its id; Publish, Lookup and Bootstrap are answered under their request number.
+under its id; Publish, Lookup and Bootstrap are answered under their request number. Admit,
+ShowMembership and Elsewhere have no answer; Moved comes whenever it is true.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Base64Bytes, Field, TypeAdapter
 
 from swarm_client.averaging import errors
 from swarm_client.averaging.plan import MAX_MEMBERS, MAX_ROUND_ID_CHARACTERS, PIECE_ELEMENTS
+from swarm_client.averaging.routes import Route
 from swarm_shared.model_config import FrozenModel
-from swarm_shared.types import PeerId
+from swarm_shared.types import PeerId, RunId
 
 RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
 Request = Annotated[int, Field(ge=0, lt=2**53)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
 Address = Annotated[str, Field(max_length=300)]
 Addresses = Annotated[tuple[Address, ...], Field(max_length=64)]
-P2pdPeerId = Annotated[str, Field(min_length=1, max_length=128)]
+P2pdPeerId = Annotated[str, Field(max_length=128)]
+Reason = Annotated[str, Field(max_length=500)]
 Key = Annotated[str, Field(min_length=1, max_length=300)]
 Base64 = Annotated[str, Field(max_length=64 * 1024)]
 """A signed directory record; it is what its signature says, wherever it was found."""
@@ -38,16 +41,18 @@ class Configure(FrozenModel):
     """Absolute, short, private to this worker: p2pd's control sockets live in it."""
     host_addresses: Addresses = ("/ip4/0.0.0.0/tcp/0",)
     announce_addresses: Addresses = ()
-    initial_peers: Addresses = ()
-    """Full addresses (…/p2p/ID) of other workers, to enter the directory through."""
     map_port_on_router: bool = False
     trusted_relays: Addresses = ()
 
 
 class Member(FrozenModel):
+    """`p2pd_peer_id` is empty when the member has none, or has not vouched for it."""
+
     peer_id: PeerId
-    p2pd_peer_id: P2pdPeerId
+    p2pd_peer_id: P2pdPeerId = ""
     p2pd_addresses: Addresses = ()
+    routes: Annotated[tuple[Route, ...], Field(max_length=len(Route))] = ()
+    """By which its streams are to be opened, best first."""
 
 
 class StartRound(FrozenModel):
@@ -73,7 +78,33 @@ class AbortRound(FrozenModel):
 
     kind: Literal["abort_round"] = "abort_round"
     round_id: RoundId
-    reason: Annotated[str, Field(max_length=500)] = "the round was called off"
+    reason: Reason = "the round was called off"
+
+
+class Elsewhere(FrozenModel):
+    """This round runs in the daemon: streams for it that come to the worker are turned away."""
+
+    kind: Literal["elsewhere"] = "elsewhere"
+    round_id: RoundId
+    p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=MAX_MEMBERS)]
+
+
+class Admit(FrozenModel):
+    """Whose p2pd may open streams to this one and wait for a round; nobody else's."""
+
+    kind: Literal["admit"] = "admit"
+    p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=65_536)]
+
+
+class ShowMembership(FrozenModel):
+    """What proves in the directory that this peer belongs to the run, and who does not."""
+
+    kind: Literal["show_membership"] = "show_membership"
+    run: RunId
+    organiser: PeerId
+    certificate: Base64Bytes
+    binding: Base64Bytes
+    revoked: Annotated[tuple[PeerId, ...], Field(max_length=65_536)] = ()
 
 
 class Publish(FrozenModel):
@@ -114,6 +145,13 @@ class Started(FrozenModel):
     hivemind_version: str
 
 
+class Moved(FrozenModel):
+    """p2pd is found at other addresses now: a relay was reached or lost, an interface came."""
+
+    kind: Literal["moved"] = "moved"
+    addresses: tuple[str, ...]
+
+
 class Unavailable(FrozenModel):
     """The worker cannot serve and ends. `permanent`: a restart would not help."""
 
@@ -122,12 +160,29 @@ class Unavailable(FrozenModel):
     permanent: bool
 
 
+class Carried(FrozenModel):
+    """What went over one stream of a round."""
+
+    peer: PeerId
+    route: Route
+    bytes_sent: int
+    bytes_received: int
+
+
+class Fault(FrozenModel):
+    """A route that was tried in vain, or broke in the round."""
+
+    peer: PeerId
+    route: Route
+    reason: Reason
+
+
 class RoundDone(FrozenModel):
     kind: Literal["round_done"] = "round_done"
     round_id: RoundId
     seconds: float
-    bytes_sent: int
-    bytes_received: int
+    carried: tuple[Carried, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 class RoundFailure(FrozenModel):
@@ -137,6 +192,9 @@ class RoundFailure(FrozenModel):
     failure: errors.RoundFailure
     culprit: PeerId | None = None
     told_by: PeerId | None = None
+    route: Route | None = None
+    carried: tuple[Carried, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
 
 class Record(FrozenModel):
@@ -170,12 +228,22 @@ class RequestFailed(FrozenModel):
 
 
 DaemonMessage = Annotated[
-    Configure | StartRound | AbortRound | Publish | Lookup | Bootstrap | Shutdown,
+    Configure
+    | StartRound
+    | AbortRound
+    | Elsewhere
+    | Admit
+    | ShowMembership
+    | Publish
+    | Lookup
+    | Bootstrap
+    | Shutdown,
     Field(discriminator="kind"),
 ]
 WorkerMessage = Annotated[
     Started
     | Unavailable
+    | Moved
     | RoundDone
     | RoundFailure
     | Published

@@ -51,6 +51,7 @@ from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.frames import HELLO_BYTES, Kind
 from swarm_client.averaging.link import Link, RoundState, abort_frame
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest, round_tag
+from swarm_client.averaging.routes import LinkReport
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.types import PeerId
 
@@ -73,8 +74,15 @@ class ToThread(Protocol):
 @dataclass(frozen=True, slots=True)
 class RoundReport:
     seconds: float
-    bytes_sent: int
-    bytes_received: int
+    links: tuple[LinkReport, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self.links)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self.links)
 
 
 async def all_reduce(
@@ -101,14 +109,16 @@ async def all_reduce(
     started = time.monotonic()
     if len(spec.members) == 1:
         await to_thread(partial(_copy_alone, spec, source, result))
-        return RoundReport(time.monotonic() - started, 0, 0)
+        return RoundReport(time.monotonic() - started)
     round_ = _Round(spec, carrier, source, result, to_thread)
     try:
         await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    except RoundFailed as failure:
+        failure.links = round_.links_report()
+        raise
     finally:
         round_.let_go()
-    state = round_.state
-    return RoundReport(time.monotonic() - started, state.bytes_sent, state.bytes_received)
+    return RoundReport(time.monotonic() - started, round_.links_report())
 
 
 def _copy_alone(spec: RoundSpec, source: Float32, result: Float32) -> None:
@@ -175,6 +185,12 @@ class _Round:
         if self._failure is not None:
             raise self._failure
 
+    def links_report(self) -> tuple[LinkReport, ...]:
+        return tuple(
+            LinkReport(link.peer, link.route, link.bytes_sent, link.bytes_received)
+            for link in self._links
+        )
+
     def let_go(self) -> None:
         """A finished round is part of reference cycles; the shared memory must not wait for the
         garbage collector."""
@@ -206,7 +222,7 @@ class _Round:
         if self._failure is None:
             self._failure = failure
             if self._arrivals is not None:
-                self._arrivals.farewell = abort_frame(self.state, failure)
+                self._arrivals.farewell = abort_frame(self.spec, self.state.tag, failure)
         self._work_scope.cancel()
 
     async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
@@ -321,8 +337,8 @@ class _Round:
                 await arrival.channel.abort()
                 continue
             sender = self.spec.members.index(arrival.sender)
-            self.state.bytes_received += HELLO_BYTES
             link = Link(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
+            link.bytes_received += HELLO_BYTES
             self._add_link(link, pumps)
             if arrival.hello.sender != sender or arrival.hello.digest != self._digest:
                 self._fail(link.violated("was given another plan for this round"))
@@ -420,11 +436,7 @@ class _Round:
     ) -> RoundFailed | None:
         for link in self._links:
             if link.accepted and not link.quiet and now - link.last_heard > stall_seconds:
-                return RoundFailed(
-                    f"member {link.peer} said nothing for {stall_seconds:g} s",
-                    link.peer,
-                    failure=RoundFailure.STALLED,
-                )
+                return link.stalled(stall_seconds)
         absent = [p for p in self.spec.members if p in self._to_accept or p in self._to_come]
         if absent and now - begun > join_seconds:
             return RoundFailed(

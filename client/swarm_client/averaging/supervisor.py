@@ -1,8 +1,11 @@
 """The averaging worker as the daemon sees it. trio.
 
-Owns the child's life: started, awaited, restarted with back-off when it dies, ended with the
-daemon. While it is away `available` is False and says why, and the daemon uses the second carrier
-(libp2p_carrier), which needs no other process.
+Owns the child's life: started, awaited, restarted with back-off when it dies, or anew when p2pd
+must be run in another way, ended with the daemon. While it is away `available` is False and says
+why, and rounds run in the daemon (libp2p_carrier), which needs no other process.
+
+What a worker has to know is kept here and told to each new one: who may open streams to it, what
+it shows in the directory, and through whom it enters that.
 """
 
 from __future__ import annotations
@@ -11,29 +14,35 @@ import base64
 import contextlib
 import importlib.util
 import logging
-import re
-import shutil
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import trio
 
+from swarm_client.averaging.addresses import through_relays
+from swarm_client.averaging.bridge import Bridge, OpenChannel
+from swarm_client.averaging.carrier import Incoming
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.listen_port import remembered_port
 from swarm_client.averaging.protocol import (
     AbortRound,
+    Admit,
     Bootstrap,
     Bootstrapped,
     Configure,
+    Elsewhere,
     Found,
     Lookup,
+    Moved,
     Publish,
     Published,
-    Record,
     RequestFailed,
     RoundDone,
+    ShowMembership,
     Shutdown,
     Started,
     StartRound,
@@ -42,6 +51,9 @@ from swarm_client.averaging.protocol import (
     worker_messages,
 )
 from swarm_client.averaging.protocol import RoundFailure as RoundFailureMessage
+from swarm_client.averaging.requests import Requests, round_failed
+from swarm_client.averaging.restart_policy import RestartPolicy
+from swarm_client.averaging.worker_folder import shorten, socket_folder
 from swarm_client.child import Child, start_child
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
 from swarm_shared.model_config import FrozenModel
@@ -51,16 +63,16 @@ logger = logging.getLogger(__name__)
 MODULE = "swarm_client.averaging.hivemind_worker"
 FIRST_BACKOFF_SECONDS = 1.0
 LONGEST_BACKOFF_SECONDS = 60.0
+DIED_IN_ROUND_BACKOFF_SECONDS = 20.0
+"""The next attempt at the step should find it away, and not just back to die again."""
+DEATH_SECONDS = 2.0
+"""A worker that ends so soon after a failed round has probably ended through it."""
 HEALTHY_SECONDS = 60.0
 """A worker that lived this long starts the back-off anew."""
 START_SECONDS = 60.0
 """Importing on a machine whose cores are all busy takes its time."""
-SEND_SECONDS = 5.0
-"""The socket takes many messages before it is full; a worker that long behind is frozen."""
+RESTART_LOOK_SECONDS = 0.5
 DIRECTORY_SECONDS = 20.0
-MAX_LOG_BYTES = 4 * 2**20
-# A unix socket's path has at most 107 bytes on Linux; hivemind's names take 34 of them.
-_MAX_FOLDER_CHARACTERS = 70
 
 MessageT = TypeVar("MessageT")
 
@@ -70,29 +82,13 @@ class AveragingOptions:
     """Where the worker lives and how its p2pd is reached."""
 
     home: Path
-    """The volunteer's folder: key, sockets and log go into `home/averaging`."""
-    host_addresses: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0",)
+    """The volunteer's folder: key, port, sockets and log go into `home/averaging`."""
+    host_addresses: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
+    """Port 0 stands for the one that this home remembers."""
     announce_addresses: tuple[str, ...] = ()
-    initial_peers: tuple[str, ...] = ()
     map_port_on_router: bool = False
     trusted_relays: tuple[str, ...] = ()
-
-
-class _Waiter:
-    """One answer that somebody waits for."""
-
-    def __init__(self) -> None:
-        self._event = trio.Event()
-        self._answer: WorkerMessage | None = None
-
-    def answer(self, message: WorkerMessage | None) -> None:
-        """None: the worker is gone."""
-        self._answer = message
-        self._event.set()
-
-    async def wait(self) -> WorkerMessage | None:
-        await self._event.wait()
-        return self._answer
+    """Full addresses (…/p2p/ID) of relays to hold a slot at: for peers that cannot be dialled."""
 
 
 class AveragingWorker:
@@ -101,14 +97,23 @@ class AveragingWorker:
     def __init__(self, options: AveragingOptions) -> None:
         self._options = options
         self._folder = options.home / "averaging"
+        self._port: int | None = None
+        self._bridge = Bridge()
+        self._requests = Requests()
         self._child: Child[WorkerMessage] | None = None
         self._started: Started | None = None
         self._reason = "the averaging worker has not been started yet"
         self._changed = trio.Event()
-        self._sending = trio.Lock()
-        self._waiting: dict[str | int, _Waiter] = {}
-        self._next_request = 0
+        self._callbacks: list[Callable[[], None]] = []
+        self._restart_policy = RestartPolicy()
+        self._planned_end = False
+        self._died_in_round = False
+        self._round_failed_at = -math.inf
         self._permanent = False
+        self._admitted = Admit(p2pd_peer_ids=())
+        self._membership: ShowMembership | None = None
+        self._elsewhere: dict[str, Elsewhere] = {}
+        self._entrances: tuple[str, ...] = ()
         self.restarts = 0
         """How often the worker had to be started again, for the status display."""
 
@@ -125,12 +130,21 @@ class AveragingWorker:
 
     @property
     def started(self) -> Started | None:
-        """p2pd's peer ID and addresses, while available."""
+        """p2pd's peer ID and its addresses as they are now, while available."""
         return self._started
 
     @property
     def pid(self) -> int | None:
         return None if self._child is None else self._child.pid
+
+    @property
+    def listening_port(self) -> int | None:
+        """The TCP port of p2pd, which a router may be asked to map; None before the first start."""
+        return self._port
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Calls back, synchronously, when the worker came, went, or p2pd is found elsewhere."""
+        self._callbacks.append(callback)
 
     async def settled(self) -> bool:
         """Wait until it is known whether the worker serves: True, or False for good reason."""
@@ -145,6 +159,54 @@ class AveragingWorker:
                 raise NetworkError(self._reason)
             await self._changed.wait()
         return self._started
+
+    # ---------------------------------------------------------------------------- what it is told
+
+    def reconfigure(
+        self, *, trusted_relays: Sequence[str], announce_addresses: Sequence[str] = ()
+    ) -> None:
+        """Run p2pd with these from now on. A change costs a restart of the worker (restart_policy);
+        the rounds meanwhile run in the daemon."""
+        # Sorted: the same relays in another order are no reason to restart anything.
+        self._options = replace(
+            self._options,
+            trusted_relays=tuple(sorted(trusted_relays)),
+            announce_addresses=tuple(sorted(announce_addresses)),
+        )
+
+    def use_host(self, open_channel: OpenChannel) -> None:
+        """How streams of the daemon's host are opened for the worker."""
+        self._bridge.open_channel = open_channel
+
+    async def admit(self, p2pd_peer_ids: tuple[str, ...]) -> None:
+        """Whose p2pd may open streams to this one; nobody's until this is called."""
+        if p2pd_peer_ids != self._admitted.p2pd_peer_ids:
+            self._admitted = Admit(p2pd_peer_ids=p2pd_peer_ids)
+            await self._tell(self._admitted)
+
+    async def show_membership(self, membership: ShowMembership) -> None:
+        """What proves to others in the directory that this peer belongs to the run."""
+        if membership != self._membership:
+            self._membership = membership
+            await self._tell(membership)
+
+    @asynccontextmanager
+    async def elsewhere(self, round_id: str, p2pd_peer_ids: tuple[str, ...]) -> AsyncIterator[None]:
+        """While this round runs in the daemon, its members' streams to p2pd are turned away."""
+        message = self._elsewhere[round_id] = Elsewhere(
+            round_id=round_id, p2pd_peer_ids=p2pd_peer_ids
+        )
+        try:
+            await self._tell(message)
+            yield
+        finally:
+            del self._elsewhere[round_id]
+
+    async def _tell(self, message: FrozenModel) -> None:
+        """Tell the worker, if there is one; the next one is told at its start."""
+        if self._child is not None and self._started is not None:
+            with contextlib.suppress(LinkClosed):
+                await self._requests.send(self._child, message)
 
     # ----------------------------------------------------------------------------------- rounds
 
@@ -161,7 +223,7 @@ class AveragingWorker:
             raise RoundFailed(
                 f"the averaging worker of this peer is away: {error}",
                 request.me,
-                failure=RoundFailure.UNREACHABLE,
+                failure=RoundFailure.CARRIER,
             ) from error
         finally:
             if not finished:
@@ -171,20 +233,17 @@ class AveragingWorker:
             case RoundDone():
                 return answer
             case RoundFailureMessage():
-                raise RoundFailed(
-                    answer.reason,
-                    answer.culprit,
-                    failure=answer.failure,
-                    told_by=answer.told_by,
-                )
+                self._round_failed_at = trio.current_time()
+                raise round_failed(answer)
         raise AssertionError(f"a round was answered by {answer.kind}")
+
+    def hand_over(self, incoming: Incoming) -> None:
+        """Give a round in the worker a stream that has come to the daemon's host."""
+        self._bridge.hand_over(incoming)
 
     async def abort(self, round_id: str, reason: str = "the round was called off") -> None:
         """Cut a round short: run_round then raises RoundFailed. Harmless if it has ended."""
-        child = self._child
-        if child is not None:
-            with contextlib.suppress(LinkClosed):
-                await self._send(child, AbortRound(round_id=round_id, reason=reason))
+        await self._tell(AbortRound(round_id=round_id, reason=reason))
 
     # -------------------------------------------------------------------------------- directory
 
@@ -192,73 +251,46 @@ class AveragingWorker:
         self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
     ) -> bool:
         """Store a signed record in the directory. NetworkError when it cannot be asked."""
-        request = self._new_request()
+        number = self._requests.new_number()
         encoded = base64.b64encode(value).decode()
         message = Publish(
-            request=request,
+            request=number,
             key=key,
             subkey=subkey,
             value_base64=encoded,
             expires_unix_seconds=expires_unix_seconds,
         )
-        return (await self._ask_directory(request, message, Published)).stored
+        return (await self._ask_directory(number, message, Published)).stored
 
     async def lookup(self, key: str) -> dict[str, bytes]:
-        """Records by subkey, as strangers may have stored them: check their signatures."""
-        request = self._new_request()
-        found = await self._ask_directory(request, Lookup(request=request, key=key), Found)
-        return {record.subkey: _value(record) for record in found.records}
+        """Records by subkey, as any member may have stored them: check their signatures."""
+        number = self._requests.new_number()
+        found = await self._ask_directory(number, Lookup(request=number, key=key), Found)
+        return {record.subkey: base64.b64decode(record.value_base64) for record in found.records}
 
     async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
         """Enter the directory through these (…/p2p/ID) too; how many of them answered."""
-        request = self._new_request()
-        message = Bootstrap(request=request, initial_peers=initial_peers)
-        return (await self._ask_directory(request, message, Bootstrapped)).reached
-
-    def _new_request(self) -> int:
-        self._next_request += 1
-        return self._next_request
+        self._entrances = initial_peers
+        number = self._requests.new_number()
+        message = Bootstrap(request=number, initial_peers=initial_peers)
+        return (await self._ask_directory(number, message, Bootstrapped)).reached
 
     async def _ask_directory(
-        self, request: int, message: Publish | Lookup | Bootstrap, expected: type[MessageT]
+        self, number: int, message: Publish | Lookup | Bootstrap, expected: type[MessageT]
     ) -> MessageT:
         with trio.move_on_after(DIRECTORY_SECONDS):
-            answer = await self._ask(request, message)
+            answer = await self._ask(number, message)
             if isinstance(answer, expected):
                 return answer
             assert isinstance(answer, RequestFailed)
             raise NetworkError(f"the directory did not answer: {answer.reason}")
         raise LinkTimeout(f"the directory did not answer within {DIRECTORY_SECONDS:g} s")
 
-    async def _ask(
-        self, key: str | int, message: StartRound | Publish | Lookup | Bootstrap
-    ) -> WorkerMessage:
+    async def _ask(self, key: str | int, message: FrozenModel) -> WorkerMessage:
         child = self._child
         if child is None or self._started is None:
             raise LinkClosed(self._reason)
-        if key in self._waiting:
-            raise RoundFailed(
-                f"round {key} was started twice; each attempt needs its own name",
-                failure=RoundFailure.STOPPED,
-            )
-        waiter = self._waiting[key] = _Waiter()
-        try:
-            await self._send(child, message)
-            answer = await waiter.wait()
-        finally:
-            del self._waiting[key]
-        if answer is None:
-            raise LinkClosed(self._reason)
-        return answer
-
-    async def _send(self, child: Child[WorkerMessage], message: FrozenModel) -> None:
-        """One message at a time, and whole: half a message would be the last one understood."""
-        async with self._sending:
-            with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_SECONDS):
-                await child.link.send(message)
-                return
-        child.kill()
-        raise LinkClosed("the averaging worker takes no messages any more")
+        return await self._requests.ask(child, key, message)
 
     # ------------------------------------------------------------------------- the child's life
 
@@ -267,14 +299,23 @@ class AveragingWorker:
         if importlib.util.find_spec("hivemind") is None:
             self._give_up("hivemind is not installed here; all-reduce goes over libp2p")
             return
+        async with self._bridge.running():
+            await self._keep_alive()
+
+    async def _keep_alive(self) -> None:
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
             begun = trio.current_time()
+            self._planned_end = self._died_in_round = False
             await self._run_once()
             if self._permanent:
                 return
+            if self._planned_end:
+                continue
             if trio.current_time() - begun > HEALTHY_SECONDS:
                 backoff_seconds = FIRST_BACKOFF_SECONDS
+            if self._died_in_round:
+                backoff_seconds = max(backoff_seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
             self.restarts += 1
             self._notify()
             logger.warning("%s; starting it again in %g s", self._reason, backoff_seconds)
@@ -286,16 +327,20 @@ class AveragingWorker:
         log_path = self._folder / "worker.log"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _shorten(log_path)
-            with _socket_folder(self._folder) as sockets:
-                async with start_child(
-                    MODULE,
-                    (),
-                    incoming=worker_messages,
-                    log_path=log_path,
-                    # Its arrays are summed by memory speed; more threads only take cores away.
-                    environment={"OMP_NUM_THREADS": "1", "HIVEMIND_COLORS": "0"},
-                ) as child:
+            shorten(log_path)
+            self._port = remembered_port(self._folder / "p2pd.port")
+            with socket_folder(self._folder) as sockets:
+                async with (
+                    self._bridge.listening(sockets),
+                    start_child(
+                        MODULE,
+                        (),
+                        incoming=worker_messages,
+                        log_path=log_path,
+                        # Its arrays are summed by memory speed; more threads only take cores away.
+                        environment={"OMP_NUM_THREADS": "1", "HIVEMIND_COLORS": "0"},
+                    ) as child,
+                ):
                     try:
                         await self._converse(child, sockets)
                         with contextlib.suppress(LinkClosed):
@@ -308,9 +353,10 @@ class AveragingWorker:
     async def _converse(self, child: Child[WorkerMessage], sockets: Path) -> None:
         self._child = child
         self._reason = "the averaging worker is starting"
+        options = self._options
         try:
             with trio.fail_after(START_SECONDS):
-                await child.link.send(self._configuration(sockets))
+                await child.link.send(self._configuration(options, sockets))
                 first = await child.link.receive()
         except trio.TooSlowError:
             self._reason = f"the averaging worker did not start within {START_SECONDS:g} s"
@@ -318,7 +364,6 @@ class AveragingWorker:
         match first:
             case Started():
                 self._started = first
-                self._notify()
             case Unavailable():
                 self._reason = first.reason
                 if first.permanent:
@@ -327,40 +372,85 @@ class AveragingWorker:
             case _:
                 self._reason = f"the averaging worker ended at its start; see {child.log_path}"
                 return
-        while (message := await child.link.receive()) is not None:
-            self._deliver(message)
-        self._reason = f"the averaging worker has ended; see {child.log_path}"
+        await self._tell_newcomer()
+        self._notify()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._restart_when_needed, child, options)
+            while (message := await child.link.receive()) is not None:
+                self._deliver(message)
+            nursery.cancel_scope.cancel()
+        if not self._planned_end:
+            self._reason = f"the averaging worker has ended; see {child.log_path}"
 
-    def _configuration(self, sockets: Path) -> Configure:
-        options = self._options
+    async def _tell_newcomer(self) -> None:
+        """What is told to a worker before anything is asked of it."""
+        for message in (self._admitted, self._membership, *self._elsewhere.values()):
+            if message is not None:
+                await self._tell(message)
+        if self._entrances:
+            # Nobody waits for the answer: the directory is a convenience.
+            number = self._requests.new_number()
+            await self._tell(Bootstrap(request=number, initial_peers=self._entrances))
+
+    async def _restart_when_needed(
+        self, child: Child[WorkerMessage], running: AveragingOptions
+    ) -> None:
+        """Ask this worker to end when p2pd is worth starting again."""
+        reason = ""
+        while not reason:
+            await trio.sleep(RESTART_LOOK_SECONDS)
+            reason = self._restart_policy.look(
+                trio.current_time(),
+                differs=self._options != running,
+                misses_relay=self._misses_relay(running),
+                busy=self._requests.has_rounds,
+            )
+        logger.info("%s; the averaging worker is started again", reason)
+        # From here on rounds begin in the daemon.
+        self._started, self._planned_end, self._reason = None, True, reason
+        with contextlib.suppress(LinkClosed):
+            await self._requests.send(child, Shutdown())
+
+    def _misses_relay(self, running: AveragingOptions) -> bool:
+        known = self._started.addresses if self._started is not None else ()
+        return any(address not in known for address in through_relays(running.trusted_relays))
+
+    def _configuration(self, options: AveragingOptions, sockets: Path) -> Configure:
         return Configure(
             identity_path=str(self._folder / "p2pd.key"),
             socket_folder=str(sockets),
-            host_addresses=options.host_addresses,
+            host_addresses=tuple(
+                f"{address.removesuffix('0')}{self._port}"
+                if address.endswith("/tcp/0")
+                else address
+                for address in options.host_addresses
+            ),
             announce_addresses=options.announce_addresses,
-            initial_peers=options.initial_peers,
             map_port_on_router=options.map_port_on_router,
             trusted_relays=options.trusted_relays,
         )
 
     def _deliver(self, message: WorkerMessage) -> None:
-        key: str | int
         match message:
             case RoundDone() | RoundFailureMessage():
-                key = message.round_id
+                self._requests.answered(message.round_id, message)
             case Published() | Found() | Bootstrapped() | RequestFailed():
-                key = message.request
+                self._requests.answered(message.request, message)
+            case Moved():
+                if self._started is not None:
+                    moved = {"addresses": message.addresses}
+                    self._started = self._started.model_copy(update=moved)
+                    self._notify()
             case _:
                 raise AssertionError(f"the worker said {message.kind} in the middle of its life")
-        waiter = self._waiting.get(key)
-        if waiter is not None:  # nobody waits any more for what was called off
-            waiter.answer(message)
 
     def _gone(self) -> None:
         self._child = None
         self._started = None
-        for waiter in self._waiting.values():
-            waiter.answer(None)
+        # Streams break before their p2pd is found dead, and the worker ends after that.
+        just_failed = trio.current_time() - self._round_failed_at < DEATH_SECONDS
+        self._died_in_round = self._requests.has_rounds or just_failed
+        self._requests.worker_gone()
         self._notify()
 
     def _give_up(self, reason: str) -> None:
@@ -372,29 +462,5 @@ class AveragingWorker:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
-
-
-def _value(record: Record) -> bytes:
-    return base64.b64decode(record.value_base64)
-
-
-def _shorten(log_path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if log_path.stat().st_size > MAX_LOG_BYTES:
-            log_path.replace(log_path.with_suffix(".log.1"))
-
-
-@contextlib.contextmanager
-def _socket_folder(home: Path) -> Iterator[Path]:
-    """A private folder for p2pd's sockets, whose paths must be short and plain."""
-    own = home.absolute() / "s"
-    if len(str(own)) <= _MAX_FOLDER_CHARACTERS and re.fullmatch(r"[A-Za-z0-9_./-]+", str(own)):
-        # What a killed daemon left in it goes first.
-        shutil.rmtree(own, ignore_errors=True)
-        own.mkdir(mode=0o700)
-    else:
-        own = Path(tempfile.mkdtemp(prefix="swarm-"))
-    try:
-        yield own
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+        for callback in self._callbacks:
+            callback()

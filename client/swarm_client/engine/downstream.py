@@ -18,6 +18,7 @@ from swarm_client.engine.errors import EdgeRefused, MicrobatchAbandoned
 from swarm_client.engine.roster import RosterView
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.messages import (
+    Backward,
     Forward,
     PeerRecord,
     RefusalReason,
@@ -126,14 +127,14 @@ class Downstream:
             input_bytes=memoryview(parcel.input).nbytes,
             target_bytes=memoryview(parcel.targets).nbytes,
         )
+        in_flight = edge.in_flight + 1
         began = time.monotonic()
         try:
             answer = await edge.request(header, (parcel.input, parcel.targets))
         finally:
             self._notify()
         total = time.monotonic() - began
-        # What the peer itself took, plus what the link took if nothing else explains the rest.
-        self._routing.observe(edge.peer, min(answer.header.service_seconds, total))
+        self._routing.observe(edge.peer, seconds_per_microbatch(answer.header, total, in_flight))
         return answer
 
     async def _choose(self, still_wanted: Callable[[], bool]) -> Edge:
@@ -150,7 +151,9 @@ class Downstream:
                 await self._wait_for_capacity(now)
                 continue
             edge = self._edges.get(peer)
-            if edge is not None and not edge.closed:
+            if edge is not None and edge.superseded:
+                self._retire(edge)
+            elif edge is not None and not edge.closed:
                 return edge
             edge = await self._open(members[peer])
             if edge is not None and edge.free_credits > 0:
@@ -206,6 +209,11 @@ class Downstream:
             done.set()
             self._notify()
 
+    def _retire(self, edge: Edge) -> None:
+        """A better link to this peer is there: what is on its way on this one may finish."""
+        del self._edges[edge.peer]
+        self._nursery.start_soon(edge.finish)
+
     async def _run_edge(self, edge: Edge) -> None:
         try:
             await edge.run()
@@ -217,3 +225,16 @@ class Downstream:
     def close(self) -> None:
         for edge in list(self._edges.values()):
             edge.fail(LinkClosed("this peer closes its links"))
+
+
+def seconds_per_microbatch(answer: Backward, total_seconds: float, in_flight: int) -> float:
+    """The rate of a peer over this link, as a time: the slower of its compute and the link.
+
+    What the link took is what the peer's own account does not explain. That much passes for each
+    microbatch while `in_flight` of them share the link.
+    """
+    service_seconds = min(answer.service_seconds, total_seconds)
+    if not answer.total_seconds:
+        return service_seconds
+    link_seconds = max(0.0, total_seconds - answer.total_seconds)
+    return max(service_seconds, link_seconds / max(1, in_flight))

@@ -65,10 +65,29 @@ class Edge:
         self._credits = hello.credits
         self._numbers = itertools.count(1)
         self._waiters: dict[int, _Waiter] = {}
+        self._idle = trio.Event()
 
     @property
     def free_credits(self) -> int:
         return 0 if self.closed else self._credits - len(self._waiters)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def superseded(self) -> bool:
+        """There is a better link to this peer than the one that this edge is on."""
+        return self._stream.superseded
+
+    async def finish(self) -> None:
+        """End the edge once everything that is on its way has been answered."""
+        self._idle = trio.Event()
+        while self._waiters and not self.closed:
+            await self._idle.wait()
+            self._idle = trio.Event()
+        self.fail(LinkClosed(f"the link to {self.peer} was exchanged for a better one"))
+        await self._stream.close()
 
     async def request(self, header: Forward, parts: Sequence[Buffer]) -> EdgeAnswer:
         """Send one microbatch and wait for its gradient. The caller checked `free_credits`.
@@ -91,6 +110,7 @@ class Edge:
             raise
         finally:
             self._waiters.pop(number, None)
+            self._idle.set()
         if waiter.error is not None:
             raise waiter.error
         assert waiter.answer is not None
@@ -133,6 +153,7 @@ class Edge:
 
     def fail(self, error: SwarmError) -> None:
         self.closed = True
+        self._idle.set()
         for waiter in self._waiters.values():
             if not waiter.event.is_set():
                 waiter.error = error

@@ -23,6 +23,9 @@ Buffer = bytes | bytearray | memoryview
 class LocalStream:
     """One end of a pair made by `local_pair`; has the methods of a FramedStream."""
 
+    superseded = False
+    """No better way than inside one process."""
+
     def __init__(
         self,
         remote: PeerId,

@@ -15,11 +15,26 @@ class RosterView:
 
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
+        self._revoked: frozenset[PeerId] = frozenset()
         self._changed = trio.Event()
 
-    def replace(self, roster: Roster) -> None:
-        self._peers = {record.peer: record for record in roster.peers}
+    def replace(self, roster: Roster) -> frozenset[PeerId]:
+        """Take the newer one; peers that were revoked since the last, whose links must end."""
+        before, self._revoked = self._revoked, frozenset(roster.revoked)
+        self._peers = {r.peer: r for r in roster.peers if r.peer not in self._revoked}
         self.wake()
+        return self._revoked - before
+
+    @property
+    def revoked(self) -> frozenset[PeerId]:
+        return self._revoked
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        """Whether its certificate, though it has not expired, does not count any more.
+
+        Kept while the coordinator is away, like the members.
+        """
+        return peer in self._revoked
 
     def refresh(self, record: PeerRecord) -> None:
         """Newer addresses of a member, from the directory. Members come from rosters alone."""
@@ -39,6 +54,16 @@ class RosterView:
 
     def get(self, peer: PeerId) -> PeerRecord | None:
         return self._peers.get(peer)
+
+    def all(self) -> tuple[PeerRecord, ...]:
+        return tuple(self._peers.values())
+
+    def knows(self, peer: PeerId) -> bool:
+        """A member, by its own peer ID or by that of its p2pd."""
+        return peer in self._peers or any(
+            record.carrier is not None and record.carrier.peer == peer
+            for record in self._peers.values()
+        )
 
     def of_stage(self, stage: StageIndex) -> Mapping[PeerId, PeerRecord]:
         """Members of a stage that accept new microbatches."""

@@ -7,8 +7,6 @@ that sockets are always drained whatever the device does (design: the life of a 
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import time
 from collections.abc import Callable
@@ -19,10 +17,10 @@ import trio
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.engine.errors import MicrobatchAbandoned
+from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_client.worker.output import Output
-from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import AdmissionError, LinkClosed, ProtocolError
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -37,7 +35,7 @@ from swarm_shared.messages import (
     parse,
     stage_requests,
 )
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.types import PeerId
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +46,6 @@ TOKEN_BYTES = 4
 class Membership(Protocol):
     """What the stage server has to know about the run and about this peer's place in it."""
 
-    @property
-    def run(self) -> RunId: ...
-    @property
-    def organiser(self) -> PeerId: ...
     @property
     def certificate(self) -> str: ...
     @property
@@ -66,12 +60,12 @@ class StageServer:
         membership: Callable[[], Membership | None],
         holding: Callable[[], Holding | None],
         next_stage: Callable[[], Downstream | None],
-        wall_clock: Callable[[], float] = time.time,
+        gate: Gate,
     ) -> None:
         self._membership = membership
         self._holding = holding
         self._next_stage = next_stage
-        self._wall_clock = wall_clock
+        self._gate = gate
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
 
     async def handle(self, stream: Stream) -> None:
@@ -109,18 +103,10 @@ class StageServer:
             raise ProtocolError(f"{stream.remote} did not introduce itself")
         if membership is None or holding is None:
             refusal = (RefusalReason.WRONG_STEP, "this peer holds no stage now")
-        elif hello.run != membership.run:
-            refusal = (RefusalReason.NOT_ADMITTED, "another run")
         else:
             try:
-                check_certificate(
-                    base64.b64decode(hello.certificate, validate=True),
-                    membership.run,
-                    membership.organiser,
-                    self._wall_clock(),
-                    stream.remote,
-                )
-            except (AdmissionError, binascii.Error) as error:
+                self._gate.check(stream.remote, hello.run, hello.certificate)
+            except AdmissionError as error:
                 refusal = (RefusalReason.NOT_ADMITTED, str(error)[:500])
         if refusal is not None:
             self.refused[refusal[0]] += 1
@@ -162,6 +148,10 @@ class StageServer:
         def refuse(reason: RefusalReason, detail: str) -> StageRefused:
             return StageRefused(request=message.request, reason=reason, detail=detail[:500])
 
+        try:
+            self._gate.check_still(stream.remote)
+        except AdmissionError as error:
+            return refuse(RefusalReason.NOT_ADMITTED, str(error))
         membership, holding = self._membership(), self._holding()
         if membership is None or holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
@@ -218,6 +208,7 @@ class _Work:
         self._input = view[: message.input_bytes]
         self._targets = view[message.input_bytes :]
         self._service_seconds = 0.0
+        self._arrived = time.monotonic()
 
     def _wanted(self) -> bool:
         return self._holding.works_on(self._message.step)
@@ -295,6 +286,7 @@ class _Work:
             request=message.request,
             receipts=(*receipts, own) if own is not None else receipts,
             service_seconds=self._service_seconds,
+            total_seconds=time.monotonic() - self._arrived,
             loss_sum=loss_sum,
             tokens=output.tokens,
         )
@@ -322,6 +314,6 @@ class _Work:
             loss_sum, tokens = answer.header.loss_sum, answer.header.tokens
         header = Backward(
             request=message.request, receipts=(), service_seconds=output.seconds,
-            loss_sum=loss_sum, tokens=tokens,
+            total_seconds=time.monotonic() - self._arrived, loss_sum=loss_sum, tokens=tokens,
         )  # fmt: skip
         return header, output

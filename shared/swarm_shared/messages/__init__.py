@@ -1,11 +1,12 @@
 """What peers and the coordinator say to each other: values only, parsed once at the edge.
 
-Three protocols, each over long-lived framed streams (`swarm_shared.wire`), headers in JSON:
+Four protocols, each over long-lived framed streams (`swarm_shared.wire`), headers in JSON:
 
     CONTROL_PROTOCOL   client ↔ coordinator   one stream per client, both directions
     STAGE_PROTOCOL     sender → receiver      one stream per ordered pair; the request is a
                                               microbatch's activation, the answer its gradient
     TRANSFER_PROTOCOL  anyone → holder        chunks of stage snapshots and of data shards
+    DOCTOR_PROTOCOL    visitor → outsider     how the visitor looks from there: address, rate
 
 Every bound below is checked before memory is taken. Field names are the wire format: changing
 one is a new protocol version.
@@ -16,7 +17,6 @@ from __future__ import annotations
 from swarm_shared.messages.common import (
     SOFTWARE_VERSION,
     Address,
-    Carrier,
     CarrierAddress,
     Count,
     Envelope,
@@ -68,6 +68,29 @@ from swarm_shared.messages.control import (
     client_messages,
     coordinator_messages,
 )
+from swarm_shared.messages.doctor import (
+    DOCTOR_PROTOCOL,
+    MAX_CANDIDATES,
+    MAX_RATE_BYTES,
+    RATE_CHUNK_BYTES,
+    DialBack,
+    DialBackAnswer,
+    DialBackResult,
+    DoctorAnswer,
+    DoctorHello,
+    DoctorRefused,
+    DoctorRequest,
+    DoctorWelcome,
+    Download,
+    DownloadChunk,
+    Echo,
+    EchoAnswer,
+    Neighbour,
+    Upload,
+    UploadAnswer,
+    doctor_answers,
+    doctor_requests,
+)
 from swarm_shared.messages.stage import (
     STAGE_PROTOCOL,
     Backward,
@@ -94,6 +117,10 @@ from swarm_shared.messages.transfer import (
 
 __all__ = [
     "CONTROL_PROTOCOL",
+    "DOCTOR_PROTOCOL",
+    "MAX_CANDIDATES",
+    "MAX_RATE_BYTES",
+    "RATE_CHUNK_BYTES",
     "SOFTWARE_VERSION",
     "STAGE_PROTOCOL",
     "TRANSFER_PROTOCOL",
@@ -103,7 +130,6 @@ __all__ = [
     "Apply",
     "AssignStage",
     "Backward",
-    "Carrier",
     "CarrierAddress",
     "CertificateRenewed",
     "ChunkAnswer",
@@ -112,6 +138,18 @@ __all__ = [
     "Close",
     "CoordinatorMessage",
     "Count",
+    "DialBack",
+    "DialBackAnswer",
+    "DialBackResult",
+    "DoctorAnswer",
+    "DoctorHello",
+    "DoctorRefused",
+    "DoctorRequest",
+    "DoctorWelcome",
+    "Download",
+    "DownloadChunk",
+    "Echo",
+    "EchoAnswer",
     "Envelope",
     "Forward",
     "Goodbye",
@@ -126,6 +164,7 @@ __all__ = [
     "Mask",
     "MaskRequest",
     "Microbatches",
+    "Neighbour",
     "PathKind",
     "PeerRecord",
     "Reachability",
@@ -154,10 +193,14 @@ __all__ = [
     "TransferHello",
     "TransferMessage",
     "TransferRefused",
+    "Upload",
+    "UploadAnswer",
     "Welcome",
     "Whereabouts",
     "client_messages",
     "coordinator_messages",
+    "doctor_answers",
+    "doctor_requests",
     "encode",
     "parse",
     "stage_answers",

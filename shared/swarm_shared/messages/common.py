@@ -23,13 +23,6 @@ Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
 
 
-class Carrier(StrEnum):
-    """What carries an all-reduce round's byte streams."""
-
-    HIVEMIND = "hivemind"
-    LIBP2P = "libp2p"
-
-
 class Reachability(StrEnum):
     """Whether others can open a connection to this peer, as a probe from outside has found."""
 

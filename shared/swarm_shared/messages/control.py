@@ -8,7 +8,6 @@ from pydantic import Field, TypeAdapter
 
 from swarm_shared.messages.common import (
     Address,
-    Carrier,
     CarrierAddress,
     Count,
     Envelope,
@@ -114,7 +113,8 @@ class RoundReport(FrozenModel):
     """How a close ended at this peer.
 
     When not ok, `missing` are microbatches it should hold and does not, and `reset` says that it
-    emptied its accumulator, so that nothing of this step is left in it.
+    emptied its accumulator, so that nothing of this step is left in it. `carrier_failed`: what
+    broke was perhaps nobody's fault, and the next attempt goes around it.
     """
 
     kind: Literal["round_report"] = "round_report"
@@ -213,6 +213,10 @@ class AssignStage(FrozenModel):
 
     source "fresh" initialises from the manifest's seed (version 0); "snapshot" downloads `item`
     from any of `holders` (the coordinator among them when it is a checkpoint).
+
+    With `prepare`, the stage that is held is served on, and this one is held beside it until a
+    Close names it in `moving`; the Apply of that attempt makes it the stage that is held. An Apply
+    of any other attempt ends the preparation: its version is of no use any more.
     """
 
     kind: Literal["assign_stage"] = "assign_stage"
@@ -224,6 +228,7 @@ class AssignStage(FrozenModel):
     sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
     holders: tuple[PeerRecord, ...] = Field(default=(), max_length=64)
     reason: Text = ""
+    prepare: bool = False
 
 
 class Roster(FrozenModel):
@@ -272,7 +277,6 @@ class Reduction(FrozenModel):
 
     part: Literal["own", "tied"]
     members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
-    carrier: Carrier
 
 
 class Close(FrozenModel):
@@ -282,6 +286,9 @@ class Close(FrozenModel):
     committed: Microbatches
     """What this peer holds in the coordinator's table; it must average exactly this."""
     reductions: tuple[Reduction, ...] = Field(min_length=1, max_length=2)
+    moving: tuple[Reduction, ...] = Field(default=(), max_length=2)
+    """Of the stage that this peer has prepared, to which it adds nothing and which it holds from
+    the Apply of this attempt on. Its report is of both; its `Applied` is of the new stage."""
 
 
 class AbortRound(FrozenModel):

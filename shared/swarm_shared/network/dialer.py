@@ -14,7 +14,7 @@ import trio
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import LinkTimeout, NetworkError
+from swarm_shared.errors import LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.network.errors import dial_errors
 from swarm_shared.network.hole_punch import HolePuncher
 from swarm_shared.network.host import NodeSwarm
@@ -132,7 +132,7 @@ class Dialer:
                 try:
                     with dial_errors(f"relay {way.relay}"):
                         await self._relays.dial(peer, way)
-                except NetworkError as error:
+                except (NetworkError, ProtocolError) as error:
                     reasons.append(str(error))
                 else:
                     nursery.cancel_scope.cancel()

@@ -6,7 +6,7 @@ Srisuresh and Kegel, USENIX 2005, for why it works). The end that opens the stre
 responder of the Noise handshake, the other one its initiator, whichever dial gets through.
 
 Behind routers that choose a new port for each remote this cannot work: the attempt is cut short,
-and not repeated with that peer until the network changes.
+and repeated ever more rarely, or when the network changes.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from swarm_shared.errors import FrameError, NetworkError
 from swarm_shared.network.circuit import MESSAGE_SECONDS, read_message, write_message
 from swarm_shared.network.errors import dial_errors
 from swarm_shared.network.host import NodeSwarm
+from swarm_shared.network.packed_address import unpack_ip_address
 from swarm_shared.network.reach import Interfaces, direct_addresses, ip_of
 from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
@@ -40,9 +41,19 @@ RETRY_SECONDS: Final = 0.2
 WAIT_SECONDS: Final = 2.0
 """How long the dialler of a relayed connection waits for a better one before it uses this one;
 streams move over when the hole is there later."""
-FORGIVE_SECONDS: Final = 600.0
-"""A peer with which it did not work is tried again after this time."""
+FIRST_PAUSE_SECONDS: Final = 30.0
+LONGEST_PAUSE_SECONDS: Final = 600.0
+"""A peer with which it did not work is tried again after a while: routers forget, people move."""
+RECENT_SECONDS: Final = 10.0
+"""Both ends dial, and more than one connection may come out of it."""
 MAX_ADDRESSES: Final = 8
+INVITED_PAUSE_SECONDS: Final = 5.0
+"""Between attempts that a remote begins and that come to nothing: what it makes this node dial is
+up to it, and must not become a flood."""
+MAX_INVITED: Final = 32
+"""Attempts begun by remotes, at once; who comes later tries again."""
+UNILATERAL_SECONDS: Final = 0.3
+"""After the punching has begun: when the other end needs no hole, any port leads there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +62,8 @@ class _Attempt:
 
     begun: trio.Event = field(default_factory=trio.Event)
     done: trio.Event = field(default_factory=trio.Event)
+    inviting: trio.CancelScope | None = None
+    """While this end's invitation is on its way."""
 
 
 class HolePuncher:
@@ -72,17 +85,27 @@ class HolePuncher:
         self._has_direct = has_direct
         self._interfaces = interfaces
         self._attempts: dict[PeerId, _Attempt] = {}
+        self._invited = 0
+        self._own = PeerId(swarm.get_peer_id().to_base58())
+        self._failures: dict[PeerId, int] = {}
         self._failed_until: dict[PeerId, float] = {}
+        self._ended: dict[PeerId, float] = {}
         self.succeeded = 0
         self.failed = 0
 
     def is_active(self, peer: PeerId) -> bool:
         """Whether a connection that comes now is the fruit of an attempt."""
+        if self._is_running(peer):
+            return True
+        return trio.current_time() - self._ended.get(peer, -RECENT_SECONDS) < RECENT_SECONDS
+
+    def _is_running(self, peer: PeerId) -> bool:
         attempt = self._attempts.get(peer)
         return attempt is not None and attempt.begun.is_set()
 
     def network_changed(self) -> None:
         """What failed may work from here."""
+        self._failures.clear()
         self._failed_until.clear()
 
     def connected(self, peer: PeerId) -> None:
@@ -107,16 +130,24 @@ class HolePuncher:
         """Begin an attempt with a peer that is connected over a relay. False: stay relayed."""
         if self._has_direct(peer):
             return True
-        if self.is_active(peer) or not self.worth_trying(peer):
+        if self._is_running(peer) or not self.worth_trying(peer):
             return False
-        with self._attempt(peer):
+        with self._attempt(peer) as attempt:
+            addresses: list[str] | None = None
             try:
-                with dial_errors(f"punching a hole to {peer}"):
+                with dial_errors(f"punching a hole to {peer}"), trio.CancelScope() as scope:
+                    attempt.inviting = scope
                     addresses = await self._invite(peer)
-                return await self._dial(peer, addresses, as_initiator=False)
             except (NetworkError, FrameError) as error:
                 logger.debug("no hole punched to %s: %s", peer, error)
                 return self._has_direct(peer)
+            finally:
+                attempt.inviting = None
+            if addresses is not None and not scope.cancel_called:
+                return await self._dial(peer, addresses, as_initiator=False)
+            # The other end's invitation came meanwhile, and `handle` has taken it.
+            await attempt.done.wait()
+            return self._has_direct(peer)
 
     async def _invite(self, peer: PeerId) -> list[str]:
         stream = await self._open_stream(peer, DCUTR_PROTOCOL)
@@ -139,9 +170,29 @@ class HolePuncher:
     async def handle(self, stream: YamuxStream) -> None:
         """An attempt that the other end has begun."""
         peer = PeerId(stream.connection.peer_id.to_base58())
-        if stream.connection.relay is None or self.is_active(peer):
+        if stream.connection.relay is None or not self._takes_invitation(peer):
             await stream.reset()
             return
+        self._invited += 1
+        try:
+            await self._take_invitation(peer, stream)
+        finally:
+            self._invited -= 1
+
+    def _takes_invitation(self, peer: PeerId) -> bool:
+        attempt = self._attempts.get(peer)
+        if attempt is not None and attempt.begun.is_set():
+            if attempt.inviting is None or self._own < peer:
+                return False
+            # Both ends have begun: the one with the lower peer ID goes on.
+            attempt.inviting.cancel()
+            return True
+        if self._invited >= MAX_INVITED:
+            return False
+        ended = self._ended.get(peer)
+        return ended is None or trio.current_time() - ended >= INVITED_PAUSE_SECONDS
+
+    async def _take_invitation(self, peer: PeerId, stream: YamuxStream) -> None:
         with self._attempt(peer):
             try:
                 with trio.fail_after(MESSAGE_SECONDS):
@@ -167,39 +218,44 @@ class HolePuncher:
 
     def _candidates(self, message: HolePunch) -> list[str]:
         """The other end's addresses that are worth a packet from here."""
-        addresses: list[str] = []
-        for packed in message.ObsAddrs[:MAX_ADDRESSES]:
-            try:
-                address = Multiaddr(packed)
-                names = [protocol.name for protocol in address.protocols()]
-            except ValueError:
-                continue
-            if names in (["ip4", "tcp"], ["ip6", "tcp"]):
-                addresses.append(str(address))
-        return direct_addresses(dict.fromkeys(addresses), self._interfaces())
+        told = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
+        addresses = dict.fromkeys(address for address in told if address is not None)
+        return direct_addresses(addresses, self._interfaces())
 
     async def _dial(self, peer: PeerId, addresses: list[str], *, as_initiator: bool) -> bool:
         """Dial all of them over and over until one is through, or the time is up."""
         peer_id = ID.from_base58(peer)
         places = {(str(ip_of(a)), int(a.split("/tcp/")[1])) for a in addresses}
+        expected = self._swarm.expected_as_initiator
         if as_initiator:
-            self._swarm.expected_as_initiator.update(dict.fromkeys(places, peer_id))
+            # A place that another peer has named is that one's: else anybody could take it away.
+            places -= expected.keys()
+            expected.update(dict.fromkeys(places, peer_id))
         done = self._attempts[peer].done
         try:
             with trio.move_on_after(PUNCH_SECONDS):
                 async with trio.open_nursery() as nursery:
                     for address in addresses:
                         nursery.start_soon(self._dial_one, peer, peer_id, address, as_initiator)
+                        if not as_initiator:
+                            nursery.start_soon(self._dial_plainly, peer, peer_id, address)
                     await done.wait()
                     nursery.cancel_scope.cancel()
         finally:
-            for place in places:
-                self._swarm.expected_as_initiator.pop(place, None)
+            if as_initiator:
+                for place in places:
+                    expected.pop(place, None)
+        now = trio.current_time()
+        self._ended = {p: t for p, t in self._ended.items() if now - t < RECENT_SECONDS}
+        self._ended[peer] = now
         if self._has_direct(peer):
             self.succeeded += 1
+            self._failures.pop(peer, None)
             return True
         self.failed += 1
-        self._failed_until[peer] = trio.current_time() + FORGIVE_SECONDS
+        failures = self._failures[peer] = min(10, self._failures.get(peer, 0) + 1)
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1))
+        self._failed_until[peer] = now + pause
         return False
 
     async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:
@@ -215,6 +271,16 @@ class HolePuncher:
             else:
                 return
 
+    async def _dial_plainly(self, peer: PeerId, peer_id: ID, address: str) -> None:
+        """Once, from any port, as one dials a public address: this end's router may choose
+        another port than the other end expects, which then takes this for a stranger's dial."""
+        await trio.sleep(UNILATERAL_SECONDS)
+        try:
+            with dial_errors(address):
+                await self._swarm.dial_addr(Multiaddr(address), peer_id)
+        except NetworkError as error:
+            logger.debug("dialling %s: %s", peer, error)
+
 
 class _AttemptScope:
     """Marks an attempt as begun, and as done at the end of the block."""
@@ -224,8 +290,9 @@ class _AttemptScope:
         self._peer = peer
         self._attempt = attempts.setdefault(peer, _Attempt())
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Attempt:
         self._attempt.begun.set()
+        return self._attempt
 
     def __exit__(self, *_: object) -> None:
         self._attempt.done.set()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
+import trio
 from libp2p.abc import IMuxedConn, ISecureConn
 from libp2p.crypto.ed25519 import Ed25519PrivateKey
 from libp2p.crypto.keys import KeyPair
@@ -174,6 +175,8 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
     async def _handle_inbound_connection(
         self, read_write_closer: ReadWriteCloser, maddr: Multiaddr
     ) -> None:
+        if isinstance(read_write_closer, TrioTCPStream):
+            read_write_closer = BufferedTcpStream(read_write_closer.stream)
         place = read_write_closer.get_remote_address() or ("", 0)
         address = address_group(place[0])
         if (
@@ -183,8 +186,6 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         ):
             await read_write_closer.close()
             return
-        if isinstance(read_write_closer, TrioTCPStream):
-            read_write_closer = BufferedTcpStream(read_write_closer.stream)
         self._from_address[address] += 1
         try:
             muxer = await self._upgrade_inbound(read_write_closer, maddr, place[:2])
@@ -204,7 +205,9 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         try:
             if expected is not None:
                 raw = RawConnection(stream, True)
-                muxer = (await self.upgrade_outbound_raw_conn(raw, expected)).muxed_conn
+                # The other way round py-libp2p sets no limit to the whole handshake.
+                with trio.fail_after(HANDSHAKE_SECONDS):
+                    muxer = (await self.upgrade_outbound_raw_conn(raw, expected)).muxed_conn
             else:
                 muxer = await self.upgrade_inbound_raw_conn(RawConnection(stream, False), maddr)
         except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)

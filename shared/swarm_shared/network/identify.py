@@ -13,8 +13,8 @@ from typing import Final
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import FrameError
 from swarm_shared.network.circuit import read_message, write_message
+from swarm_shared.network.packed_address import unpack_ip_address
 from swarm_shared.network.yamux_stream import YamuxStream
 
 IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"
@@ -47,14 +47,7 @@ async def answer(
 async def read_observed(stream: YamuxStream) -> str | None:
     """How the remote sees this end of the connection: `/ip4/203.0.113.7/tcp/4001`."""
     message = await read_message(stream, Identify, _MAX_BYTES)
-    if not message.observed_addr:
-        return None
-    try:
-        address = Multiaddr(message.observed_addr)
-        names = [protocol.name for protocol in address.protocols()]
-    except ValueError as error:
-        raise FrameError("the remote names an address that is none") from error
-    return str(address) if names in (["ip4", "tcp"], ["ip6", "tcp"]) else None
+    return unpack_ip_address(message.observed_addr)
 
 
 def remote_multiaddr(address: tuple[str, int] | None) -> str | None:

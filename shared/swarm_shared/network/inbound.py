@@ -118,6 +118,8 @@ class Inbound:
         try:
             if not self._refuses(remote, protocol, public):
                 await handler(muxed)
+                # What the remote sends on is dropped, and the stream forgotten.
+                muxed.stop_reading()
                 return
         except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
             logger.debug("%s with %s ended: %s", protocol, remote, error)

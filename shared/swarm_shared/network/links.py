@@ -22,8 +22,6 @@ RATE_MEMORY: Final = 0.95
 """What is left after each look of a rate seen before: half of it after about 14 looks."""
 SHORTEST_LOOK_SECONDS: Final = 0.25
 
-_ORDER: Final = tuple(PathKind)
-
 
 def muxer_of(connection: SwarmConn) -> YamuxConnection:
     muxer = connection.muxed_conn
@@ -68,10 +66,10 @@ class Links:
         """The last connection to a peer is gone."""
 
     def all_of(self, peer: PeerId) -> list[SwarmConn]:
-        """Open connections, the best one first: by kind, then the older one."""
+        """Open connections, the best one first: without a relay, then the older one."""
         found = self._swarm.get_connections(ID.from_base58(peer))
         usable = [c for c in found if not c.is_closed and muxer_of(c).is_established]
-        return sorted(usable, key=lambda c: _ORDER.index(kind_of(muxer_of(c))))
+        return sorted(usable, key=lambda c: muxer_of(c).relay is not None)
 
     def best(self, peer: PeerId) -> SwarmConn | None:
         return next(iter(self.all_of(peer)), None)

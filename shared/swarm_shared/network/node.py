@@ -54,7 +54,9 @@ CLOSE_SECONDS = 2.0
 """How long closing the node waits for good-byes to be sent, over all connections."""
 RELAYED_LINGER_SECONDS = 5.0
 """Streams on a relayed connection have moved to the direct one in this time, or soon will."""
-PROVE_ALIVE_SECONDS = 5.0
+PROVE_ALIVE_SECONDS = 3.0
+PUNCH_AGAIN_SECONDS = 15.0
+"""How often relayed links are looked at; each has a pause of its own."""
 MAX_RELAY_ADDRESSES = 8
 
 
@@ -192,6 +194,7 @@ class Node:
     def stop_relay(self) -> None:
         """No new slots and circuits; those there are go on."""
         self._host.multiselect.handlers.pop(TProtocol(HOP_PROTOCOL), None)
+        self._relay = None
 
     # Being reached
 
@@ -278,6 +281,14 @@ class Node:
         """Try to make a relayed connection a direct one. False: it stays as it is."""
         return await self._puncher.punch(peer)
 
+    def check(self, peer: PeerId) -> None:
+        """Makes sure in the background that the connections to `peer` live, and closes dead ones:
+        there is reason to believe that its network has changed."""
+        if self._nursery is None:
+            return
+        for connection in self._links.all_of(peer):
+            self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+
     async def disconnect(self, peer: PeerId) -> None:
         """Closes all connections to `peer`."""
         for connection in self._swarm.get_connections(_libp2p_id(peer)):
@@ -307,6 +318,7 @@ class Node:
                 self._nursery = nursery
                 nursery.start_soon(self._relays.run)
                 nursery.start_soon(self._watch.run)
+                nursery.start_soon(self._punch_later)
                 await self._manager.run()
         except Exception as error:
             raise NetworkError(
@@ -353,8 +365,10 @@ class Node:
         await self.connect(relay, addresses, from_listening_port=True)
 
     async def _ask_observed(self, peer: PeerId) -> None:
-        path = self.path(peer)
-        if path is None or path.relay is not None:
+        best = self._links.best(peer)
+        port = None if best is None else muxer_of(best).local_port
+        if port is None or port != self.listening_port:
+            # Of another port a router's mapping tells nothing that others could use.
             return
         try:
             with dial_errors(f"asking {peer} who we are"), trio.fail_after(MESSAGE_SECONDS):
@@ -384,12 +398,27 @@ class Node:
             self._nursery.start_soon(self._retire_relayed, peer)
         elif not muxer.is_initiator:
             # As the specification has it: the end that was dialled begins.
-            self._nursery.start_soon(self._puncher.punch, peer)
+            self._nursery.start_soon(self._punch_for_dialler, peer)
+
+    async def _punch_for_dialler(self, peer: PeerId) -> None:
+        """Who comes through a relay has no direct connection: one that is here is dead, or was
+        made at the same moment."""
+        async with trio.open_nursery() as nursery:
+            for connection in self._links.all_of(peer):
+                if muxer_of(connection).relay is None:
+                    nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+        if await self._puncher.punch(peer):
+            await self._retire_relayed(peer)
 
     async def _retire_relayed(self, peer: PeerId) -> None:
-        """Close relayed connections that are not needed any more, once nothing is on them."""
+        """Close relayed connections that are not needed any more, once nothing is on them.
+
+        Those that come later are left alone: their dialler may know better than this end that
+        the direct one is dead.
+        """
+        relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
         while self._links.has_direct(peer):
-            relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
+            relayed = [connection for connection in relayed if not connection.is_closed]
             if not relayed:
                 return
             await trio.sleep(RELAYED_LINGER_SECONDS)
@@ -423,14 +452,28 @@ class Node:
         """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
         self._puncher.network_changed()
         if self._nursery is not None:
+            own = {str(host) for host in self._watch.interfaces.hosts}
             for connection in self._swarm.get_connections():
-                self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
-            for peer in self.connected_peers:
-                if not self._links.has_direct(peer):
-                    self._nursery.start_soon(self._puncher.punch, peer)
+                muxer = muxer_of(connection)
+                # Nothing comes back to an address that this machine has no more.
+                seconds = PROVE_ALIVE_SECONDS if muxer.local_host in (None, *own) else 0.0
+                self._nursery.start_soon(muxer.prove_alive, seconds)
+            self._punch_relayed()
         self._addresses_changed()
         for callback in self._network_callbacks:
             callback()
+
+    async def _punch_later(self) -> None:
+        """Routers forget and people move: what is relayed is tried again now and then."""
+        while True:
+            await trio.sleep(PUNCH_AGAIN_SECONDS)
+            self._punch_relayed()
+
+    def _punch_relayed(self) -> None:
+        if self._nursery is not None:
+            for peer in self.connected_peers:
+                if not self._links.has_direct(peer):
+                    self._nursery.start_soon(self._puncher.punch, peer)
 
     # Raw protocols
 

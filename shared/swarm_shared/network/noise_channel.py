@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from libp2p.abc import ISecureConn
+from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IncompleteReadError
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.security.noise.io import NoisePacketReadWriter, NoiseTransportReadWriter
 from libp2p.security.secure_session import SecureSession
@@ -73,7 +75,22 @@ class NoiseChannel:
 
 def relay_of(channel: NoiseChannel) -> PeerId | None:
     """The relay that carries the connection; None when it has a socket of its own."""
-    raw = channel._raw
-    transport = raw.stream if isinstance(raw, RawConnection) else raw
-    relay: PeerId | None = getattr(transport, "relay", None)
+    relay: PeerId | None = getattr(_transport(channel), "relay", None)
     return relay
+
+
+def local_end_of(channel: NoiseChannel) -> tuple[str, int] | None:
+    """The address and port that the connection's own socket has on this machine."""
+    transport = _transport(channel)
+    if not isinstance(transport, TrioTCPStream):
+        return None
+    try:
+        name = transport.stream.socket.getsockname()
+    except OSError:
+        return None
+    return (str(name[0]), int(name[1])) if isinstance(name, tuple) else None
+
+
+def _transport(channel: NoiseChannel) -> ReadWriteCloser:
+    raw = channel._raw
+    return raw.stream if isinstance(raw, RawConnection) else raw

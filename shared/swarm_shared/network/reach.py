@@ -13,12 +13,18 @@ from dataclasses import dataclass
 
 import psutil
 
+from swarm_shared.errors import SignatureError
+from swarm_shared.identity import public_key_of
 from swarm_shared.types import PeerId
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 CIRCUIT = "/p2p-circuit"
+
+MAX_WAY_CHARACTERS = 170
+"""Of a relay's address: with two peer IDs behind it, it must still fit into messages, which carry
+addresses of 300 characters."""
 
 _PRIVATE = tuple(
     ipaddress.ip_network(text)
@@ -72,7 +78,10 @@ def ip_of(address: str) -> IpAddress | None:
         ip = ipaddress.ip_address(parts[2])
     except ValueError:
         return None
-    return ip if ip.version == int(parts[1][2]) else None
+    if ip.version != int(parts[1][2]):
+        return None
+    # `::ffff:127.0.0.1` is another spelling of an IPv4 address, and must not pass for a global one.
+    return ip.ipv4_mapped or ip if isinstance(ip, ipaddress.IPv6Address) else ip
 
 
 def is_private(ip: IpAddress) -> bool:
@@ -115,7 +124,7 @@ def circuits(addresses: Iterable[str]) -> list[Circuit]:
     for address in addresses:
         way, separator, _ = address.partition(CIRCUIT)
         head, named, relay = way.rpartition("/p2p/")
-        if separator and named and relay and "/" not in relay:
+        if separator and named and _is_peer_id(relay):
             found.setdefault(PeerId(relay), []).append(head)
     return [Circuit(relay, tuple(heads)) for relay, heads in found.items()]
 
@@ -123,8 +132,17 @@ def circuits(addresses: Iterable[str]) -> list[Circuit]:
 def circuit_addresses(relay: PeerId, relay_addresses: Sequence[str], most: int) -> tuple[str, ...]:
     """How somebody is reached through `relay`; public ways alone where there are any."""
     plain = [address.split("/p2p/")[0] for address in relay_addresses if CIRCUIT not in address]
+    plain = [address for address in plain if len(address) <= MAX_WAY_CHARACTERS]
     public = [address for address in plain if is_global(address)]
     return tuple(f"{address}/p2p/{relay}{CIRCUIT}" for address in (public or plain)[:most])
+
+
+def _is_peer_id(text: str) -> bool:
+    try:
+        public_key_of(PeerId(text))
+    except SignatureError:
+        return False
+    return True
 
 
 def _shares_network(ip: IpAddress, interfaces: Interfaces) -> bool:

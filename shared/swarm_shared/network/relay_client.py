@@ -21,7 +21,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import FrameError, NetworkError
+from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.network.circuit import (
     HOP_PROTOCOL,
     MESSAGE_SECONDS,
@@ -35,6 +35,7 @@ from swarm_shared.network.circuit import (
 )
 from swarm_shared.network.errors import dial_errors, summary
 from swarm_shared.network.host import NodeSwarm
+from swarm_shared.network.packed_address import unpack_address
 from swarm_shared.network.reach import CIRCUIT, Circuit, circuit_addresses
 from swarm_shared.network.yamux import YamuxConnection
 from swarm_shared.network.yamux_stream import YamuxStream
@@ -46,6 +47,8 @@ SLOTS_WANTED: Final = 2
 FIRST_RETRY_SECONDS: Final = 1.0
 LONGEST_RETRY_SECONDS: Final = 60.0
 SHORTEST_RENEWAL_SECONDS: Final = 30.0
+RESERVE_SECONDS: Final = 10.0
+"""For connecting to a relay and its answer: others may be waiting for their turn."""
 ADDRESSES_PER_RELAY: Final = 3
 
 OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
@@ -89,7 +92,9 @@ class RelayClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(address for slot in self._slots.values() for address in slot.addresses)
+        """Through the preferred relays first: whoever dials takes the first that works."""
+        slots = sorted(self._slots.values(), key=lambda slot: self._rank(slot.relay))
+        return tuple(address for slot in slots for address in slot.addresses)
 
     @property
     def slots(self) -> tuple[PeerId, ...]:
@@ -99,8 +104,7 @@ class RelayClient:
         """How many slots to hold; 0 gives all up (others can dial this node directly)."""
         if count != self._wanted:
             self._wanted = count
-            if not count and self._slots:
-                self._slots.clear()
+            if self._give_up_surplus():
                 self.on_change()
             self._wake.set()
 
@@ -125,6 +129,10 @@ class RelayClient:
     def lost(self, peer: PeerId) -> None:
         """The last connection to a peer is gone, and with it the slot there."""
         if self._slots.pop(peer, None) is not None:
+            candidate = self._candidates.get(peer)
+            if candidate is not None:
+                # It is dead or far away now: others come first.
+                candidate.retry_at = trio.current_time() + FIRST_RETRY_SECONDS
             self.on_change()
             self._wake.set()
 
@@ -132,24 +140,42 @@ class RelayClient:
         """Hold as many slots as are wanted and can be had, until cancelled."""
         while True:
             self._wake = trio.Event()
-            now = trio.current_time()
-            for relay in self._due(now):
-                await self._try(relay)
+            async with trio.open_nursery() as nursery:
+                for relay in self._due(trio.current_time()):
+                    nursery.start_soon(self._try, relay)
             with trio.move_on_after(self._pause(trio.current_time())):
                 await self._wake.wait()
 
     def _due(self, now: float) -> list[PeerId]:
-        """Slots to renew, then candidates for those that are missing."""
-        if not self._wanted:
-            return []
+        """Slots to renew, candidates for those that are missing, and better ones."""
         due = [slot.relay for slot in self._slots.values() if slot.renew_at <= now]
-        missing = self._wanted - len(self._slots)
-        free = [
+        free = sorted(
+            (r for r in self._useful() if self._candidates[r].retry_at <= now), key=self._rank
+        )
+        better = [relay for relay in free if self._candidates[relay].preferred]
+        chosen = better[: self._wanted - self._preferred_slots()]
+        missing = self._wanted - len(self._slots) - len(chosen)
+        return due + chosen + [relay for relay in free if relay not in better][: max(0, missing)]
+
+    def _useful(self) -> list[PeerId]:
+        """Candidates where a slot is missing, or better than where one is held."""
+        return [
             relay
             for relay, candidate in self._candidates.items()
-            if relay not in self._slots and candidate.retry_at <= now
+            if relay not in self._slots
+            and self._wanted
+            > (self._preferred_slots() if candidate.preferred else len(self._slots))
         ]
-        return due + sorted(free, key=self._rank)[: max(0, missing)]
+
+    def _preferred_slots(self) -> int:
+        return sum(self._candidates[relay].preferred for relay in self._slots)
+
+    def _give_up_surplus(self) -> bool:
+        """Keep the best of the slots, as many as are wanted; whether one was given up."""
+        surplus = sorted(self._slots, key=self._rank)[self._wanted :]
+        for relay in surplus:
+            del self._slots[relay]
+        return bool(surplus)
 
     def _rank(self, relay: PeerId) -> tuple[bool, bytes]:
         """Another order for each peer, so that peers spread over the relays."""
@@ -158,10 +184,7 @@ class RelayClient:
 
     def _pause(self, now: float) -> float:
         times = [slot.renew_at for slot in self._slots.values()]
-        if len(self._slots) < self._wanted:
-            times += [
-                c.retry_at for relay, c in self._candidates.items() if relay not in self._slots
-            ]
+        times += [self._candidates[relay].retry_at for relay in self._useful()]
         return max(0.05, min(times, default=now + LONGEST_RETRY_SECONDS) - now)
 
     async def _try(self, relay: PeerId) -> None:
@@ -170,7 +193,7 @@ class RelayClient:
             return
         try:
             slot = await self._reserve(relay, candidate.addresses)
-        except (NetworkError, FrameError) as error:
+        except (NetworkError, ProtocolError) as error:
             candidate.failures += 1
             pause = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2**candidate.failures)
             candidate.retry_at = trio.current_time() + pause
@@ -180,23 +203,20 @@ class RelayClient:
             return
         candidate.failures = 0
         if self._candidates.get(relay) is candidate and self._wanted:
-            before = self._slots.get(relay)
+            before = self.addresses
             self._slots[relay] = slot
-            if before is None or before.addresses != slot.addresses:
+            self._give_up_surplus()
+            if self.addresses != before:
                 self.on_change()
 
     async def _reserve(self, relay: PeerId, addresses: Sequence[str]) -> Slot:
         """Ask for a slot. NetworkError when the relay refuses or is not there."""
-        await self._connect(relay, addresses)
-        answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE), keep=None)
-        told: list[str] = []
-        for packed in answer.reservation.addrs[:ADDRESSES_PER_RELAY]:
-            try:
-                told.append(str(Multiaddr(packed)))
-            except ValueError as error:
-                raise FrameError(f"relay {relay} names an address that is none") from error
-        # The way that has just worked comes first: a relay may know itself by other addresses.
-        ways = dict.fromkeys((*addresses, *told))
+        with dial_errors(f"asking relay {relay}"), trio.fail_after(RESERVE_SECONDS):
+            await self._connect(relay, addresses)
+            answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE), keep=None)
+        # The ways that were known come first: a relay may know itself by other addresses.
+        told = map(unpack_address, answer.reservation.addrs[:ADDRESSES_PER_RELAY])
+        ways = dict.fromkeys((*addresses, *(address for address in told if address is not None)))
         seconds = max(SHORTEST_RENEWAL_SECONDS, 0.75 * (answer.reservation.expire - time.time()))
         return Slot(
             relay,
@@ -236,10 +256,15 @@ class RelayClient:
         )
         kept: list[YamuxStream] = []
         await self._ask(circuit.relay, request, kept)
-        with dial_errors(f"connecting to {peer} through {circuit.relay}"):
-            await self._swarm.upgrade_outbound_raw_conn(
-                _raw_connection(kept[0], circuit.relay, initiator=True), ID.from_base58(peer)
-            )
+        raw = _raw_connection(kept[0], circuit.relay, initiator=True)
+        try:
+            with dial_errors(f"connecting to {peer} through {circuit.relay}"):
+                await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_base58(peer))
+        except BaseException:
+            # py-libp2p leaves it open when it is cancelled in the handshake, and the relay holds
+            # the circuit for as long as this end does.
+            await raw.close()
+            raise
 
     async def handle_stop(self, stream: YamuxStream) -> None:
         """Somebody comes through a relay; returns when that connection has ended."""

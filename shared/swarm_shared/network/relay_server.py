@@ -3,8 +3,8 @@
 Owns who may reserve and connect, and every limit. What passes through is encrypted between the
 ends of a circuit (Noise inside Noise): the relay sees who talks to whom, and how much.
 
-Limits are checked before anything is kept: slots in all and per network address, circuits in all
-and per peer, bytes and seconds per circuit.
+Limits are checked before anything is kept: slots in all and per network address, circuits in all,
+per peer, per pair of peers and per network address, bytes and seconds per circuit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
 import trio
 from libp2p.peer.id import ID
@@ -33,6 +34,7 @@ from swarm_shared.network.circuit import (
     status_name,
     write_message,
 )
+from swarm_shared.network.host import address_group
 from swarm_shared.network.yamux import YamuxConnection
 from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
@@ -50,10 +52,19 @@ class RelayLimits:
     reservation_seconds: float = 3600.0
     max_circuits: int = 1024
     max_circuits_per_peer: int = 64
+    max_circuits_per_pair: int = 4
+    """In one direction. A peer that opens all it may to another one must not be able to take all
+    the circuits that the other one may have."""
+    max_circuits_per_address: int = 256
+    """Of the peers that open them: one machine can have any number of peer IDs."""
     circuit_seconds: float = 24 * 3600.0
     circuit_bytes: int = 2**40
     """In both directions together; a circuit that is used up is opened anew."""
 
+
+HALF_CLOSED_SECONDS: Final = 10.0
+"""What ends one direction of a circuit is the end of a connection; the other end hears of it and
+ends the other direction. One that does not would hold the circuit for ever."""
 
 OpenStream = Callable[[PeerId, str], Awaitable[YamuxStream]]
 
@@ -72,8 +83,10 @@ class RelayServer:
         self._allow = allow
         self._addresses = addresses
         self._open_stream = open_stream
-        self._reserved_until: dict[PeerId, tuple[float, str | None]] = {}
+        self._reserved_until: dict[PeerId, tuple[float, str]] = {}
         self._circuits: Counter[PeerId] = Counter()
+        self._circuits_of_pair: Counter[tuple[PeerId, PeerId]] = Counter()
+        self._circuits_from: Counter[str] = Counter()
         self._scopes: dict[trio.CancelScope, tuple[PeerId, PeerId]] = {}
         self.open_circuits = 0
         self.forwarded_bytes = 0
@@ -117,8 +130,7 @@ class RelayServer:
             return _status(Status.PERMISSION_DENIED)
         now = time.monotonic()
         self._reserved_until = {p: e for p, e in self._reserved_until.items() if e[0] > now}
-        address = connection.get_remote_address()
-        host = None if address is None else address[0]
+        host = _place_of(connection)
         if remote not in self._reserved_until and (
             len(self._reserved_until) >= self._limits.max_reservations
             or sum(h == host for _, h in self._reserved_until.values())
@@ -150,12 +162,15 @@ class RelayServer:
         except ValueError:
             await self._refuse(stream, Status.MALFORMED_MESSAGE)
             return
-        refusal = self._refusal(stream.connection, source, target)
+        place = _place_of(stream.connection)
+        refusal = self._refusal(stream.connection, source, target, place)
         if refusal is not None:
             await self._refuse(stream, refusal)
             return
         ends = (source, target)
         self._circuits.update(ends)
+        self._circuits_of_pair[ends] += 1
+        self._circuits_from[place] += 1
         self.open_circuits += 1
         scope = trio.CancelScope()
         self._scopes[scope] = ends
@@ -167,20 +182,29 @@ class RelayServer:
         finally:
             del self._scopes[scope]
             self.open_circuits -= 1
-            self._circuits.subtract(ends)
             for peer in ends:
-                if not self._circuits[peer]:
-                    del self._circuits[peer]
+                _take_one(self._circuits, peer)
+            _take_one(self._circuits_of_pair, ends)
+            _take_one(self._circuits_from, place)
 
-    def _refusal(self, connection: YamuxConnection, source: PeerId, target: PeerId) -> int | None:
+    def _refusal(
+        self, connection: YamuxConnection, source: PeerId, target: PeerId, place: str
+    ) -> int | None:
         limits = self._limits
         if connection.relay is not None or not self._allow(source) or not self._allow(target):
             return int(Status.PERMISSION_DENIED)
-        expiry, _ = self._reserved_until.get(target, (0.0, None))
+        if source == target:
+            return int(Status.PERMISSION_DENIED)
+        expiry, _ = self._reserved_until.get(target, (0.0, ""))
         if expiry <= time.monotonic():
             return int(Status.NO_RESERVATION)
-        if self.open_circuits >= limits.max_circuits or any(
-            self._circuits[peer] >= limits.max_circuits_per_peer for peer in (source, target)
+        if (
+            self.open_circuits >= limits.max_circuits
+            or self._circuits_of_pair[source, target] >= limits.max_circuits_per_pair
+            or self._circuits_from[place] >= limits.max_circuits_per_address
+            or any(
+                self._circuits[peer] >= limits.max_circuits_per_peer for peer in (source, target)
+            )
         ):
             return int(Status.RESOURCE_LIMIT_EXCEEDED)
         return None
@@ -193,6 +217,9 @@ class RelayServer:
         try:
             with trio.fail_after(MESSAGE_SECONDS):
                 far = await self._open_stream(target, STOP_PROTOCOL)
+                if far.connection.relay is not None:
+                    # Its own connection is gone since it reserved: no circuit over a circuit.
+                    raise NetworkError(f"{target} is itself connected over a relay")
                 await write_message(
                     far,
                     StopMessage(
@@ -201,15 +228,15 @@ class RelayServer:
                     ),
                 )
                 answer = await read_message(far, StopMessage)
-            if answer.status != Status.OK:
-                raise NetworkError(f"{target} answered {status_name(answer.status)}")
+                if answer.status != Status.OK:
+                    raise NetworkError(f"{target} answered {status_name(answer.status)}")
+                await write_message(stream, _status(Status.OK))
         except (NetworkError, FrameError, MuxedStreamError, trio.TooSlowError) as error:
             logger.debug("no circuit from %s to %s: %s", source, target, error)
             if far is not None:
                 await far.reset()
             await self._refuse(stream, Status.CONNECTION_FAILED)
             return None
-        await write_message(stream, _status(Status.OK))
         return far
 
     async def _refuse(self, stream: YamuxStream, status: int) -> None:
@@ -225,7 +252,7 @@ class RelayServer:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._pump, near, far, budget, nursery.cancel_scope)
                     await self._pump(far, near, budget, nursery.cancel_scope)
-                broken = budget.broken
+                broken = nursery.cancel_scope.cancelled_caught
         finally:
             for stream in (near, far):
                 if broken:
@@ -243,10 +270,10 @@ class RelayServer:
                 await target.write(chunk)
         except MuxedStreamEOF:
             await target.close()
+            scope.deadline = min(scope.deadline, trio.current_time() + HALF_CLOSED_SECONDS)
             return
         except MuxedStreamError as error:
             logger.debug("a circuit ended: %s", error)
-        budget.broken = True
         scope.cancel()
 
 
@@ -255,7 +282,21 @@ class _Budget:
     """What a circuit may still carry, over both directions."""
 
     left: int
-    broken: bool = False
+
+
+def _place_of(connection: YamuxConnection) -> str:
+    """What counts as one network address."""
+    address = connection.get_remote_address()
+    return "" if address is None else address_group(address[0])
+
+
+KeyT = TypeVar("KeyT")
+
+
+def _take_one(counter: Counter[KeyT], key: KeyT) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]
 
 
 def _status(status: int) -> HopMessage:

@@ -60,9 +60,20 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         if internet and hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = int(UNACKNOWLEDGED_SECONDS * 1000)
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+        self._remote: tuple[str, int] | None = None
         self._view = memoryview(bytearray(_FIRST_BUFFER_BYTES))
         self._start = 0
         self._end = 0
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        """py-libp2p's own says None for every IPv6 connection."""
+        if self._remote is None:
+            try:
+                host, port = self.stream.socket.getpeername()[:2]
+            except (OSError, ValueError):  # it is gone, or has no such name (a Unix socket)
+                return None
+            self._remote = (host, port)
+        return self._remote
 
     async def read(self, n: int | None = None) -> bytes:
         if n is None:

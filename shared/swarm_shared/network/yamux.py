@@ -30,7 +30,7 @@ from libp2p.peer.id import ID
 from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamReset
 from noise.exceptions import NoiseInvalidMessage
 
-from swarm_shared.network.noise_channel import NoiseChannel, relay_of
+from swarm_shared.network.noise_channel import NoiseChannel, local_end_of, relay_of
 from swarm_shared.network.send_queue import SendQueue
 from swarm_shared.network.yamux_frames import (
     FIN,
@@ -110,6 +110,10 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         """Of the last ping; 0 before the first answer."""
         self.relay: PeerId | None = relay_of(self._channel)
         """The relay that this connection goes through."""
+        end = local_end_of(self._channel)
+        self.local_host = None if end is None else end[0]
+        self.local_port = None if end is None else end[1]
+        """This machine's address and port at this end; None behind a relay."""
         self.punched = False
         """Set by whoever punched the hole that it came through."""
         self.sent_bytes = 0

@@ -1,8 +1,7 @@
 """Which stage a newcomer should take: one pure function, used by both sides.
 
-The pipeline runs at its slowest stage (design: placement), so a newcomer takes the stage with the
-fewest peers for its work among those that fit its memory. Peers are counted, not their measured
-rates: a rate says how fast a peer was fed, and in the thinnest stage everybody looks fast.
+The pipeline runs at its slowest stage (design: placement), so a newcomer takes the slowest stage
+among those that fit its memory. Until rates are known, peers are counted for their work instead.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from swarm_shared.types import StageIndex
 def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> StageIndex:
     """The stage whose service is thinnest relative to its work, among those that fit.
 
-    Stages without any peer come first, then fewer peers per unit of work; ties go to the
-    earlier stage. Raises CapacityError when no stage fits `memory_bytes`.
+    Stages without any peer come first, then the smallest rate if every stage with peers has one,
+    and fewer peers per unit of work otherwise; ties go to the earlier stage. Raises CapacityError
+    when no stage fits `memory_bytes`.
     """
     if not rows:
         raise CapacityError("the run names no stage to take; ask the organiser to look at it")
@@ -34,8 +34,11 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
     # Divided before it is summed: the rows may come from the network, and must not overflow.
     mean_work = math.fsum(row.work_flops / len(rows) for row in rows) or 1.0
 
-    def service(row: StageRow) -> tuple[float, StageIndex]:
-        return row.peers / (row.work_flops or mean_work), row.stage
+    measured = all(row.microbatches_per_second > 0 for row in rows if row.peers > 0)
+
+    def service(row: StageRow) -> tuple[float, float, StageIndex]:
+        rate = row.microbatches_per_second if measured and row.peers > 0 else 0.0
+        return rate, row.peers / (row.work_flops or mean_work), row.stage
 
     return min(fitting, key=service).stage
 

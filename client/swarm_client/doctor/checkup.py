@@ -1,0 +1,164 @@
+"""All checks at once, in less than half a minute, before anything is downloaded.
+
+Each check stands for itself: one that hangs is told as not finished, one that fails by a fault of
+this program is told as that, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import trio
+
+from swarm_client.device import Device
+from swarm_client.doctor import coordinator, lines, machine, reaching
+from swarm_client.doctor.report import NETWORK_CHECKS, Report, Results, warning
+from swarm_client.home import Home
+from swarm_client.port_mapping import PortMapper
+from swarm_shared.clock import Clock, wall
+from swarm_shared.errors import SwarmError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.messages import DoctorWelcome
+from swarm_shared.network import open_node
+from swarm_shared.probe_client import Probe
+
+logger = logging.getLogger(__name__)
+
+TOTAL_SECONDS = 25.0
+"""Since the process began; closing what is open then takes some seconds more."""
+LEAST_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    invite: str | None = None
+    home: Path | None = None
+    device: str = "auto"
+    wall_clock: Clock = wall
+    total_seconds: float = TOTAL_SECONDS
+
+
+def seconds_left() -> float:
+    """Of TOTAL_SECONDS: on a busy machine many of them pass before this program's first line."""
+    running = time.time() - psutil.Process().create_time()
+    return min(TOTAL_SECONDS, max(LEAST_SECONDS, TOTAL_SECONDS - running))
+
+
+async def check_up(options: DoctorOptions) -> Report:
+    """Carries out every check that the options allow."""
+    checkup = Checkup(options)
+    begun = time.monotonic()
+    with trio.move_on_after(options.total_seconds):
+        await checkup.run()
+    checkup.fit()
+    return Report.of(checkup.results.all(), options.wall_clock(), time.monotonic() - begun)
+
+
+class Checkup:
+    """The checks, each of which puts what it finds into `results`."""
+
+    def __init__(self, options: DoctorOptions) -> None:
+        self._options = options
+        self._home = Home.where(options.home)
+        self._device: Device | None = None
+        self._welcome: DoctorWelcome | None = None
+        self.results = Results()
+
+    async def run(self) -> None:
+        results = self.results
+        results.put(machine.check_python(), machine.check_disk(self._home.path))
+        home, identity, in_use = machine.check_home(self._home)
+        results.put(home)
+        async with trio.open_nursery() as nursery:
+            start = partial(nursery.start_soon, self._stand_alone)
+            start(("torch", "gpu", "device"), self.look_at_torch)
+            start(("p2pd",), self.look_at_p2pd)
+            if self._options.invite is None:
+                results.skip(("invite", *NETWORK_CHECKS), "no invite was given")
+                return
+            check, invite = coordinator.check_invite(self._options.invite)
+            results.put(check)
+            if invite is None:
+                results.skip(NETWORK_CHECKS, "the invite cannot be read")
+                return
+            # A running client has the only right to speak in its own name.
+            speaker = None if in_use else identity
+            start(NETWORK_CHECKS, partial(self.look_at_network, invite, speaker, in_use))
+
+    def fit(self) -> None:
+        """Judge device and disk again by what the run needs, if the coordinator has said so."""
+        device, disk = self.results.get("device"), self.results.get("disk")
+        if self._welcome is None:
+            return
+        if device is not None and not device.exit_code:
+            self.results.replace(
+                machine.fit_device(device, self._device, self._welcome.smallest_stage_bytes)
+            )
+        if disk is not None and self._welcome.data_bytes:
+            self.results.replace(
+                machine.check_disk(self._home.path, data_bytes=self._welcome.data_bytes)
+            )
+
+    async def _stand_alone(self, ids: tuple[str, ...], look: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await look()
+        except SwarmError as error:
+            for id in ids:
+                self.results.put(warning(id, str(error), "Run this again in a minute."))
+        except Exception as error:  # a supervisor: one check's fault must not cost the others
+            logger.exception("a check failed: %s", ", ".join(ids))
+            for id in ids:
+                self.results.put(
+                    warning(id, f"this check itself failed: {error!r}", "Please report this.")
+                )
+
+    async def look_at_torch(self) -> None:
+        found, seconds = await machine.look_at_torch()
+        device, self._device = machine.check_device(found, self._options.device)
+        gpu = machine.check_gpu(found, self._options.device)
+        self.results.put(machine.check_torch(found, seconds), gpu, device)
+
+    async def look_at_p2pd(self) -> None:
+        self.results.put(await machine.check_p2pd())
+
+    async def look_at_network(
+        self, invite: Invite, identity: Identity | None, in_use: bool
+    ) -> None:
+        async with open_node(identity or Identity.generate()) as node:
+            check = await coordinator.connect(node, invite)
+            self.results.put(check)
+            if check.exit_code:
+                self.results.skip(NETWORK_CHECKS, "the coordinator is not reached")
+                return
+            port = None if in_use else self._home.remembered_port()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(
+                    self._stand_alone, ("reachability",),
+                    partial(self.look_at_reachability, invite, port),
+                )  # fmt: skip
+
+                async def inside(probe: Probe) -> None:
+                    self._welcome = probe.welcome
+                    peer = identity.peer_id if identity is not None else None
+                    self.results.put(*coordinator.judgement(probe.welcome, peer, in_use))
+                    await lines.measure_coordinator(
+                        probe, self._options.wall_clock, self.results
+                    )  # fmt: skip
+
+                welcome = await coordinator.visit_coordinator(node, invite, inside, self.results)
+                if welcome is not None:
+                    self.results.put(
+                        await lines.check_peers(
+                            node, coordinator.hello_of(invite), welcome, self._options.wall_clock
+                        )
+                    )
+
+    async def look_at_reachability(self, invite: Invite, port: int | None) -> None:
+        self.results.put(await reaching.check_reachability(invite, port, PortMapper()))

@@ -1,0 +1,243 @@
+"""The checks of the invite and of the coordinator that it names: there, itself, willing.
+
+From the cheapest to the dearest: the invite's text, TCP, Noise with the right peer, a visit
+(`swarm_shared.probe_client`). What a visit measures is in `lines`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import psutil
+import trio
+
+from swarm_client.doctor.report import Check, Results, ok, problem, skipped, warning
+from swarm_shared.endpoint import Endpoint
+from swarm_shared.errors import (
+    AdmissionError,
+    InviteError,
+    NetworkError,
+    ProtocolError,
+    SwarmError,
+    VersionError,
+)
+from swarm_shared.invite import Invite
+from swarm_shared.messages import SOFTWARE_VERSION, DoctorHello, DoctorWelcome
+from swarm_shared.network import Node
+from swarm_shared.probe_client import Probe, ProbeBusy, visit
+from swarm_shared.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+TCP_SECONDS = 5.0
+CONNECT_SECONDS = 8.0
+BUSY_TRIES = 3
+LONGEST_BUSY_SECONDS = 3.0
+MAX_ADDRESSES = 8
+
+AFTER_CONNECTING = ("version", "admission", "clock", "link", "peers")
+
+_NAME = re.compile(r"/dns[46]?/([A-Za-z0-9.-]{1,253})/tcp/([0-9]{1,5})")
+
+
+def check_invite(text: str) -> tuple[Check, Invite | None]:
+    try:
+        invite = Invite.decode(text)
+    except InviteError as error:
+        return problem(
+            "invite", InviteError, str(error),
+            "If copying it again does not help, ask who sent it for a new one.",
+        ), None  # fmt: skip
+    count = len(invite.addresses)
+    return ok(
+        "invite",
+        f"run {invite.run_id[:12]}, coordinator …{invite.coordinator[-8:]} at {count} "
+        f"{'address' if count == 1 else 'addresses'}",
+        run=invite.run_id, coordinator=invite.coordinator,
+    ), invite  # fmt: skip
+
+
+# ---------------------------------------------------------------- is it there?
+
+
+async def connect(node: Node, invite: Invite) -> Check:
+    """TCP first, then Noise with the peer that the invite names: they fail for other reasons."""
+    reached, reasons = await _try_tcp(invite.addresses[:MAX_ADDRESSES])
+    if not reached:
+        return _unreached(invite.addresses, reasons)
+    try:
+        await node.connect(invite.coordinator, invite.addresses, CONNECT_SECONDS)
+    except NetworkError as error:
+        logger.info("the coordinator is not at its address: %s", error)
+        return problem(
+            "coordinator", NetworkError,
+            f"something answers at {reached[0]}, and it is not the coordinator of this invite",
+            "Ask the organiser for a new invite: the coordinator's address or key has changed.",
+        )  # fmt: skip
+    return ok("coordinator", f"reached at {reached[0]}, and it has proved who it is")
+
+
+async def _try_tcp(addresses: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """(addresses that accept connections, the quickest first; the others by their reason)."""
+    reached: list[str] = []
+    reasons: dict[str, list[str]] = {}
+
+    async def attempt(address: str) -> None:
+        place = _host_and_port(address)
+        if place is None:
+            return
+        try:
+            with trio.fail_after(TCP_SECONDS):
+                stream = await trio.open_tcp_stream(*place)
+        except trio.TooSlowError:
+            reasons.setdefault("no answer", []).append(address)
+        except OSError as error:
+            reasons.setdefault(_reason(error), []).append(address)
+        else:
+            reached.append(address)
+            await trio.aclose_forcefully(stream)
+
+    async with trio.open_nursery() as nursery:
+        for address in addresses:
+            nursery.start_soon(attempt, address)
+    return reached, reasons
+
+
+def _reason(error: OSError) -> str:
+    """trio wraps one error per attempt, of which there is one here."""
+    cause: BaseException = error.__cause__ or error
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
+        return os.strerror(cause.errno).lower()
+    return str(cause)
+
+
+def _unreached(addresses: Sequence[str], reasons: Mapping[str, Sequence[str]]) -> Check:
+    tried = [f"{', '.join(where)} ({reason})" for reason, where in reasons.items()]
+    seen = f"nothing answers at {'; '.join(tried) or ', '.join(addresses)}"
+    fix = (
+        "Try again in a few minutes; if it stays so, ask the organiser whether the coordinator "
+        "is running, and whether a firewall is in between."
+    )
+    if all(_is_here(address) for address in addresses):
+        fix = (
+            "This invite leads to this very machine: start the coordinator here, or ask the "
+            "organiser for an invite that others can use."
+        )
+    elif not has_network():
+        seen = f"this machine has no network; {seen}"
+        fix = "Connect this machine to the internet: look at the cable or the Wi-Fi."
+    return problem("coordinator", NetworkError, seen, fix)
+
+
+def has_network() -> bool:
+    """Whether any interface but the loopback is up and has an address that leads anywhere."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return any(
+        not entry.address.startswith(("127.", "::1", "fe80:"))
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up
+        for entry in entries
+        if entry.family.name in ("AF_INET", "AF_INET6")
+    )
+
+
+def _is_here(address: str) -> bool:
+    endpoint = Endpoint.parse(address)
+    return endpoint is not None and endpoint.ip.is_loopback
+
+
+def _host_and_port(address: str) -> tuple[str, int] | None:
+    endpoint = Endpoint.parse(address)
+    if endpoint is not None:
+        return str(endpoint.ip), endpoint.port
+    match = _NAME.fullmatch(address)
+    return None if match is None else (match[1], int(match[2]))
+
+
+# ---------------------------------------------------------------- will it talk?
+
+
+def hello_of(invite: Invite) -> DoctorHello:
+    return DoctorHello(run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token)
+
+
+async def visit_coordinator(
+    node: Node, invite: Invite, inside: Callable[[Probe], Awaitable[None]], results: Results
+) -> DoctorWelcome | None:
+    """Carries `inside` out during a visit; its welcome, or None when there was no visit.
+
+    A coordinator that is busy is asked again for a moment. What keeps it from answering goes into
+    `results`.
+    """
+    for last_try in (False,) * (BUSY_TRIES - 1) + (True,):
+        try:
+            async with visit(
+                node, invite.coordinator, hello_of(invite), invite.addresses
+            ) as probe:  # fmt: skip
+                await inside(probe)
+                return probe.welcome
+        except ProbeBusy as error:
+            if last_try or error.retry_after_seconds > LONGEST_BUSY_SECONDS:
+                results.put(silence(error))
+                break
+            await trio.sleep(error.retry_after_seconds)
+        except SwarmError as error:
+            results.put(silence(error))
+            break
+    results.skip(AFTER_CONNECTING, "the coordinator did not answer")
+    return None
+
+
+def silence(error: SwarmError) -> Check:
+    """The coordinator is there and does not answer a visitor, or stops in the middle."""
+    if isinstance(error, AdmissionError):
+        return problem(
+            "admission", AdmissionError, str(error),
+            "Ask the organiser for a new invite, and whether this machine may take part.",
+        )  # fmt: skip
+    if isinstance(error, ProtocolError):
+        return problem(
+            "version", ProtocolError, f"the coordinator's answer makes no sense: {error}",
+            "Install the version of swarmtrain that the organiser uses.",
+        )  # fmt: skip
+    if "does not serve" in str(error):
+        return problem(
+            "version", VersionError, "the coordinator is too old for this check",
+            "Ask the organiser which version of swarmtrain the run needs.",
+        )  # fmt: skip
+    return warning("link", f"no answer: {error}", "Run this again in a minute.")
+
+
+def judgement(
+    welcome: DoctorWelcome, peer: PeerId | None, client_running: bool
+) -> tuple[Check, Check]:
+    """What the coordinator says of this machine's version and of letting it in.
+
+    `peer` is whom it was asked about; None: a stranger, because there is no identity here, or
+    because a running client is the only one that speaks with it.
+    """
+    details = {"ours": SOFTWARE_VERSION, "coordinator": welcome.software}
+    if welcome.software_fits:
+        version = ok("version", f"{SOFTWARE_VERSION}, and the run's is {welcome.software}")
+    else:
+        version = problem(
+            "version", VersionError,
+            f"{SOFTWARE_VERSION} is installed here, and the run needs {welcome.software}",
+            f"Install swarmtrain {welcome.software} on this machine.", **details,
+        )  # fmt: skip
+    if not welcome.admission:
+        return version, ok("admission", "the run would take this machine")
+    if client_running:
+        return version, skipped("admission", "not asked: the running client speaks for itself")
+    fix = f"Ask the organiser to let this machine in: it is peer {peer}."
+    if peer is None:
+        fix = (
+            "Start `swarm-client join` once: it names this machine's peer ID, which the "
+            "organiser needs to let it in."
+        )
+    return version, problem("admission", AdmissionError, welcome.admission, fix)

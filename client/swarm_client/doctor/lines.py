@@ -1,0 +1,150 @@
+"""The checks that a visit measures: clocks, and the lines to the coordinator and some peers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import trio
+
+from swarm_client.doctor.report import Check, Detail, Results, ok, problem, skipped, warning
+from swarm_shared.clock import Clock
+from swarm_shared.credentials import CLOCK_SKEW_SECONDS
+from swarm_shared.errors import AdmissionError, NetworkError, SwarmError
+from swarm_shared.messages import DoctorHello, DoctorWelcome, Neighbour
+from swarm_shared.network import Node
+from swarm_shared.probe_client import EchoTimes, Probe, visit
+
+logger = logging.getLogger(__name__)
+
+MAX_PEERS = 3
+PEER_SECONDS = 6.0
+
+SKEW_TO_MENTION_SECONDS = 10.0
+SLOW_RTT_SECONDS = 0.5
+SLOW_BYTES_PER_SECOND = 125_000.0
+"""One megabit a second: a small model's activation then takes seconds."""
+
+
+async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results) -> None:
+    """Puts `clock` and `link`; each stands for itself when the other fails."""
+    try:
+        times = await probe.echo(wall_clock)
+    except NetworkError as error:
+        fix = "Run this again in a minute."
+        results.put(
+            warning("clock", f"not compared: {error}", fix),
+            warning("link", f"not measured: {error}", fix),
+        )
+        return
+    results.put(check_clock(times))
+    try:
+        up = await probe.upload_rate(times.rtt_seconds)
+        down = await probe.download_rate(times.rtt_seconds)
+    except NetworkError as error:
+        seen = f"{_ms(times.rtt_seconds)} to the coordinator and back; rates not measured: {error}"
+        fix = "Run this again in a minute."
+        results.put(warning("link", seen, fix, rtt_seconds=times.rtt_seconds))
+        return
+    results.put(check_link(times.rtt_seconds, up, down))
+
+
+def check_clock(times: EchoTimes) -> Check:
+    ahead = times.clock_ahead_seconds
+    where = "ahead of" if ahead > 0 else "behind"
+    seen = f"{_seconds(abs(ahead))} {where} the coordinator's"
+    details = {"ahead_seconds": round(ahead, 3), "uncertainty_seconds": times.rtt_seconds / 2}
+    fix = "Set this machine's clock: turn on the setting that takes the time from the internet."
+    if abs(ahead) > CLOCK_SKEW_SECONDS:
+        return problem(
+            "clock", AdmissionError,
+            f"{seen}; peers more than {CLOCK_SKEW_SECONDS:.0f} s apart refuse each other",
+            fix, **details,
+        )  # fmt: skip
+    if abs(ahead) > SKEW_TO_MENTION_SECONDS:
+        return warning("clock", seen, fix, **details)
+    return ok("clock", seen, **details)
+
+
+def check_link(rtt_seconds: float, up: float, down: float) -> Check:
+    """`up` and `down` in bytes per second."""
+    seen = f"{_ms(rtt_seconds)} to the coordinator and back; {_rate(up)} up, {_rate(down)} down"
+    details = {
+        "rtt_seconds": rtt_seconds,
+        "upload_bytes_per_second": round(up),
+        "download_bytes_per_second": round(down),
+    }
+    if min(up, down) < SLOW_BYTES_PER_SECOND or rtt_seconds > SLOW_RTT_SECONDS:
+        return warning(
+            "link", f"{seen}: slow",
+            "Use a cable instead of Wi-Fi, and stop other downloads; a slow line gets less work.",
+            **details,
+        )  # fmt: skip
+    return ok("link", seen, **details)
+
+
+async def check_peers(
+    node: Node, hello: DoctorHello, welcome: DoctorWelcome, wall_clock: Clock
+) -> Check:
+    """The lines to a few volunteers that the coordinator named, one after the other."""
+    if not welcome.neighbours:
+        return skipped("peers", "no volunteer that could be asked is in the run now")
+    hello = hello.model_copy(update={"token": None, "visitor_pass": welcome.visitor_pass})
+    words: list[str] = []
+    details: dict[str, Detail] = {}
+    for number, neighbour in enumerate(welcome.neighbours[:MAX_PEERS], start=1):
+        try:
+            with trio.fail_after(PEER_SECONDS):
+                rtt_seconds, up, down = await _measure_peer(node, neighbour, hello, wall_clock)
+        except (SwarmError, trio.TooSlowError) as error:
+            logger.info("%s was not measured: %s", neighbour.peer, error)
+            continue
+        path = node.path(neighbour.peer)
+        kind = path.kind.value if path is not None else "lost"
+        words.append(f"{_ms(rtt_seconds)}, {_rate(up)} up, {_rate(down)} down ({kind})")
+        details |= {
+            f"peer_{number}": neighbour.peer,
+            f"peer_{number}_path": kind,
+            f"peer_{number}_rtt_seconds": rtt_seconds,
+            f"peer_{number}_upload_bytes_per_second": round(up),
+            f"peer_{number}_download_bytes_per_second": round(down),
+        }
+    return _peers_found(words, welcome.neighbours[:MAX_PEERS], details)
+
+
+def _peers_found(
+    words: Sequence[str], asked: Sequence[Neighbour], details: dict[str, Detail]
+) -> Check:
+    if not words:
+        return warning(
+            "peers", f"none of {len(asked)} volunteers could be measured",
+            "Run this again in a minute; they may be busy or have just left.",
+        )  # fmt: skip
+    return ok("peers", f"{len(words)} of {len(asked)} asked: {'; '.join(words)}", **details)
+
+
+async def _measure_peer(
+    node: Node, neighbour: Neighbour, hello: DoctorHello, wall_clock: Clock
+) -> tuple[float, float, float]:
+    async with visit(node, neighbour.peer, hello, neighbour.addresses) as probe:
+        rtt_seconds = (await probe.echo(wall_clock)).rtt_seconds
+        up = await probe.upload_rate(rtt_seconds)
+        down = await probe.download_rate(rtt_seconds)
+    return rtt_seconds, up, down
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
+
+
+def _rate(bytes_per_second: float) -> str:
+    """In both units that people know: their provider's is bits."""
+    megabytes, megabits = bytes_per_second / 1e6, bytes_per_second * 8 / 1e6
+    digits = 1 if megabytes < 10 else 0
+    return f"{megabytes:.{digits}f} MB/s ({megabits:.{digits}f} Mbit/s)"

@@ -1,0 +1,272 @@
+"""The checks of this machine: Python, torch and its devices, the home folder, the disk, p2pd.
+
+Nothing is made or changed in the home. What may crash or hang (torch and its driver, hivemind)
+runs in a child process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.device import Device, choose_device
+from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
+from swarm_client.home import Home
+from swarm_shared.errors import (
+    CapacityError,
+    ConfigurationError,
+    StorageError,
+    SwarmError,
+    UsageError,
+)
+from swarm_shared.identity import Identity
+
+OLDEST_PYTHON = (3, 11)
+TORCH_SERIES = "2.13."
+"""What pyproject.toml asks for; numbers agree between machines of one series."""
+P2PD_SECONDS = 18.0
+
+LITTLE_DISK_BYTES = 10 * 2**30
+TOO_LITTLE_DISK_BYTES = 2**30
+"""A small model's stage with its optimizer's state, written twice."""
+
+GIB = 2**30
+
+_TORCH_MODULE = "swarm_client.doctor.torch_probe"
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
+    text = ".".join(map(str, version))
+    seen = f"{platform.python_implementation()} {text} on {platform.system()} {platform.machine()}"
+    if version[:2] < OLDEST_PYTHON:
+        wanted = ".".join(map(str, OLDEST_PYTHON))
+        return problem(
+            "python", SwarmError, f"{seen}; {wanted} or newer is needed",
+            f"Install Python {wanted} or newer, and swarmtrain with it.",
+        )  # fmt: skip
+    return ok("python", seen, version=text)
+
+
+# ---------------------------------------------------------------- torch
+
+
+async def look_at_torch() -> tuple[dict[str, Any], float]:
+    """What the child process found, and the seconds it took."""
+    begun = time.monotonic()
+    done = await trio.run_process(
+        [sys.executable, "-m", _TORCH_MODULE],
+        capture_stdout=True, capture_stderr=True, check=False,
+    )  # fmt: skip
+    seconds = time.monotonic() - begun
+    try:
+        found = json.loads(done.stdout)
+    except ValueError:
+        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        end = f"ended with code {done.returncode}"
+        return {"error": f"the process that loads it {end} {' '.join(said)[:200]}"}, seconds
+    return dict(found), seconds
+
+
+def check_torch(found: Mapping[str, Any], seconds: float) -> Check:
+    if "error" in found:
+        return problem(
+            "torch", SwarmError, f"PyTorch cannot be loaded: {found['error']}",
+            "Install swarmtrain again; what it needs brings a PyTorch that fits.",
+        )  # fmt: skip
+    version, built_for = str(found["torch"]), str(found["built_for"])
+    seen = f"{version}, built for {built_for}, loaded in {seconds:.1f} s"
+    details: dict[str, Detail] = {"version": version, "load_seconds": round(seconds, 2)}
+    if not version.startswith(TORCH_SERIES):
+        return warning(
+            "torch", f"{seen}; {TORCH_SERIES}x is what runs are tested with",
+            f"Install torch {TORCH_SERIES}0, so that this machine computes what others do.",
+            **details,
+        )  # fmt: skip
+    return ok("torch", seen, **details)
+
+
+def check_gpu(found: Mapping[str, Any], wanted: str) -> Check:
+    if wanted == "cpu":
+        return skipped("gpu", "--device cpu was chosen")
+    if "error" in found:
+        return skipped("gpu", "PyTorch cannot be loaded")
+    devices, driver = found["devices"], found["driver"]
+    by_driver = f"driver {driver}" if driver else "driver of unknown version"
+    if devices:
+        first = devices[0]
+        more = f", and {len(devices) - 1} more" if len(devices) > 1 else ""
+        return ok(
+            "gpu",
+            f"{first['name']}, {by_driver}, compute capability {first['compute_capability']}, "
+            f"{first['free_bytes'] / GIB:.1f} of {first['total_bytes'] / GIB:.1f} GiB free{more}",
+            devices=len(devices), driver=driver, **first,
+        )  # fmt: skip
+    if not driver and not found["nvidia_hardware"]:
+        return skipped("gpu", "no NVIDIA GPU is here; the CPU does the work")
+    if "device_error" in found:
+        return warning(
+            "gpu", f"the GPU cannot be used: {found['device_error']}",
+            "Update the NVIDIA driver and restart the machine.", driver=driver,
+        )  # fmt: skip
+    if not found["cuda_build"]:
+        return warning(
+            "gpu", f"an NVIDIA GPU is here, and PyTorch {found['torch']} is built without CUDA",
+            "Install the PyTorch that is built for CUDA to let the GPU do the work.",
+            driver=driver,
+        )  # fmt: skip
+    return warning(
+        "gpu", f"an NVIDIA GPU is here ({by_driver}), and PyTorch does not see it",
+        "Install or update the NVIDIA driver and restart the machine.", driver=driver,
+    )  # fmt: skip
+
+
+def check_device(found: Mapping[str, Any], wanted: str) -> tuple[Check, Device | None]:
+    """The device that `join` would take, chosen by the same rule."""
+    gpus = [(str(one["name"]), int(one["free_bytes"])) for one in found.get("devices", ())]
+    try:
+        device = choose_device(wanted, None, gpus)
+    except UsageError as error:
+        return problem("device", UsageError, str(error), "Give --device as written there."), None
+    except CapacityError as error:
+        return problem(
+            "device", CapacityError, str(error), "Use --device auto to take what is there."
+        ), None
+    offered = f"{device.label}, {device.memory_bytes / GIB:.1f} GiB of memory to offer"
+    details: dict[str, str | int] = {"device": device.name, "memory_bytes": device.memory_bytes}
+    return ok("device", f"{device.name}: {offered}", **details), device
+
+
+def fit_device(check: Check, device: Device | None, smallest_stage_bytes: int) -> Check:
+    """The same check, once it is known what the run needs."""
+    if device is None or not smallest_stage_bytes:
+        return check
+    needed = f"the run's smallest stage takes {smallest_stage_bytes / GIB:.2f} GiB"
+    details = {**check.details, "smallest_stage_bytes": smallest_stage_bytes}
+    if device.memory_bytes < smallest_stage_bytes:
+        return problem(
+            "device", CapacityError, f"{check.seen}; {needed}",
+            "Close other programs to free memory, or ask the organiser for smaller stages.",
+            **details,
+        )  # fmt: skip
+    return ok("device", f"{check.seen}; {needed}", **details)
+
+
+# ---------------------------------------------------------------- the home folder
+
+
+def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
+    """The check, the identity that lies there, and whether a client works there now."""
+    path = home.path
+    if not path.exists():
+        parent = existing_parent(path)
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            return _unusable(path, f"{parent} cannot be written to"), None, False
+        return ok("home", f"{path} is new; joining makes it", path=str(path)), None, False
+    if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        return _unusable(path, "it is not a folder that can be written to"), None, False
+    try:
+        identity: Identity | None = Identity.load(home.identity_path)
+    except FileNotFoundError:
+        identity = None
+    except ConfigurationError as error:
+        seen = str(error)
+        return problem(
+            "home", ConfigurationError, seen, "Do what is said there.", path=str(path)
+        ), None, False  # fmt: skip
+    if is_locked(path / "lock"):
+        return warning(
+            "home", f"a client is running in {path} now",
+            "Nothing to do if it is yours; a second one needs a folder of its own (--home).",
+            path=str(path), client_running=True,
+        ), identity, True  # fmt: skip
+    who = "no identity yet" if identity is None else f"peer {identity.peer_id}"
+    return ok("home", f"{path}, {who}", path=str(path), client_running=False), identity, False
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest folder above that is there: its disk is the one that counts."""
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def is_locked(path: Path) -> bool:
+    """Whether another process holds the lock; the file is not made for the question."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(handle)
+    return False
+
+
+def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -> Check:
+    """`data_bytes` is what the run's data takes, 0 when that is not known."""
+    if free_bytes is None:
+        try:
+            free_bytes = shutil.disk_usage(existing_parent(path)).free
+        except OSError as error:
+            return problem(
+                "disk", StorageError, f"the disk of {path} cannot be asked: {error.strerror}",
+                "Choose another folder with --home.",
+            )  # fmt: skip
+    seen = f"{free_bytes / GIB:.1f} GiB free"
+    if data_bytes:
+        seen += f"; the run's data takes {data_bytes / GIB:.2f} GiB"
+    details = {"free_bytes": free_bytes, "data_bytes": data_bytes}
+    if free_bytes < TOO_LITTLE_DISK_BYTES + data_bytes:
+        return problem(
+            "disk", StorageError, seen,
+            "Free some space, or choose a folder on another disk with --home.", **details,
+        )  # fmt: skip
+    if free_bytes < LITTLE_DISK_BYTES + data_bytes:
+        return warning(
+            "disk", f"{seen}: little for a larger model",
+            "Free some space, or choose a folder on another disk with --home.", **details,
+        )  # fmt: skip
+    return ok("disk", seen, **details)
+
+
+def _unusable(path: Path, why: str) -> Check:
+    return problem(
+        "home", StorageError, f"{path} cannot be used: {why}",
+        "Choose another folder with --home.", path=str(path),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- hivemind
+
+
+async def check_p2pd() -> Check:
+    """Starts hivemind's process with p2pd, as joining does, in a folder that goes away again."""
+    fix = "Nothing to do: the all-reduce uses this program's own network instead."
+    with tempfile.TemporaryDirectory(prefix="swarmtrain-doctor-") as folder:
+        worker = AveragingWorker(AveragingOptions(home=Path(folder)))
+        begun = time.monotonic()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.run)
+            with trio.move_on_after(P2PD_SECONDS):
+                await worker.settled()
+            available, reason = worker.available, worker.reason
+            seconds = time.monotonic() - begun
+            nursery.cancel_scope.cancel()
+    if available:
+        return ok("p2pd", f"works, started in {seconds:.1f} s", start_seconds=round(seconds, 2))
+    return warning("p2pd", f"does not work here: {reason}", fix)

@@ -1,0 +1,89 @@
+"""Runs in a child process: imports torch and tells what it sees, as one line of JSON.
+
+    python -m swarm_client.doctor.torch_probe
+
+Never imported by the daemon or by `doctor` itself: importing torch costs seconds and hundreds of
+megabytes, and a broken driver can take the process down with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_DRIVER_SECONDS = 5.0
+
+
+def look() -> dict[str, Any]:
+    """Versions, and one entry per CUDA device. `error` stands in place of what failed."""
+    try:
+        import torch
+    except Exception as error:  # noqa: BLE001  (a damaged installation raises anything)
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "built_for": f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only",
+        "cuda_build": torch.version.cuda is not None,
+        "driver": _driver_version(),
+        "nvidia_hardware": _has_nvidia_hardware(),
+        "devices": [],
+    }
+    try:
+        torch.ones(8, 8).matmul(torch.ones(8, 8)).sum().item()
+        if torch.cuda.is_available():
+            found["devices"] = [_device(torch, i) for i in range(torch.cuda.device_count())]
+    except Exception as error:  # noqa: BLE001  (drivers fail in many ways, all told the same)
+        found["device_error"] = f"{type(error).__name__}: {error}"[:300]
+    return found
+
+
+def _device(torch: Any, index: int) -> dict[str, Any]:
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    # A kernel that runs is the only proof that this build has code for this device.
+    torch.ones(8, 8, device=f"cuda:{index}").matmul(torch.ones(8, 8, device=f"cuda:{index}")).sum()
+    torch.cuda.synchronize(index)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "compute_capability": f"{major}.{minor}",
+        "free_bytes": free_bytes,
+        "total_bytes": total_bytes,
+    }
+
+
+def _driver_version() -> str | None:
+    """NVIDIA's kernel driver, as it says itself; None when there is none."""
+    try:
+        found = re.search(r"\b(\d{3,4}\.\d+(?:\.\d+)?)\b", _DRIVER_FILE.read_text())
+        return found[1] if found else None
+    except OSError:
+        pass
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=_DRIVER_SECONDS, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.split()), None)
+
+
+def _has_nvidia_hardware() -> bool:
+    """A display or compute device of NVIDIA's on the bus, whether its driver is there or not."""
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
+        except OSError:
+            continue
+        if vendor.strip() == "0x10de" and kind.startswith("0x03"):
+            return True
+    # Windows' Linux shows its GPU as this and not on the bus.
+    return Path("/dev/dxg").exists() and Path("/usr/lib/wsl/lib/libcuda.so.1").exists()
+
+
+if __name__ == "__main__":
+    print(json.dumps(look()), flush=True)

@@ -1,0 +1,256 @@
+"""The run's peers, and what is asked about them at every event, kept as they change.
+
+Part of the pure core. Thousands of peers send several words a second each, and after each of them
+the rules ask who holds which stage, who downloads, who wants to leave. A scan of all peers for
+each of these questions would cost milliseconds per word, so a peer tells the table it is in when
+one of the fields changes that the answers depend on: nobody has to remember to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swarm_coordinator.events import Session
+from swarm_coordinator.moving import NO_VERSION, Moving
+from swarm_shared.credentials import Receipt
+from swarm_shared.messages import CarrierAddress, PeerRecord, Reachability
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+
+
+class PeerPhase(StrEnum):
+    ADMITTED = "admitted"
+    """Has a certificate and no stage yet."""
+    SYNCING = "syncing"
+    """Has a stage and not yet its state."""
+    READY = "ready"
+    """Holds its stage at the run's version."""
+
+
+_PLACED = frozenset({"stage", "moving"})
+_INDEXED = frozenset({"phase", "version", "leaving", "source_asked", "carrier"})
+"""Fields of a peer that its table answers questions about, besides its place and rate."""
+
+_RECORDED = frozenset(
+    {"stage", "addresses", "certificate", "carrier", "reachability", "offers_relay"}
+)
+"""Fields of a peer that others are told of, besides its rate and whether it leaves."""
+
+
+@dataclass(slots=True)
+class PeerState:
+    peer: PeerId
+    session: Session
+    certificate: str
+    name: str | None
+    addresses: tuple[str, ...]
+    carrier: CarrierAddress | None
+    device: str
+    memory_bytes: int
+    trainer: bool
+    wanted_stage: StageIndex | None
+    last_heard: float
+    reachability: Reachability = Reachability.UNKNOWN
+    offers_relay: bool = False
+    phase: PeerPhase = PeerPhase.ADMITTED
+    stage: StageIndex | None = None
+    version: Version = NO_VERSION
+    microbatches_per_second: float = 0.0
+    flops_per_second: float = 0.0
+    """From the newest rate that it has measured, at whatever stage; 0 until there is one."""
+    queued: int = 0
+    leaving: bool = False
+    leaving_since: float = 0.0
+    hold_until: float = 0.0
+    """While it downloads, the close of the step waits for it until then."""
+    holds: int = 0
+    source_asked: bool = False
+    """Whether the peer has been told where to get its state from."""
+    ask_not_before: float = 0.0
+    """A source that failed is not named again sooner."""
+    asked_at: float = 0.0
+    """When it was told where to get its state from."""
+    download_bytes_per_second: float = 0.0
+    """As it was when it last got a stage's state; 0 until then."""
+    catching_up: Step | None = None
+    """The step it has averaged and still has to apply, since it missed the word to do so."""
+    early_receipts: dict[MicrobatchIndex, Receipt] = field(default_factory=dict)
+    """Told after a restart of the coordinator, before the step that they belong to began."""
+    moving: Moving | None = None
+    record: PeerRecord | None = field(default=None, repr=False, compare=False)
+    """As it was published last, unless something in it has changed since."""
+    table: PeerTable | None = field(default=None, repr=False, compare=False)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        table: PeerTable | None = getattr(self, "table", None)
+        if table is None:
+            object.__setattr__(self, name, value)
+            return
+        if name in _RECORDED:
+            object.__setattr__(self, "record", None)
+        if name in _PLACED:
+            table.leave(self)
+        object.__setattr__(self, name, value)
+        if name in _PLACED or name in _INDEXED:
+            table.enter(self)
+        elif name == "flops_per_second":
+            table.measured(self)
+
+
+@dataclass(frozen=True, slots=True)
+class StageView:
+    """Who holds a stage at the run's version, in the order in which they came to it."""
+
+    ready: tuple[PeerState, ...]
+    """Leaving ones included."""
+    working: tuple[PeerState, ...]
+    """Those that may get new microbatches: a leaving one only if all of them leave."""
+    trainers: tuple[PeerState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTally:
+    """Who is to be counted on at a stage: those on their way to it as well, leavers not."""
+
+    peers: int
+    measured: int
+    """How many of them have told a rate."""
+    flops_per_second: float
+    """Of these together."""
+
+
+class PeerTable(dict[PeerId, PeerState]):
+    """Peers by their ID. Only `[]=`, `del` and `clear` change it."""
+
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.syncing: dict[PeerId, PeerState] = {}
+        """They have a stage and download its state."""
+        self.unsourced: dict[PeerId, PeerState] = {}
+        """Those of them that have not been told where from."""
+        self.movers: dict[PeerId, PeerState] = {}
+        self.leavers: dict[PeerId, PeerState] = {}
+        self.with_carrier: dict[PeerId, PeerState] = {}
+        self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {}
+        self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {}
+        self._stages = tuple(StageIndex(stage) for stage in range(stages))
+        self._views: dict[StageIndex, StageView] = {}
+        self._unheld: set[StageIndex] = set()
+        self._unseen: set[StageIndex] = set(self._stages)
+        """Stages whose peers have changed since `_unheld` was true of them."""
+        self._tallies: dict[StageIndex, StageTally] = {}
+        self._version = NO_VERSION
+
+    # ---- questions
+
+    def view(self, stage: StageIndex, version: Version) -> StageView:
+        self._turn_to(version)
+        found = self._views.get(stage)
+        if found is None:
+            found = self._views[stage] = self._look(stage, version)
+        return found
+
+    def unheld(self, version: Version) -> set[StageIndex]:
+        """Stages that nobody holds at the version. Not to be changed by the caller."""
+        self._turn_to(version)
+        for stage in self._unseen:
+            if self.view(stage, version).ready:
+                self._unheld.discard(stage)
+            else:
+                self._unheld.add(stage)
+        self._unseen.clear()
+        return self._unheld
+
+    def _turn_to(self, version: Version) -> None:
+        if version != self._version:
+            self._version = version
+            self._views.clear()
+            self._unseen.update(self._stages)
+
+    def _look(self, stage: StageIndex, version: Version) -> StageView:
+        ready = tuple(
+            peer
+            for peer in self._by_stage.get(stage, {}).values()
+            if peer.phase is PeerPhase.READY and peer.version == version
+        )
+        staying = tuple(peer for peer in ready if not peer.leaving)
+        return StageView(ready, staying or ready, tuple(p for p in staying if p.trainer))
+
+    def tally(self, stage: StageIndex) -> StageTally:
+        found = self._tallies.get(stage)
+        if found is None:
+            counted = [p for p in self.bound_for(stage) if not p.leaving]
+            rates = [p.flops_per_second for p in counted if p.flops_per_second > 0]
+            found = self._tallies[stage] = StageTally(len(counted), len(rates), sum(rates))
+        return found
+
+    def bound_for(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Those that hold the stage or download it, and that will: who moves counts there only."""
+        return self._bound_for.get(stage, {}).values()
+
+    # ---- changes
+
+    def __setitem__(self, key: PeerId, peer: PeerState) -> None:
+        if key in self:
+            del self[key]
+        super().__setitem__(key, peer)
+        peer.table = self
+        self.enter(peer)
+
+    def __delitem__(self, key: PeerId) -> None:
+        peer = self[key]
+        super().__delitem__(key)
+        self.leave(peer)
+        peer.table = None
+        for some in (
+            self.syncing, self.unsourced, self.movers, self.leavers, self.with_carrier,
+        ):  # fmt: skip
+            some.pop(key, None)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def enter(self, peer: PeerState) -> None:
+        """A peer has come, or has changed."""
+        moving, stage = peer.moving, peer.stage
+        goes_to = stage if moving is None else moving.stage
+        if stage is not None:
+            self._views.pop(stage, None)
+            self._unseen.add(stage)
+            self._by_stage.setdefault(stage, {})[peer.peer] = peer
+        if goes_to is not None:
+            self._tallies.pop(goes_to, None)
+            self._bound_for.setdefault(goes_to, {})[peer.peer] = peer
+        syncing = peer.phase is PeerPhase.SYNCING
+        _keep(self.syncing, peer, syncing)
+        _keep(self.unsourced, peer, syncing and not peer.source_asked)
+        _keep(self.movers, peer, moving is not None)
+        _keep(self.leavers, peer, peer.leaving)
+        _keep(self.with_carrier, peer, peer.carrier is not None)
+
+    def leave(self, peer: PeerState) -> None:
+        """A peer goes, or is about to go to another stage."""
+        moving, stage = peer.moving, peer.stage
+        goes_to = stage if moving is None else moving.stage
+        if stage is not None:
+            self._views.pop(stage, None)
+            self._unseen.add(stage)
+            self._by_stage[stage].pop(peer.peer)
+        if goes_to is not None:
+            self._tallies.pop(goes_to, None)
+            self._bound_for[goes_to].pop(peer.peer)
+
+    def measured(self, peer: PeerState) -> None:
+        """A peer has told another rate."""
+        goes_to = peer.stage if peer.moving is None else peer.moving.stage
+        if goes_to is not None:
+            self._tallies.pop(goes_to, None)
+
+
+def _keep(those: dict[PeerId, PeerState], peer: PeerState, belongs: bool) -> None:
+    if belongs:
+        those[peer.peer] = peer
+    else:
+        those.pop(peer.peer, None)

@@ -1,0 +1,269 @@
+"""Peers that move to another stage while the run goes on: deciding it, and carrying it out.
+
+Part of the pure core (design: placement and rebalancing); who moves is `swarm_shared.placement`'s
+to say. A move keeps every promise of a step:
+
+    with room for both   the peer gets the new stage's state beside the old one that it serves on.
+                         In the first close after that it averages both stages, to the new one it
+                         adds nothing, and when the step is applied it holds the new one: nothing
+                         that it has counted is lost, and no step goes without it.
+    without              between two steps, when it has counted nothing yet, it gives the old stage
+                         up and comes to the new one as newcomers do. The old stage can spare it,
+                         or it would not have been chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from swarm_coordinator import membership
+from swarm_coordinator.moving import (
+    DecisionNote,
+    Moving,
+    Rebalancing,
+    RebalancingRule,
+    RebalancingSettings,
+)
+from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, display
+from swarm_shared.manifest import Manifest
+from swarm_shared.placement import (
+    Decision,
+    Move,
+    MovePolicy,
+    PeerLoad,
+    StageLoad,
+    choose_moves,
+    choose_swarm_moves,
+)
+from swarm_shared.placement.sizes import stage_sizes
+from swarm_shared.types import PeerId, StageIndex
+
+MOVE_SECONDS = 900.0
+"""A move that has not come about by then is given up; the fleet has changed since."""
+
+
+def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalancing:
+    stages = tuple(
+        StageLoad(
+            stage=StageIndex(index),
+            work_flops=stage.work_flops or 1.0,
+            memory_bytes=stage.memory_bytes,
+            state_bytes=sizes.state_bytes,
+        )
+        for index, (stage, sizes) in enumerate(
+            zip(manifest.stages, stage_sizes(manifest), strict=True)
+        )
+    )
+    return Rebalancing(settings, stages)
+
+
+# ---------------------------------------------------------------- deciding
+
+
+def consider(run: RunState, now: float) -> None:
+    """Every period, while the pipeline runs: whether somebody should move."""
+    rebalancing = run.rebalancing
+    settings = rebalancing.settings
+    if settings.rule is RebalancingRule.NONE or run.phase is not RunPhase.COLLECT:
+        return
+    if rebalancing.due_at is None:
+        rebalancing.due_at = now + settings.policy.period_seconds
+    if now < rebalancing.due_at:
+        return
+    rebalancing.due_at = now + settings.policy.period_seconds
+    if run.unheld():
+        rebalancing.reason = "a stage has nobody, which comes first"
+        return
+    decision = _decide(run, now)
+    if decision is None:
+        rebalancing.reason = "nobody has told a rate yet"
+        return
+    rebalancing.reason = decision.reason
+    for move in decision.moves:
+        _begin(run, move, now)
+
+
+def _decide(run: RunState, now: float) -> Decision | None:
+    rebalancing = run.rebalancing
+    policy = rebalancing.settings.policy
+    peers = _loads(run)
+    if not peers:
+        return None
+    if rebalancing.settings.rule is RebalancingRule.SWARM:
+        return choose_swarm_moves(rebalancing.stages, peers, policy)
+    resting = {
+        stage
+        for stage, since in rebalancing.took_part.items()
+        if now - since < policy.period_seconds
+    }
+    return choose_moves(rebalancing.stages, peers, _within_a_step(run, policy), resting)
+
+
+def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
+    """State is exact only within one step, whose close waits a little for who downloads it."""
+    if run.last_applied is None:
+        return policy
+    longest = run.last_applied.seconds + run.manifest.limits.join_hold_seconds
+    return MovePolicy(
+        period_seconds=policy.period_seconds,
+        minimum_replicas=policy.minimum_replicas,
+        horizon_seconds=policy.horizon_seconds,
+        margin=policy.margin,
+        minimum_gain=policy.minimum_gain,
+        longest_download_seconds=min(longest, policy.longest_download_seconds),
+    )
+
+
+def _loads(run: RunState) -> list[PeerLoad]:
+    """All who stay, at the stage that they hold or are on their way to; none if no rate is known.
+
+    Who has told no rate yet counts like the mean of the others.
+    """
+    settings = run.rebalancing.settings
+    counted = [
+        (peer, StageIndex(stage))
+        for stage in run.stage_indices
+        for peer in run.peers.bound_for(StageIndex(stage))
+        if not peer.leaving
+    ]
+    told = [peer.flops_per_second for peer, _ in counted if peer.flops_per_second > 0]
+    if not told:
+        return []
+    mean = sum(told) / len(told)
+    return [
+        PeerLoad(
+            peer=peer.peer,
+            stage=stage,
+            flops_per_second=peer.flops_per_second or mean,
+            memory_bytes=peer.memory_bytes,
+            download_bytes_per_second=peer.download_bytes_per_second
+            or settings.assumed_download_bytes_per_second,
+            may_move=_may_move(run, peer),
+            queued=peer.queued,
+        )
+        for peer, stage in counted
+    ]
+
+
+def _may_move(run: RunState, peer: PeerState) -> bool:
+    return run.holds_current(peer) and peer.moving is None and peer.wanted_stage is None
+
+
+def _begin(run: RunState, move: Move, now: float) -> None:
+    rebalancing = run.rebalancing
+    peer = run.peers[move.peer]
+    gap = move.gap or _shares_the_table(run, move.source, move.destination)
+    peer.moving = Moving(move.destination, gap, now)
+    rebalancing.took_part[move.source] = rebalancing.took_part[move.destination] = now
+    rebalancing.decided += 1
+    text = move.sentence(display(peer))
+    rebalancing.decisions.append(DecisionNote(now, peer.peer, text))
+    run.note(text, peer.peer)
+
+
+def _shares_the_table(run: RunState, one: StageIndex, other: StageIndex) -> bool:
+    """Both ends of a tied model: a peer would take part in the same all-reduce twice."""
+    return run.manifest.model.tie_embeddings and {one, other} == {StageIndex(0), run.last_stage}
+
+
+# ---------------------------------------------------------------- carrying it out
+
+
+def look_after(run: RunState, now: float) -> None:
+    """Give up moves that cannot or should not come about any more."""
+    for peer in list(run.peers.movers.values()):
+        moving = peer.moving
+        assert moving is not None
+        if peer.leaving:
+            drop(run, peer, "it leaves")
+        elif peer.phase is not PeerPhase.READY:
+            drop(run, peer, "it has lost the stage that it held")
+        elif run.step is not None and peer.peer in run.step.excluded:
+            drop(run, peer, "it sits this step out")
+        elif moving.holds > membership.MAXIMUM_HOLDS:
+            drop(run, peer, "its downloads take longer than a step")
+        elif now - moving.begun_at > MOVE_SECONDS:
+            drop(run, peer, "it took too long")
+
+
+def drop(run: RunState, peer: PeerState, reason: str) -> None:
+    assert peer.moving is not None
+    run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
+    peer.moving = None
+    run.rebalancing.dropped += 1
+
+
+def holds_the_close(run: RunState, now: float) -> bool:
+    """A mover that had to start over is waited for like a newcomer, for a bounded time."""
+    return any(
+        peer.moving is not None and not peer.moving.ready and now < peer.moving.hold_until
+        for peer in run.peers.movers.values()
+    )
+
+
+def switching(run: RunState) -> dict[PeerId, StageIndex]:
+    """Who has the state of its next stage and can be spared where it is, in a close that begins."""
+    found: dict[PeerId, StageIndex] = {}
+    for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
+        moving = peer.moving
+        assert moving is not None
+        if not moving.ready or moving.version != run.version or not run.holds_current(peer):
+            continue
+        if _can_be_spared(run, peer, found):
+            found[peer.peer] = moving.stage
+        else:
+            drop(run, peer, f"stage {peer.stage} needs it")
+    return found
+
+
+def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> bool:
+    assert peer.stage is not None
+    minimum = run.rebalancing.settings.policy.minimum_replicas
+    others = [
+        p
+        for p in run.ready_peers(peer.stage)
+        if not p.leaving and p.peer not in {*going, peer.peer}
+    ]
+    return len(others) >= minimum
+
+
+def switch(run: RunState, closing: Closing) -> None:
+    """The step is decided: with its Apply these hold their next stage."""
+    for peer_id, stage in closing.switching.items():
+        peer = run.peers[peer_id]
+        closing.members[peer_id] = stage
+        run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
+        peer.moving = None
+        peer.stage = stage
+        run.rebalancing.made += 1
+
+
+def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
+    """An attempt with movers in it has failed: the next one goes without them."""
+    for peer_id in peers:
+        peer = run.peers.get(peer_id)
+        if peer is not None and peer.moving is not None:
+            drop(run, peer, "an attempt to close the step with it failed")
+
+
+def version_changed(run: RunState, now: float) -> None:
+    """What movers have of their next stage is of the version before: they get it anew."""
+    for peer in run.peers.movers.values():
+        moving = peer.moving
+        if moving is not None and moving.source_asked:
+            membership.start_over(run, moving, now)
+
+
+def move_between_steps(run: RunState, now: float) -> None:
+    """Those that cannot hold two stages give theirs up now, when they have counted nothing."""
+    for peer in list(run.peers.movers.values()):
+        moving = peer.moving
+        assert moving is not None
+        if not moving.gap or not run.holds_current(peer):
+            continue
+        if not _can_be_spared(run, peer, ()):
+            drop(run, peer, f"stage {peer.stage} needs it")
+            continue
+        run.rebalancing.made += 1
+        run.rebalancing.bytes_moved += run.rebalancing.stages[moving.stage].state_bytes
+        membership.move(run, peer, moving.stage, "it moves there", now)

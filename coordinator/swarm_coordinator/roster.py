@@ -1,0 +1,132 @@
+"""The roster: whom everybody may use, whom nobody may serve, and when all of them are told.
+
+Part of the pure core: changes a RunState and queues commands, does no I/O. Who takes part with
+which stage is `membership`'s; here is what changes about a member that stays, and the word that
+somebody may not be served any more (docs/decisions/0010-admission.md).
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.events import CertificateIssued, CloseSession, PeersRevoked, Send
+from swarm_coordinator.state import PeerState, RunPhase, RunState, short
+from swarm_shared.messages import (
+    CertificateRenewed,
+    Close,
+    PeerRecord,
+    Refused,
+    Roster,
+    Whereabouts,
+)
+from swarm_shared.types import PeerId
+
+MOVED_ROSTER_SECONDS = 1.0
+"""Rosters that only follow somebody's addresses are so far apart at least: everybody gets them,
+so that a peer whose network flickers would cost all the others their line."""
+
+RENEWED_ROSTER_SECONDS = 60.0
+"""The same for newer certificates, which nobody needs before the older ones expire."""
+
+SMALL_RUN = 256
+"""Up to so many peers everybody is told of every change at once."""
+
+SPACING_PER_PEER_SECONDS = 1e-4
+"""In larger runs rosters are so far apart at least, times the peers: a second for 10,000. Each of
+them goes to everybody, and somebody comes or goes several times a second."""
+
+MAXIMUM_REVOKED = 65_536
+"""What a roster can carry."""
+
+
+def moved(run: RunState, peer: PeerState, message: Whereabouts, now: float) -> None:
+    """It is found elsewhere now, or says something else about how it can be reached."""
+    told = (message.addresses, message.carrier, message.reachability, message.offers_relay)
+    if told == (peer.addresses, peer.carrier, peer.reachability, peer.offers_relay):
+        return
+    peer.addresses, peer.carrier, peer.reachability, peer.offers_relay = told
+    _publish_within(run, peer, MOVED_ROSTER_SECONDS, now)
+
+
+def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
+    """Tell the member at once and the others within a while: the older one still holds."""
+    if event.peer == run.coordinator.peer:
+        run.coordinator = run.coordinator.model_copy(update={"certificate": event.certificate})
+        return
+    peer = run.peers.get(event.peer)
+    if peer is not None:
+        peer.certificate = event.certificate
+        run.send(peer.peer, CertificateRenewed(certificate=event.certificate))
+        _publish_within(run, peer, RENEWED_ROSTER_SECONDS, now)
+
+
+def revoke(run: RunState, event: PeersRevoked) -> None:
+    """Nobody may serve these from now on; that they are gone is the caller's part."""
+    run.revoked_dirty = True
+    absent = [peer for peer in event.peers if peer not in run.peers]
+    for peer in event.peers:
+        run.revoked.pop(peer, None)
+        run.revoked[peer] = event.until  # at the end: the newest are told if they are too many
+        if peer in run.peers:
+            run.send(peer, Refused(code="admission", reason=event.reason[:500]))
+            run.commands.append(CloseSession(peer, event.reason))
+    if absent:
+        who = short(absent[0]) if len(absent) == 1 else f"{len(absent)} peers"
+        run.note(f"{who}, not attached now, may not take part any more: {event.reason}")
+
+
+def attached(run: RunState, peer: PeerId) -> None:
+    """The shell has let it in, whatever was said of it before."""
+    reinstate(run, peer)
+    if run.revoked and run.phase is RunPhase.APPLYING:
+        # It may hold a stage already, and no roster goes out otherwise before the step ends.
+        run.revoked_dirty = True
+
+
+def reinstate(run: RunState, peer: PeerId) -> None:
+    if run.revoked.pop(peer, None) is not None:
+        run.revoked_dirty = True
+
+
+def forget_revoked(run: RunState, now: float) -> None:
+    """Certificates that have expired are refused by everybody without being told."""
+    if run.revoked:
+        run.revoked = {peer: until for peer, until in run.revoked.items() if until > now}
+
+
+def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) -> None:
+    """A change that can wait: not sooner than so long after the last roster."""
+    if not run.holds_current(peer):
+        return  # nobody is told of it yet
+    due = max(now, run.published_at + seconds)
+    run.roster_due_at = due if run.roster_due_at is None else min(run.roster_due_at, due)
+
+
+def publish(run: RunState, now: float) -> None:
+    """Send the roster to everybody when it has changed, before any work that relies on it."""
+    if run.phase is RunPhase.APPLYING:
+        # Versions differ while a step is applied; the whole roster follows at its end.
+        if run.revoked_dirty and run.published is not None:
+            kept = tuple(r for r in run.published.peers if r.peer not in run.revoked)
+            _send(run, kept, now)
+        return
+    due = run.roster_due_at is not None and now >= run.roster_due_at
+    if (run.roster_dirty and not _can_wait(run, now)) or run.revoked_dirty or due:
+        run.roster_dirty, run.roster_due_at = False, None
+        _send(run, run.roster(), now)
+
+
+def _can_wait(run: RunState, now: float) -> bool:
+    """Whether a large run's roster was sent just now, and nobody is told to average by this one."""
+    if len(run.peers) <= SMALL_RUN:
+        return False
+    return now - run.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
+        isinstance(command, Send) and isinstance(command.message, Close) for command in run.commands
+    )
+
+
+def _send(run: RunState, peers: tuple[PeerRecord, ...], now: float) -> None:
+    run.roster_serial += 1
+    revoked = tuple(run.revoked)[-MAXIMUM_REVOKED:]
+    run.published = Roster(serial=run.roster_serial, peers=peers, revoked=revoked)
+    run.published_at, run.revoked_dirty = now, False
+    for peer in run.peers.values():
+        run.send(peer.peer, run.published)

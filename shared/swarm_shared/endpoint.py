@@ -1,0 +1,41 @@
+"""An IP address and a TCP port, and their one spelling as a multiaddr."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_MULTIADDR = re.compile(r"/ip([46])/([0-9a-fA-F.:]{2,45})/tcp/([0-9]{1,5})(?:/p2p/[0-9A-Za-z]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    ip: IpAddress
+    port: int
+
+    @classmethod
+    def parse(cls, multiaddr: str) -> Endpoint | None:
+        """The endpoint of `/ip4/192.0.2.1/tcp/4001`, with or without a peer at its end.
+
+        None for everything else: names, relays, other transports, port 0. An IPv4 address in
+        IPv6's clothes (::ffff:192.0.2.1) is the IPv4 address, so that equal places are equal.
+        """
+        match = _MULTIADDR.fullmatch(multiaddr)
+        if match is None:
+            return None
+        try:
+            ip = ipaddress.ip_address(match[2])
+        except ValueError:
+            return None
+        port = int(match[3])
+        if str(ip.version) != match[1] or not 0 < port < 65_536:
+            return None
+        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+        return cls(mapped or ip, port)
+
+    @property
+    def multiaddr(self) -> str:
+        return f"/ip{self.ip.version}/{self.ip}/tcp/{self.port}"

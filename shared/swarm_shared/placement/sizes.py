@@ -1,0 +1,64 @@
+"""How large a stage is, from the model's shape alone: nothing is built, no torch is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_shared.manifest import Manifest
+from swarm_shared.model_config import ModelConfig
+
+FLOAT_BYTES = 4
+STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
+"""The weight and AdamW's two moments; a snapshot holds nothing else of weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    parameters: int
+    input_bytes: int
+    """What one microbatch brings in: token ids or the activation of the stage before."""
+    output_bytes: int
+    """What it sends on, and gets the gradient of; 0 at the last stage."""
+
+    @property
+    def state_bytes(self) -> int:
+        return STATE_BYTES_PER_PARAMETER * self.parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the stage's peers average at the end of a step."""
+        return FLOAT_BYTES * self.parameters
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Of one transformer layer: attention, feed-forward and two norms."""
+    keys = config.head_size * config.key_value_heads
+    attention = 2 * config.hidden_size * (config.hidden_size + keys)
+    return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+
+
+def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
+    """Of every stage of a run."""
+    config = manifest.model
+    tokens = manifest.tokens_per_microbatch
+    element_bytes = 2 if manifest.training.dtype == "bfloat16" else 4
+    boundary = tokens * config.hidden_size * element_bytes
+    table = config.vocabulary_size * config.hidden_size
+    last = manifest.stage_count - 1
+    sizes: list[StageSizes] = []
+    for index, cut in enumerate(manifest.stages):
+        parameters = (cut.end_layer - cut.first_layer) * layer_parameters(config)
+        if index == 0:
+            parameters += table
+        if index == last:
+            # Both ends of a tied model hold the table, unless they are the same stage.
+            shared = config.tie_embeddings and index == 0
+            parameters += config.hidden_size + (0 if shared else table)
+        sizes.append(
+            StageSizes(
+                parameters=parameters,
+                input_bytes=boundary if index else tokens * FLOAT_BYTES,
+                output_bytes=boundary if index < last else 0,
+            )
+        )
+    return tuple(sizes)

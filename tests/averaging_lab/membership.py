@@ -1,0 +1,55 @@
+"""What members of a run show one another, signed as a coordinator and its volunteers sign it."""
+
+from __future__ import annotations
+
+import base64
+import time
+from dataclasses import dataclass, field
+
+from swarm_client.averaging.protocol import ShowMembership
+from swarm_shared.credentials import (
+    CarrierBinding,
+    MembershipCertificate,
+    sign_carrier_binding,
+    sign_certificate,
+)
+from swarm_shared.identity import Identity
+from swarm_shared.types import Generation, PeerId, RunId
+
+RUN = RunId("ab" * 32)
+
+
+@dataclass(frozen=True)
+class Organiser:
+    run: RunId = RUN
+    key: Identity = field(default_factory=Identity.generate)
+
+    def membership(
+        self,
+        member: Identity,
+        p2pd_peer_id: str,
+        *,
+        revoked: tuple[PeerId, ...] = (),
+        run: RunId | None = None,
+        expires: float | None = None,
+    ) -> ShowMembership:
+        """`member`'s certificate of `run`, and its word on its p2pd."""
+        now = time.time()
+        certificate = MembershipCertificate(
+            peer=member.peer_id,
+            run=run or self.run,
+            generation=Generation(1),
+            not_before=now - 10_000,
+            expires=now + 3600 if expires is None else expires,
+            role="volunteer",
+        )
+        binding = CarrierBinding(
+            peer=member.peer_id, carrier_peer_id=p2pd_peer_id, expires=now + 3600
+        )
+        return ShowMembership(
+            run=self.run,
+            organiser=self.key.peer_id,
+            certificate=base64.b64encode(sign_certificate(self.key, certificate)),
+            binding=base64.b64encode(sign_carrier_binding(member, binding)),
+            revoked=revoked,
+        )

@@ -1,0 +1,380 @@
+"""Groups that average by whatever route each pair has: real hosts, real p2pds, a real relay.
+
+A start of several workers takes seconds, so that one group serves many rounds. What the peers
+know of one another's whereabouts is what the tests give them as the roster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from averaging_lab.group import LOOPBACK, NOWHERE, Group, Peer, group
+from swarm_client.averaging import restart_policy, supervisor
+from swarm_client.averaging.routes import Route
+from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.engine.rounds import AveragingFailed
+from swarm_shared.identity import Identity
+from swarm_shared.messages import PeerRecord, Roster
+from swarm_shared.network import Node, RelayLimits, open_node
+from swarm_shared.types import PeerId
+
+pytestmark = pytest.mark.integration
+
+SMALL = 30_001
+LARGE = 2**22
+RELAY_PORT: dict[PeerId, int] = {}
+
+
+def routes_used(peers: Sequence[Peer]) -> set[str]:
+    return {route for peer in peers for (_, route) in peer.carried()}
+
+
+def used_between(one: Peer, other: Peer) -> set[str]:
+    return {route for (remote, route) in one.carried() if remote == other.id}
+
+
+@asynccontextmanager
+async def relay_node(again: Node | None = None) -> AsyncIterator[Node]:
+    """A relay for everybody, or one that was closed once more, where it was."""
+    key = Identity.generate() if again is None else again._identity
+    where = LOOPBACK if again is None else (f"/ip4/127.0.0.1/tcp/{RELAY_PORT[again.peer_id]}",)
+    async with open_node(key, where) as relay:
+        assert relay.listening_port is not None
+        RELAY_PORT[relay.peer_id] = relay.listening_port
+        relay.serve_relay(RelayLimits(), lambda peer: True)
+        yield relay
+
+
+async def only_through(relay: Node, peers: Sequence[Peer]) -> list[PeerRecord]:
+    """Records that lead to the peers through the relay alone, as behind NATs that nothing gets
+    through: no holes can be punched either."""
+    relays = {relay.peer_id: relay.addresses}
+    records: list[PeerRecord] = []
+    for peer in peers:
+        peer.node.use_relays(relays, 1)
+        peer.node._puncher.worth_trying = lambda remote: False  # type: ignore[method-assign]
+    for peer in peers:
+        while not (peer.node.relay_slots and (peer.carrier is None or is_relayed(peer))):
+            await trio.sleep(0.01)
+        record, carrier = peer.record(), peer.carrier
+        if carrier is not None:
+            circuits = tuple(a for a in carrier.addresses if "/p2p-circuit" in a)
+            carrier = carrier.model_copy(update={"addresses": circuits})
+        circuits = tuple(a for a in record.addresses if "/p2p-circuit" in a)
+        assert circuits
+        records.append(record.model_copy(update={"addresses": circuits, "carrier": carrier}))
+    return records
+
+
+def is_relayed(peer: Peer) -> bool:
+    assert peer.carrier is not None
+    return any("/p2p-circuit" in address for address in peer.carrier.addresses)
+
+
+# ----------------------------------------------------------------------- whatever carries a round
+
+
+async def test_those_with_hivemind_use_it_and_the_others_average_with_them(tmp_path: Path) -> None:
+    async with group(tmp_path, [True, True, False], SMALL) as g:
+        assert await g.round() == {}
+        g.check_exact()
+        first, second, without = g.peers
+        assert used_between(first, second) == used_between(second, first) == {"p2pd"}
+        for peer in (first, second):
+            assert used_between(peer, without) == used_between(without, peer) == {"host"}
+        # What p2pd carried is told apart from what the host counts itself.
+        told = [link for peer in g.peers for link in peer.averager.links()]
+        assert {link.protocol for link in told} == {"all-reduce over p2pd"}
+        assert {link.remote for link in told} == {first.id, second.id}
+        floor = 2 * 4 * (SMALL // 3)
+        assert all(floor <= link.sent <= 1.1 * floor + 2000 for link in told)
+
+
+class RandomRoutes:
+    """Stands in for the memory: any selection of routes in any order, for each stream anew."""
+
+    def __init__(self, rng: random.Random, always: Route) -> None:
+        self.rng, self.always = rng, always
+
+    def order(
+        self, peer: PeerId, routes: Sequence[Route], addresses: tuple[str, ...] = ()
+    ) -> tuple[Route, ...]:
+        others = [route for route in Route if route is not self.always]
+        chosen = [route for route in others if self.rng.random() < 0.5]
+        self.rng.shuffle(chosen)
+        return (*chosen, self.always)
+
+    def worked(self, peer: PeerId, route: Route) -> None: ...
+
+    def failed(self, peer: PeerId, route: Route, addresses: tuple[str, ...] = ()) -> None: ...
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("relayed", [False, True], ids=["all reachable", "all behind NATs"])
+async def test_members_end_bitwise_equal_whatever_the_mix_of_carriers(
+    tmp_path: Path, relayed: bool, seed: int
+) -> None:
+    rng = random.Random(seed)
+    async with relay_node() as relay:
+        relays = relay.addresses[:1] if relayed else ()
+        async with group(tmp_path, [True, True, True, False], SMALL, relays) as g:
+            if relayed:
+                g.publish(await only_through(relay, g.peers))
+            for peer in g.peers:
+                memory = RandomRoutes(rng, Route.HOST_RELAYED)
+                peer.averager._pairs._memory = memory  # type: ignore[union-attr, assignment]
+            for _ in range(10):
+                members = rng.sample(g.peers, rng.randint(2, len(g.peers)))
+                failures = await g.round(members)
+                assert failures == {}, f"seed {seed}"
+                g.check_exact(members)
+            if not relayed:
+                assert routes_used(g.peers) == {"p2pd", "host"}
+            else:
+                # p2pds that have met through a relay may find out that they share a machine.
+                used = routes_used(g.peers) - {"p2pd"}
+                assert used == {"p2pd_relayed", "host_relayed"}
+                assert relay.relay is not None
+                assert relay.relay.forwarded_bytes > 4 * SMALL
+
+
+# ------------------------------------------------------------------------ routes that do not work
+
+
+async def test_a_pair_whose_p2pd_is_out_of_reach_goes_by_its_hosts_in_the_same_attempt(
+    tmp_path: Path,
+) -> None:
+    async with group(tmp_path, [True, True], SMALL) as g:
+        records = []
+        for peer in g.peers:
+            carrier = peer.carrier
+            assert carrier is not None
+            lost = carrier.model_copy(update={"addresses": (NOWHERE,)})
+            records.append(peer.record().model_copy(update={"carrier": lost}))
+        g.publish(records)
+        assert await g.round() == {}
+        g.check_exact()
+        assert routes_used(g.peers) == {"host"}
+        # It is remembered: the next attempt begins with the route that works.
+        for peer, other in itertools.permutations(g.peers):
+            assert peer.averager._pairs is not None
+            (member,) = peer.averager._pairs.members([other.id])
+            assert member.routes == (Route.HOST_RELAYED, Route.P2PD)
+        # And forgotten when the other's p2pd is found elsewhere.
+        g.publish()
+        assert await g.round() == {}
+        assert routes_used(g.peers) == {"host", "p2pd"}
+
+
+async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_without_it(
+    tmp_path: Path,
+) -> None:
+    async with group(tmp_path, [True, True, True], LARGE) as g:
+        first, second, victim = g.peers
+        assert victim.worker.pid is not None
+        (p2pd,) = psutil.Process(victim.worker.pid).children()
+        assert p2pd.name() == "p2pd"
+        failures = {}
+
+        async def doomed() -> None:
+            failures.update(await g.round())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(doomed)
+            await g.under_way(first)
+            os.kill(p2pd.pid, signal.SIGKILL)
+        assert set(failures) == {first.id, second.id, victim.id}
+        assert all(failure.carrier_failed for failure in failures.values())
+        assert failures[first.id].culprit == failures[second.id].culprit == victim.id
+        assert not victim.worker.available
+        before = {peer.id: peer.carried() for peer in g.peers}
+        assert await g.round() == {}
+        g.check_exact()
+        for peer in (first, second):
+            new = {
+                key for key, sent in peer.carried().items() if sent > before[peer.id].get(key, 0)
+            }
+            other = second if peer is first else first
+            assert new == {(other.id, "p2pd"), (victim.id, "host")}
+
+
+async def test_a_member_that_nothing_reaches_is_named_and_it_is_no_excuse(tmp_path: Path) -> None:
+    async with group(tmp_path, [True, True], SMALL) as g:
+        first, lost = g.peers
+        carrier = lost.carrier
+        assert carrier is not None
+        nowhere = lost.record().model_copy(
+            update={
+                "addresses": (NOWHERE,),
+                "carrier": carrier.model_copy(update={"addresses": (NOWHERE,)}),
+            }
+        )
+        g.publish([first.record(), nowhere])
+        # It does not come either, which the others would wait for.
+        failures = await g.round([first, Gone(lost)])  # type: ignore[list-item]
+        assert failures[first.id].culprit == lost.id
+        assert not failures[first.id].carrier_failed
+        assert "cannot be reached" in str(failures[first.id])
+
+
+class Gone:
+    """A member that is named and does nothing."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.id = peer.id
+
+    async def reduce(self, members: Sequence[PeerId], attempt: int) -> None:
+        return
+
+
+# --------------------------------------------------------------------------------- who is let in
+
+
+async def test_who_is_not_of_this_stage_is_refused_by_host_and_p2pd_alike(tmp_path: Path) -> None:
+    async with group(tmp_path, [True, True, True], SMALL) as g:
+        first, second, outsider = g.peers
+        known = [first.record(), second.record(), outsider.record(stage=1)]
+        first.roster.replace(roster_of(known))
+        second.roster.replace(roster_of(known))
+        # To itself the outsider is one of them, and it tries every route in turn.
+        outsider.roster.replace(roster_of([peer.record() for peer in g.peers]))
+        await trio.testing.wait_all_tasks_blocked()
+        for route in (Route.P2PD, Route.HOST_RELAYED):
+            outsider.averager._pairs._memory = OneRoute(route)  # type: ignore[union-attr, assignment]
+            async with trio.open_nursery() as nursery:
+
+                async def intrude() -> None:
+                    failures = await one_sided(g, outsider, first)
+                    assert failures, "it was let in"
+
+                nursery.start_soon(intrude)
+                assert await g.round([first, second]) == {}
+                g.check_exact([first, second])
+
+
+class OneRoute(RandomRoutes):
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def order(
+        self, peer: PeerId, routes: Sequence[Route], addresses: tuple[str, ...] = ()
+    ) -> tuple[Route, ...]:
+        return (self.route,)
+
+
+async def one_sided(g: Group, peer: Peer, other: Peer) -> bool:
+    """`peer` begins a round with `other`, who was not told of one. Whether it was turned away."""
+    try:
+        with trio.fail_after(10):
+            await peer.reduce(sorted((peer.id, other.id)), 1000 + g.attempts)
+    except AveragingFailed as failure:
+        return "ended in the middle" in str(failure) or "broke" in str(failure)
+    return False
+
+
+def roster_of(records: Sequence[PeerRecord]) -> Roster:
+    return Roster(serial=1, peers=tuple(records))
+
+
+# ------------------------------------------------------------------- p2pd is run in another way
+
+
+@pytest.fixture
+def hasty_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "RESTART_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(restart_policy, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(restart_policy, "INTERVAL_SECONDS", 0.2)
+    monkeypatch.setattr(restart_policy, "LOST_RELAY_SECONDS", 3.0)
+
+
+@pytest.mark.usefixtures("hasty_restarts")
+async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its_port(
+    tmp_path: Path,
+) -> None:
+    async with AsyncExitStack() as stack, group(tmp_path, [True, True], SMALL) as g:
+        relay = await stack.enter_async_context(relay_node())
+        relay_addresses = relay.addresses
+        first, _ = g.peers
+        before = first.carrier
+        assert before is not None
+        assert not is_relayed(first)
+        changes: list[tuple[str, ...]] = []
+
+        def changed() -> None:
+            started = first.worker.started
+            changes.append(() if started is None else started.addresses)
+
+        first.worker.on_change(changed)
+        for _ in range(2):  # the same relays again are no change
+            first.worker.reconfigure(trusted_relays=relay.addresses[:1])
+            while not (first.worker.available and is_relayed(first)):
+                # It goes on averaging, by whatever there is.
+                assert await g.round() == {}
+                g.check_exact()
+        assert first.worker.restarts == 0
+        after = first.carrier
+        assert after is not None
+        assert after.peer == before.peer
+        assert set(before.addresses) < set(after.addresses)
+        assert () in changes
+        assert changes[-1] == first.worker.started.addresses  # type: ignore[union-attr]
+        # When the relay is gone, nobody is told any more to come that way. When it is back, p2pd
+        # is too, which takes a restart: it would not come by itself.
+        await stack.aclose()
+        while first.carrier != before:
+            await trio.sleep(0.05)
+        async with relay_node(relay) as again:
+            assert again.addresses == relay_addresses
+            while not (first.worker.available and is_relayed(first)):
+                await trio.sleep(0.05)
+            assert first.worker.restarts == 0
+            assert await g.round() == {}
+
+
+@pytest.mark.usefixtures("hasty_restarts")
+async def test_what_is_taken_back_at_once_restarts_nothing(tmp_path: Path) -> None:
+    async with group(tmp_path, [True], SMALL) as g:
+        (peer,) = g.peers
+        pid = peer.worker.pid
+        peer.worker.reconfigure(trusted_relays=(f"{NOWHERE}/p2p/{peer.id}",))
+        peer.worker.reconfigure(trusted_relays=())
+        await trio.sleep(0.5)
+        assert peer.worker.available
+        assert peer.worker.pid == pid
+
+
+async def test_a_port_that_another_program_has_taken_is_given_up_for_a_free_one(
+    tmp_path: Path,
+) -> None:
+    async def port_and_name() -> tuple[int | None, str]:
+        worker = AveragingWorker(AveragingOptions(tmp_path, LOOPBACK))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(worker.run)
+            started = await worker.wait_until_available()
+            assert started.addresses == (f"/ip4/127.0.0.1/tcp/{worker.listening_port}",)
+            nursery.cancel_scope.cancel()
+        return worker.listening_port, started.p2pd_peer_id
+
+    first = await port_and_name()
+    assert await port_and_name() == first
+    with socket.socket() as other:
+        assert first[0] is not None
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", first[0]))
+        other.listen()
+        moved = await port_and_name()
+        assert moved[0] != first[0]
+        assert moved[1] == first[1]
+    # The new one is remembered from now on.
+    assert await port_and_name() == moved

@@ -1,0 +1,220 @@
+"""The doctor's checks of the machine: every state, and the real child processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm_client.device import Device
+from swarm_client.doctor import machine
+from swarm_client.doctor.report import State
+from swarm_client.home import Home
+from swarm_shared.errors import (
+    CapacityError,
+    ConfigurationError,
+    StorageError,
+    SwarmError,
+    UsageError,
+)
+from swarm_shared.identity import Identity
+
+GIB = 2**30
+CPU: dict[str, Any] = {
+    "torch": "2.13.0+cpu", "built_for": "CPU only", "cuda_build": False, "driver": None,
+    "nvidia_hardware": False, "devices": [],
+}  # fmt: skip
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "free_bytes": 78 * GIB,
+    "total_bytes": 79 * GIB,
+}  # fmt: skip
+CUDA = {
+    **CPU, "torch": "2.13.0+cu128", "built_for": "CUDA 12.8", "cuda_build": True,
+    "driver": "570.86.15", "nvidia_hardware": True,
+}  # fmt: skip
+
+
+def test_an_old_python_is_a_problem() -> None:
+    assert machine.check_python((3, 10, 4)).exit_code == SwarmError.exit_code
+    assert machine.check_python((3, 11, 0)).state is State.OK
+    assert machine.check_python().state is State.OK
+
+
+# ---------------------------------------------------------------- torch
+
+
+async def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
+    found, seconds = await machine.look_at_torch()
+    check = machine.check_torch(found, seconds)
+    assert check.state is State.OK, check.seen
+    assert str(found["torch"]).startswith("2.13.")
+
+
+def test_the_doctor_itself_loads_neither_torch_nor_hivemind() -> None:
+    script = "import sys, swarm_client.doctor.checkup; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert not set(done.stdout.decode().split()) & {"torch", "hivemind"}
+
+
+@pytest.mark.parametrize(
+    ("code", "seen"),
+    [
+        ("raise ImportError('libc10.so: cannot open shared object file')", "libc10.so"),
+        ("import os; os.kill(os.getpid(), 11)", "ended with code -11"),
+        ("import sys; sys.exit('no licence')", "no licence"),
+    ],
+)
+async def test_a_broken_torch_is_a_problem_and_not_a_crash(
+    code: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(code)
+    paths = [str(tmp_path), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    found, seconds = await machine.look_at_torch()
+    check = machine.check_torch(found, seconds)
+    assert check.state is State.PROBLEM
+    assert seen in check.seen
+    assert machine.check_gpu(found, "auto").state is State.SKIPPED
+    assert machine.check_device(found, "auto")[0].state is State.OK
+
+
+def test_another_torch_than_the_tested_one_is_a_warning() -> None:
+    check = machine.check_torch({**CPU, "torch": "2.14.0"}, 1.0)
+    assert check.state is State.WARNING
+    assert "2.13.0" in check.fix
+
+
+def test_every_way_of_having_no_gpu_is_told_apart() -> None:
+    assert machine.check_gpu({**CUDA, "devices": [H100]}, "cpu").state is State.SKIPPED
+    assert machine.check_gpu(CPU, "auto").state is State.SKIPPED
+    without_cuda = machine.check_gpu({**CPU, "nvidia_hardware": True}, "auto")
+    assert "without CUDA" in without_cuda.seen
+    unseen = machine.check_gpu(CUDA, "auto")
+    assert "does not see it" in unseen.seen
+    failing = machine.check_gpu({**CUDA, "device_error": "CUDA error: no kernel image"}, "auto")
+    assert "no kernel image" in failing.seen
+    for check in (without_cuda, unseen, failing):
+        assert check.state is State.WARNING
+        assert check.fix
+
+
+def test_a_gpu_is_named_with_driver_capability_and_memory() -> None:
+    check = machine.check_gpu({**CUDA, "devices": [H100, H100]}, "auto")
+    assert check.state is State.OK
+    for part in ("H100", "570.86.15", "9.0", "78.0 of 79.0 GiB", "and 1 more"):
+        assert part in check.seen
+    assert check.details["compute_capability"] == "9.0"
+
+
+def test_the_device_is_chosen_as_joining_does_it() -> None:
+    check, device = machine.check_device({**CUDA, "devices": [H100]}, "auto")
+    assert check.state is State.OK
+    assert device is not None
+    assert device.name == "cuda:0"
+    assert machine.check_device(CPU, "auto")[1].name == "cpu"  # type: ignore[union-attr]
+    assert machine.check_device(CPU, "cuda:0")[0].exit_code == CapacityError.exit_code
+    assert machine.check_device(CPU, "toaster")[0].exit_code == UsageError.exit_code
+
+
+def test_memory_below_the_smallest_stage_is_a_problem() -> None:
+    check, _ = machine.check_device(CPU, "cpu")
+    small = Device("cpu", "CPU, 2 cores", GIB)
+    assert machine.fit_device(check, small, 0) == check
+    assert machine.fit_device(check, small, GIB).state is State.OK
+    assert machine.fit_device(check, small, GIB + 1).exit_code == CapacityError.exit_code
+
+
+# ---------------------------------------------------------------- home and disk
+
+
+def test_a_new_home_is_fine_and_is_not_made(tmp_path: Path) -> None:
+    home = Home.where(tmp_path / "a" / "b")
+    check, identity, in_use = machine.check_home(home)
+    assert (check.state, identity, in_use) == (State.OK, None, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_home_with_an_identity_names_its_peer(tmp_path: Path) -> None:
+    made = Identity.load_or_create(Home.at(tmp_path).identity_path)
+    check, identity, in_use = machine.check_home(Home.where(tmp_path))
+    assert check.state is State.OK
+    assert made.peer_id in check.seen
+    assert identity is not None
+    assert identity.peer_id == made.peer_id
+    assert not in_use
+
+
+def test_a_running_client_is_noticed_and_not_disturbed(tmp_path: Path) -> None:
+    home = Home.at(tmp_path)
+    with home.locked():
+        check, _, in_use = machine.check_home(home)
+        assert (check.state, in_use) == (State.WARNING, True)
+        assert machine.is_locked(tmp_path / "lock")
+    assert not machine.is_locked(tmp_path / "lock")
+    assert machine.check_home(home)[0].state is State.OK
+    with home.locked():
+        pass
+
+
+def test_a_home_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert machine.check_home(Home.where(path))[0].exit_code == StorageError.exit_code
+
+
+def test_a_key_that_others_can_read_is_a_problem_with_its_cure(tmp_path: Path) -> None:
+    home = Home.at(tmp_path)
+    Identity.load_or_create(home.identity_path)
+    home.identity_path.chmod(0o644)
+    check, _, _ = machine.check_home(home)
+    assert check.exit_code == ConfigurationError.exit_code
+    assert "chmod 600" in check.seen
+
+
+def test_the_disk_of_a_new_home_is_that_of_its_parent(tmp_path: Path) -> None:
+    assert machine.check_disk(tmp_path / "a" / "b").details["free_bytes"]
+    assert machine.existing_parent(tmp_path / "a" / "b") == tmp_path
+
+
+def test_a_full_disk_is_a_problem_and_a_small_one_a_warning(tmp_path: Path) -> None:
+    def state(free_gib: float, data_gib: float = 0) -> State:
+        return machine.check_disk(tmp_path, int(free_gib * GIB), int(data_gib * GIB)).state
+
+    assert state(100) is State.OK
+    assert state(5) is State.WARNING
+    assert state(0.5) is State.PROBLEM
+    assert state(100, 99.5) is State.PROBLEM
+    assert machine.check_disk(tmp_path, 0).exit_code == StorageError.exit_code
+
+
+# ---------------------------------------------------------------- hivemind
+
+
+async def test_p2pd_is_started_and_is_gone_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    check = await machine.check_p2pd()
+    assert check.state is State.OK, check.seen
+    assert list(tmp_path.iterdir()) == []
+    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
+    assert str(tmp_path) not in done.stdout
+
+
+async def test_without_hivemind_there_is_a_warning_and_no_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """hivemind's package is shadowed by one without a daemon, as where no wheel exists."""
+    (tmp_path / "hivemind").mkdir()
+    (tmp_path / "hivemind" / "__init__.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    check = await machine.check_p2pd()
+    assert check.state is State.WARNING
+    assert "p2pd" in check.seen
+    assert check.fix.startswith("Nothing to do")

@@ -1,0 +1,274 @@
+"""What a volunteer does when the coordinator renews its certificate, or revokes somebody.
+
+The volunteer is the real one over real links; the coordinator says its lines from a script.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from swarm_client.averager import GroupAverager
+from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.device import Device
+from swarm_client.home import Home
+from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_shared.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.errors import AdmissionError, NetworkError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.messages import (
+    CONTROL_PROTOCOL,
+    CertificateRenewed,
+    CoordinatorMessage,
+    Heartbeat,
+    Hello,
+    PeerRecord,
+    Refused,
+    Roster,
+    Welcome,
+    client_messages,
+    encode,
+    parse,
+)
+from swarm_shared.model_config import ModelConfig
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.signed_manifest import run_id_of, sign_manifest
+from swarm_shared.transfer import Source, fetch
+from swarm_shared.types import Generation, PeerId, StageIndex
+
+LIMITS = FrameLimits(max_header_bytes=2**20)
+ORGANISER = Identity.from_seed(b"o" * 32)
+MANIFEST = Manifest(
+    name="test",
+    organiser=ORGANISER.peer_id,
+    model=ModelConfig(
+        vocabulary_size=256, hidden_size=8, intermediate_size=8, layers=1, heads=1,
+        key_value_heads=1, sequence_length=4,
+    ),
+    stages=(StageRange(first_layer=0, end_layer=1, memory_bytes=1000, work_flops=1.0),),
+    data=DataConfig(
+        token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
+        shards=tuple(
+            ShardInfo(name=f"{split}.tokens", split=split, tokens=10, sha256="0" * 64)
+            for split in ("train", "heldout")
+        ),
+    ),
+    training=TrainingConfig(
+        steps=1, microbatches_per_step=1, sequences_per_microbatch=1, seed=0,
+        evaluation_microbatches=0,
+    ),
+    optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+    limits=LimitsConfig(),
+    checkpoint_steps=1,
+)  # fmt: skip
+RUN = run_id_of(MANIFEST)
+
+
+def certificate(peer: PeerId, seconds: float = 3600.0, signer: Identity = ORGANISER) -> str:
+    now = time.time()
+    content = MembershipCertificate(
+        peer=peer, run=RUN, generation=Generation(1), not_before=now - 1, expires=now + seconds,
+        role="volunteer",
+    )  # fmt: skip
+    return base64.b64encode(sign_certificate(signer, content)).decode()
+
+
+class Script:
+    """The coordinator: welcomes, and then says what the test wants it to."""
+
+    def __init__(self) -> None:
+        self.hellos: list[Hello] = []
+        self.streams: list[FramedStream] = []
+        self.beats = 0
+
+    async def handle(self, stream: FramedStream) -> None:
+        frame = await stream.receive()
+        hello = parse(client_messages, frame.header)
+        assert isinstance(hello, Hello)
+        welcome = Welcome(
+            generation=Generation(1), certificate=certificate(stream.remote),
+            manifest=base64.b64encode(sign_manifest(ORGANISER, MANIFEST)).decode(), stages=(),
+            keep=True,
+        )  # fmt: skip
+        await stream.send(encode(welcome))
+        self.streams.append(stream)
+        self.hellos.append(hello)
+        while True:
+            frame = await stream.receive()
+            self.beats += isinstance(parse(client_messages, frame.header), Heartbeat)
+
+    async def say(self, message: CoordinatorMessage) -> None:
+        await self.streams[-1].send(encode(message))
+
+    async def sessions(self, count: int) -> None:
+        with trio.fail_after(10):
+            while len(self.hellos) < count:
+                await trio.sleep(0.02)
+
+
+class Scene:
+    def __init__(self, script: Script, volunteer: Volunteer, ended: list[BaseException]) -> None:
+        self.script, self.volunteer, self.ended = script, volunteer, ended
+
+    @property
+    def certificate(self) -> str:
+        assert self.volunteer.membership is not None
+        return self.volunteer.membership.certificate
+
+    async def until(self, true: object) -> None:
+        assert callable(true)
+        with trio.fail_after(10):
+            while not true():
+                await trio.sleep(0.02)
+
+
+@asynccontextmanager
+async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+    script, ended = Script(), []
+    home = Home.at(tmp_path / "home")
+    async with open_node(ORGANISER, ["/ip4/127.0.0.1/tcp/0"]) as coordinator:
+        coordinator.serve(CONTROL_PROTOCOL, script.handle, LIMITS, public=True)
+        invite = Invite(
+            coordinator=ORGANISER.peer_id, addresses=coordinator.addresses[:1], run_id=RUN,
+            organiser=ORGANISER.peer_id,
+        )  # fmt: skip
+        identity = Identity.generate()
+        async with (
+            open_node(identity, ["/ip4/127.0.0.1/tcp/0"]) as node,
+            trio.open_nursery() as nursery,
+        ):
+            options = VolunteerOptions(Device("cpu", "a test", 2**30), 1, None, None)
+            volunteer = Volunteer(
+                identity, invite, home, node,
+                GroupAverager(AveragingWorker(AveragingOptions(home=home.path))), options,
+                lambda line: None, nursery,
+            )  # fmt: skip
+
+            async def attached() -> None:
+                try:
+                    await volunteer.stay_attached()
+                except AdmissionError as error:
+                    ended.append(error)
+
+            nursery.start_soon(attached)
+            await script.sessions(1)
+            yield Scene(script, volunteer, ended)
+            nursery.cancel_scope.cancel()
+
+
+async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        newer = certificate(s.volunteer.node.peer_id, seconds=7200)
+        await s.script.say(CertificateRenewed(certificate=newer))
+        await s.until(lambda: s.certificate == newer)
+        assert s.volunteer.stage_hello().certificate == newer
+        beats = s.script.beats
+        await s.until(lambda: s.script.beats > beats)
+        assert len(s.script.hellos) == 1
+
+
+async def test_a_certificate_that_fails_is_not_taken_and_another_is_fetched(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        me = s.volunteer.node.peer_id
+        wrong = (
+            certificate(Identity.generate().peer_id),
+            certificate(me, signer=Identity.generate()),
+            certificate(me, seconds=-1000.0),
+            "?",
+        )
+        for number, bad in enumerate(wrong, start=2):
+            held = s.certificate
+            await s.script.say(CertificateRenewed(certificate=bad))
+            await s.script.sessions(number)
+            await s.until(lambda held=held: s.certificate != held)
+            assert s.certificate not in wrong
+        assert s.ended == []
+
+
+@asynccontextmanager
+async def stranger_with(s: Scene) -> AsyncIterator[Node]:
+    """A member that is connected to the volunteer and fetches from it."""
+    async with open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as node:
+        await node.connect(s.volunteer.node.peer_id, s.volunteer.node.addresses)
+        yield node
+
+
+async def refusal(s: Scene, node: Node, folder: Path) -> str:
+    """Why the volunteer gives this member nothing."""
+    source = Source(s.volunteer.node.peer_id, s.volunteer.node.addresses)
+    with pytest.raises(NetworkError) as caught:
+        await fetch(
+            node, [source], "state/1/0", 10, "0" * 64, folder / "x", certificate(node.peer_id), RUN
+        )
+    return str(caught.value)
+
+
+def roster(*members: Node, revoked: tuple[PeerId, ...] = ()) -> Roster:
+    return Roster(
+        serial=1, revoked=revoked,
+        peers=tuple(
+            PeerRecord(
+                peer=node.peer_id, stage=StageIndex(0), addresses=node.addresses,
+                certificate=certificate(node.peer_id), microbatches_per_second=1.0,
+            )
+            for node in members
+        ),
+    )  # fmt: skip
+
+
+async def test_links_with_a_revoked_peer_end_at_once_and_it_is_served_nothing_more(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s, stranger_with(s) as good, stranger_with(s) as bad:
+        await s.script.say(roster(good, bad))
+        await s.until(lambda: bad.peer_id in s.volunteer.roster)
+        assert "there is no state/1/0 here" in await refusal(s, bad, tmp_path)
+        await s.script.say(roster(good, revoked=(bad.peer_id,)))
+        with trio.fail_after(5):
+            while bad.is_connected(s.volunteer.node.peer_id):
+                await trio.sleep(0.02)
+        assert s.volunteer.node.is_connected(good.peer_id)
+        assert "does not let" in await refusal(s, bad, tmp_path)
+        assert "there is no state/1/0 here" in await refusal(s, good, tmp_path)
+        # Reinstated, it is served again.
+        await s.script.say(roster(good, bad))
+        await s.until(lambda: bad.peer_id in s.volunteer.roster)
+        assert "there is no state/1/0 here" in await refusal(s, bad, tmp_path)
+
+
+async def test_what_was_revoked_stays_so_while_the_coordinator_is_away(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s, stranger_with(s) as bad:
+        await s.script.say(roster(revoked=(bad.peer_id,)))
+        await s.until(lambda: s.volunteer.roster.is_revoked(bad.peer_id))
+        await s.script.streams[-1].reset()
+        await s.until(lambda: s.volunteer.session is None)
+        assert "does not let" in await refusal(s, bad, tmp_path)
+
+
+async def test_a_volunteer_that_is_banned_ends_with_the_reason(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        reason = "the organiser has banned this peer from the run: it cheats"
+        await s.script.say(Refused(code="admission", reason=reason))
+        await s.until(lambda: s.ended)
+        assert str(s.ended[0]) == reason
+        assert len(s.script.hellos) == 1

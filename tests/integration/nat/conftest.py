@@ -1,0 +1,42 @@
+"""Networks of namespaces for the tests of this folder, and what runs on their machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.nat.nat_run import STEPS, TINY, NatRun
+from network_lab import Host, Lab, why_not_here
+from network_lab.node_process import NodeProcess
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if (reason := why_not_here()) is not None:
+        pytest.skip(reason)
+    with Lab() as made:
+        yield made
+
+
+@pytest.fixture
+def nat_run(lab: Lab, make_run: Callable[..., Any]) -> Callable[..., NatRun]:
+    """A run of two stages with its coordinator on a public host, not yet started."""
+
+    def make(peers_per_stage: int, **overrides: object) -> NatRun:
+        settings = {**TINY, "limits__starting_peers_per_stage": peers_per_stage, **overrides}
+        return NatRun(make_run(2, steps=STEPS, **settings), lab.public_host("organiser"))
+
+    return make
+
+
+@pytest.fixture
+def start_node(tmp_path: Path) -> Callable[..., NodeProcess]:
+    """A bare node on a host: the network package alone, without a run around it."""
+
+    def start(host: Host, version: int = 4) -> NodeProcess:
+        return NodeProcess(host, tmp_path / "nodes", version)
+
+    return start

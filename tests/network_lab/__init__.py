@@ -1,0 +1,18 @@
+"""Real network stacks on one machine: namespaces joined by virtual cables, behind real NAT.
+
+For tests and benchmarks of what happens between machines. Needs root, iproute2 and iptables;
+`why_not_here()` says what is missing, for a test's skip.
+"""
+
+from __future__ import annotations
+
+from network_lab.commands import LabError, why_no_port_mapping, why_not_here
+from network_lab.counting import TrafficCounter
+from network_lab.lab import Lab
+from network_lab.machines import Host, Nat, Router
+from network_lab.namespace import own_namespaces, sweep
+
+__all__ = [
+    "Host", "Lab", "LabError", "Nat", "Router", "TrafficCounter", "own_namespaces", "sweep",
+    "why_no_port_mapping", "why_not_here",
+]  # fmt: skip

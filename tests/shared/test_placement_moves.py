@@ -1,0 +1,313 @@
+"""Who moves where: never to the run's harm, only when it pays, and close to the best there is."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_shared.placement import (
+    Decision,
+    MovePolicy,
+    PeerLoad,
+    StageLoad,
+    choose_moves,
+    stage_rates,
+)
+from swarm_shared.types import PeerId, StageIndex
+
+FREE = MovePolicy(minimum_gain=0.0, margin=0.0)
+"""Whatever helps is worth it."""
+
+
+def stage(index: int, work: float = 1.0, memory: int = 10, state: int = 1) -> StageLoad:
+    return StageLoad(StageIndex(index), work, memory, state)
+
+
+def peer(name: str, at: int, speed: float = 1.0, memory: int = 100, down: float = 1.0) -> PeerLoad:
+    return PeerLoad(PeerId(name), StageIndex(at), speed, memory, down)
+
+
+def fleet(*counts: int, speed: float = 1.0) -> list[PeerLoad]:
+    """Like peers: so many at each stage."""
+    return [
+        peer(f"{at}-{number}", at, speed)
+        for at, count in enumerate(counts)
+        for number in range(count)
+    ]
+
+
+def after(peers: list[PeerLoad], decision: Decision) -> list[PeerLoad]:
+    there = {move.peer: move.destination for move in decision.moves}
+    return [replace(p, stage=there.get(p.peer, p.stage)) for p in peers]
+
+
+def settle(
+    stages: list[StageLoad], peers: list[PeerLoad], policy: MovePolicy = FREE
+) -> list[PeerLoad]:
+    """Period after period until nobody moves any more."""
+    for _ in range(1000):
+        decision = choose_moves(stages, peers, policy)
+        if not decision.moves:
+            return peers
+        peers = after(peers, decision)
+    raise AssertionError("they never come to rest")
+
+
+def optimum(stages: list[StageLoad], peers: list[PeerLoad], minimum: int = 1) -> float:
+    """The best pipeline rate over all ways to spread the peers, by trying all of them."""
+    best = 0.0
+    for places in itertools.product(range(len(stages)), repeat=len(peers)):
+        spread = [replace(p, stage=StageIndex(at)) for p, at in zip(peers, places, strict=True)]
+        fits = all(p.memory_bytes >= stages[p.stage].memory_bytes for p in spread)
+        if fits and min(places.count(s) for s in range(len(stages))) >= minimum:
+            best = max(best, min(stage_rates(stages, spread)))
+    return best
+
+
+# ---------------------------------------------------------------- one rule each
+
+
+def test_a_peer_goes_from_the_richest_stage_to_the_thinnest() -> None:
+    decision = choose_moves([stage(0), stage(1), stage(2)], fleet(2, 6, 4), FREE)
+    (move,) = decision.moves
+    assert (move.source, move.destination) == (1, 0)
+    assert (move.pipeline_rate, move.planned_rate) == (2.0, 4.0)
+    assert move.planned_moves == 2
+    assert "wait" in decision.reason
+
+
+def test_a_balanced_run_is_left_alone() -> None:
+    decision = choose_moves([stage(0), stage(1)], fleet(3, 4), FREE)
+    assert decision.moves == ()
+    assert "thinnest" in decision.reason
+
+
+def test_stages_that_tie_for_the_thinnest_are_helped_one_after_the_other() -> None:
+    # The first move alone raises nothing: there are two others as thin.
+    stages = [stage(i) for i in range(4)]
+    peers = fleet(2, 2, 2, 10)
+    for _ in range(3):
+        decision = choose_moves(stages, peers, replace(FREE, minimum_gain=0.01))
+        assert len(decision.moves) == 1
+        peers = after(peers, decision)
+    assert min(stage_rates(stages, peers)) == 3.0
+
+
+def test_the_peer_whose_speed_fits_the_difference_moves() -> None:
+    peers = [peer("slow", 0, 1.0), peer("fit", 0, 3.0), peer("fast", 0, 9.0), peer("there", 1, 6.0)]
+    (move,) = choose_moves([stage(0), stage(1)], peers, FREE).moves
+    assert move.peer == "fit"
+    assert move.planned_rate == 9.0
+
+
+def test_work_counts_a_stage_of_half_the_work_needs_half_the_peers() -> None:
+    peers = settle([stage(0, work=2.0), stage(1, work=1.0)], fleet(1, 8))
+    assert sum(p.stage == 0 for p in peers) == 6
+
+
+def test_who_does_not_fit_the_thinnest_stage_stays() -> None:
+    stages = [stage(0, memory=50), stage(1, memory=10)]
+    small = [peer(f"small-{i}", 1, memory=49) for i in range(6)]
+    assert choose_moves(stages, [peer("big", 0), *small], FREE).moves == ()
+    fits = peer("fits", 1, memory=50)
+    (move,) = choose_moves(stages, [peer("big", 0), *small, fits], FREE).moves
+    assert move.peer == "fits"
+    assert move.gap
+
+
+def test_among_equals_who_can_hold_both_stages_goes_and_then_who_downloads_faster() -> None:
+    stages = [stage(0, memory=10), stage(1, memory=10)]
+    peers = [
+        peer("tight", 0, memory=10, down=9.0), peer("slow line", 0, memory=20, down=1.0),
+        peer("fast line", 0, memory=20, down=5.0), peer("there", 1),
+    ]  # fmt: skip
+    (move,) = choose_moves(stages, peers, FREE).moves
+    assert move.peer == "fast line"
+    assert not move.gap
+
+
+def test_a_stage_keeps_its_minimum_of_replicas() -> None:
+    peers = fleet(3, 1)
+    assert choose_moves([stage(0), stage(1)], peers, replace(FREE, minimum_replicas=3)).moves == ()
+    assert choose_moves([stage(0), stage(1)], peers, replace(FREE, minimum_replicas=2)).moves
+
+
+def test_who_may_not_move_stays() -> None:
+    peers = [replace(p, may_move=False) for p in fleet(5, 1)]
+    assert choose_moves([stage(0), stage(1)], peers, FREE).moves == ()
+
+
+def test_a_resting_stage_takes_part_in_no_move() -> None:
+    stages = [stage(0), stage(1), stage(2)]
+    resting = {StageIndex(0)}
+    assert choose_moves(stages, fleet(1, 9, 5), FREE, resting).moves == ()
+    (move,) = choose_moves(stages, fleet(1, 9, 9), FREE, {StageIndex(1)}).moves
+    assert (move.source, move.destination) == (2, 0)
+
+
+def test_no_stage_takes_part_in_two_moves_of_one_period() -> None:
+    stages = [stage(i) for i in range(6)]
+    decision = choose_moves(stages, fleet(1, 1, 1, 9, 9, 9), FREE)
+    assert len(decision.moves) == 3
+    touched = [s for move in decision.moves for s in (move.source, move.destination)]
+    assert len(touched) == len(set(touched))
+
+
+def test_a_download_that_costs_more_than_the_move_gains_is_not_made() -> None:
+    policy = MovePolicy(horizon_seconds=1000.0)
+    cheap, dear = stage(1, state=100), stage(1, state=900)
+    assert choose_moves([stage(0), cheap], fleet(5, 3), policy).moves
+    decision = choose_moves([stage(0), dear], fleet(5, 3), policy)
+    assert decision.moves == ()
+    assert "not worth" in decision.reason
+
+
+def test_a_gain_within_the_noise_is_not_made() -> None:
+    peers = [*fleet(100, 98), peer("tiny", 0, 0.1)]
+    assert choose_moves([stage(0), stage(1)], peers, MovePolicy(minimum_gain=0.02)).moves == ()
+    assert choose_moves([stage(0), stage(1)], peers, MovePolicy(minimum_gain=0.001)).moves
+
+
+def test_rates_that_flicker_do_not_send_a_peer_to_and_fro() -> None:
+    stages = [stage(0, state=100), stage(1, state=100)]
+    moves = 0
+    peers = [*fleet(4, 4), peer("small", 0, 0.1)]
+    for period in range(20):
+        flicker = 1.02 if period % 2 else 1.0
+        seen = [
+            replace(p, flops_per_second=p.flops_per_second * (flicker if p.stage == 0 else 1.0))
+            for p in peers
+        ]
+        decision = choose_moves(stages, seen, MovePolicy())
+        moves += len(decision.moves)
+        peers = after(peers, decision)
+    assert moves == 0
+
+
+def test_a_decision_says_why_who_gains_what_for_how_much() -> None:
+    stages = [stage(0, memory=60), stage(1, memory=60, state=2 * 10**9)]
+    peers = [replace(p, download_bytes_per_second=1e8) for p in fleet(6, 2)]
+    (move,) = choose_moves(stages, peers, MovePolicy()).moves
+    assert move.sentence("bert") == (
+        "bert moves from stage 0 to stage 1, which makes 2 microbatches/s: it brings the run from "
+        "2 to 4 (+100.0 %), together with 1 more move; it downloads 2.00 GB in about 20 s, cannot "
+        "go on with its old stage meanwhile (5 microbatches/s without it), and has paid for that "
+        "20 s later"
+    )
+
+
+# ---------------------------------------------------------------- whatever the fleet
+
+
+@st.composite
+def fleets(
+    draw: st.DrawFn, most_peers: int = 12, equal_work: bool = False
+) -> tuple[list[StageLoad], list[PeerLoad]]:
+    count = draw(st.integers(1, 4))
+    works = st.just(1.0) if equal_work else st.sampled_from([0.5, 1.0, 1.7, 3.0])
+    stages = [
+        stage(i, draw(works), draw(st.sampled_from([10, 30])), draw(st.sampled_from([1, 300])))
+        for i in range(count)
+    ]
+    peers = [
+        PeerLoad(
+            PeerId(f"p{number}"),
+            StageIndex(number if number < count else draw(st.integers(0, count - 1))),
+            draw(st.sampled_from([0.3, 1.0, 1.0, 2.5, 7.0])),
+            draw(st.sampled_from([30, 60])),
+            draw(st.sampled_from([0.5, 4.0])),
+            draw(st.sampled_from([True, True, True, False])),
+        )
+        for number in range(draw(st.integers(count, max(count, most_peers))))
+    ]
+    return stages, peers
+
+
+policies = st.builds(
+    MovePolicy,
+    minimum_replicas=st.integers(1, 3),
+    horizon_seconds=st.sampled_from([100.0, 1800.0]),
+    margin=st.sampled_from([0.0, 2.0]),
+    minimum_gain=st.sampled_from([0.0, 0.005, 0.3]),
+)
+
+
+@given(fleets(), policies, st.sets(st.integers(0, 3).map(StageIndex)))
+def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
+    scene: tuple[list[StageLoad], list[PeerLoad]], policy: MovePolicy, resting: set[StageIndex]
+) -> None:
+    stages, peers = scene
+    decision = choose_moves(stages, peers, policy, resting)
+    before = {p.peer: p for p in peers}
+    touched: list[int] = []
+    for move in decision.moves:
+        mover = before[move.peer]
+        assert mover.may_move
+        assert mover.stage == move.source != move.destination
+        assert mover.memory_bytes >= stages[move.destination].memory_bytes
+        assert sum(p.stage == move.source for p in peers) > policy.minimum_replicas
+        assert move.gap == (
+            stages[move.source].memory_bytes + stages[move.destination].memory_bytes
+            > mover.memory_bytes
+        )
+        assert move.planned_rate >= move.pipeline_rate * (1 + policy.minimum_gain)
+        assert move.sentence("x")
+        touched += [move.source, move.destination]
+    assert len(touched) == len(set(touched))
+    assert not set(touched) & resting
+    assert min(stage_rates(stages, after(peers, decision))) >= decision.pipeline_rate * (1 - 1e-9)
+
+
+@given(fleets())
+def test_no_single_move_that_is_worth_it_is_missed(
+    scene: tuple[list[StageLoad], list[PeerLoad]],
+) -> None:
+    stages, peers = scene
+    now = min(stage_rates(stages, peers))
+    best = now
+    for mover, there in itertools.product(peers, stages):
+        spare = sum(p.stage == mover.stage for p in peers) > 1
+        if mover.may_move and spare and mover.memory_bytes >= there.memory_bytes:
+            moved = [replace(p, stage=there.stage) if p is mover else p for p in peers]
+            best = max(best, min(stage_rates(stages, moved)))
+    decision = choose_moves(stages, peers, FREE)
+    if best > now * (1 + 1e-6):
+        assert decision.moves
+        assert decision.planned_rate >= best * (1 - 1e-9)
+
+
+@given(fleets())
+def test_it_comes_to_rest(scene: tuple[list[StageLoad], list[PeerLoad]]) -> None:
+    settle(*scene)
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.data())
+def test_like_peers_end_as_well_spread_as_can_be(counts: list[int], data: st.DataObject) -> None:
+    works = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=5, max_size=5))
+    stages = [stage(i, works[i]) for i in range(len(counts))]
+    settled = min(stage_rates(stages, settle(stages, fleet(*counts))))
+    # With a rate of T every stage needs at least T times its work in peers, rounded up.
+    candidates = sorted(
+        {k / s.work_flops for s in stages for k in range(1, sum(counts) + 1)}, reverse=True
+    )
+    best = next(
+        rate
+        for rate in candidates
+        if sum(-(-rate * s.work_flops // 1) for s in stages) <= sum(counts) + 1e-9
+    )
+    assert settled == pytest.approx(best)
+
+
+@settings(max_examples=60)
+@given(fleets(most_peers=6, equal_work=True))
+def test_unlike_peers_at_stages_of_equal_work_end_near_the_optimum(
+    scene: tuple[list[StageLoad], list[PeerLoad]],
+) -> None:
+    stages = [replace(s, memory_bytes=10) for s in scene[0]]
+    peers = [replace(p, may_move=True) for p in scene[1]]
+    settled = min(stage_rates(stages, settle(stages, peers)))
+    assert settled >= 0.5 * optimum(stages, peers) * (1 - 1e-9)

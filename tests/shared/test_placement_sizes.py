@@ -1,0 +1,67 @@
+"""Sizes that are computed from the model's shape are those of the modules that are built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model.llama import Stage
+from swarm_shared.model_config import ModelConfig
+from swarm_shared.placement.sizes import stage_sizes
+
+
+def manifest_of(ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False) -> Manifest:
+    shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
+    return Manifest(
+        name="sizes",
+        organiser="me",
+        model=ModelConfig(
+            vocabulary_size=50, hidden_size=16, intermediate_size=24, layers=ends[-1], heads=4,
+            key_value_heads=2, sequence_length=8, tie_embeddings=tied,
+        ),
+        stages=tuple(
+            StageRange(first_layer=start, end_layer=end)
+            for start, end in zip((0, *ends), ends, strict=False)
+        ),
+        data=DataConfig(
+            token_bytes=1, tokenizer="bytes", unigram_entropy_nats=1.0,
+            shards=(
+                ShardInfo(name="a.tokens", split="train", **shard),
+                ShardInfo(name="b.tokens", split="heldout", **shard),
+            ),
+        ),
+        training=TrainingConfig(
+            steps=1, microbatches_per_step=1, sequences_per_microbatch=3, seed=0, dtype=dtype
+        ),
+        optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("ends", [(3,), (1, 3), (0, 2, 3, 3)])
+def test_parameters_are_those_of_the_built_stage(ends: tuple[int, ...], tied: bool) -> None:
+    manifest = manifest_of(ends, tied=tied)
+    last = manifest.stage_count - 1
+    for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
+        with torch.device("meta"):
+            stage = Stage(manifest.model, cut, index == 0, index == last)
+        assert sizes.parameters == sum(p.numel() for p in stage.parameters())
+        assert sizes.state_bytes == 12 * sizes.parameters
+        assert sizes.gradient_bytes == 4 * sizes.parameters
+
+
+def test_a_boundary_carries_one_activation_in_the_run_s_precision() -> None:
+    first, last = stage_sizes(manifest_of((1, 2)))
+    assert (first.input_bytes, first.output_bytes) == (3 * 8 * 4, 3 * 8 * 16 * 4)
+    assert (last.input_bytes, last.output_bytes) == (first.output_bytes, 0)
+    assert stage_sizes(manifest_of((1, 2), "bfloat16"))[0].output_bytes == 3 * 8 * 16 * 2

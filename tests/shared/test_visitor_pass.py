@@ -1,0 +1,61 @@
+"""A visitor's pass holds for one peer, one run, a few minutes, and no other purpose."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_shared.credentials import (
+    CLOCK_SKEW_SECONDS,
+    MembershipCertificate,
+    check_certificate,
+    sign_certificate,
+)
+from swarm_shared.errors import AdmissionError
+from swarm_shared.identity import Identity
+from swarm_shared.types import Generation, RunId
+from swarm_shared.visitor_pass import PASS_SECONDS, check_visitor_pass, sign_visitor_pass
+
+RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
+ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))
+NOW = 1_800_000_000.0
+PASS = sign_visitor_pass(ORGANISER, VISITOR.peer_id, RUN, NOW)
+
+
+def test_a_pass_lets_its_visitor_in_while_it_is_valid() -> None:
+    for now in (NOW, NOW + PASS_SECONDS, NOW + PASS_SECONDS + CLOCK_SKEW_SECONDS):
+        check_visitor_pass(PASS, RUN, ORGANISER.peer_id, now, VISITOR.peer_id)
+
+
+def test_a_pass_of_another_kind_is_refused() -> None:
+    late = NOW + PASS_SECONDS + CLOCK_SKEW_SECONDS + 1
+    forged = sign_visitor_pass(STRANGER, VISITOR.peer_id, RUN, NOW)
+    for text, run, now, remote in (
+        (PASS, RUN, late, VISITOR), (PASS, OTHER_RUN, NOW, VISITOR), (PASS, RUN, NOW, STRANGER),
+        (forged, RUN, NOW, VISITOR), ("", RUN, NOW, VISITOR), ("not base64!", RUN, NOW, VISITOR),
+    ):  # fmt: skip
+        with pytest.raises(AdmissionError):
+            check_visitor_pass(text, run, ORGANISER.peer_id, now, remote.peer_id)
+
+
+def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
+    with pytest.raises(AdmissionError):
+        check_certificate(
+            base64.b64decode(PASS), RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id
+        )  # fmt: skip
+    certificate = MembershipCertificate(
+        peer=VISITOR.peer_id, run=RUN, generation=Generation(1), not_before=NOW,
+        expires=NOW + 100, role="volunteer",
+    )  # fmt: skip
+    text = base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
+    with pytest.raises(AdmissionError):
+        check_visitor_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_refused_by_name(text: str) -> None:
+    with pytest.raises(AdmissionError):
+        check_visitor_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
