@@ -90,13 +90,12 @@ async def main(folder: Path, relays: tuple[str, ...]) -> None:
     ensure_identity(key)
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="p2pd-") as sockets:
-        settings = Configure(
-            identity_path=str(key), socket_folder=sockets, trusted_relays=relays
-        )
+        settings = Configure(identity_path=str(key), socket_folder=sockets, trusted_relays=relays)
         async with running_p2pd(hivemind, settings, sys.stderr) as (p2p, _):
             program = Program(hivemind, p2p, relays)
             await p2p.add_binary_stream_handler(SINK, sink)
             say(await program.do_tell())
+            expected: tuple[type[Exception], ...]
             expected = (SwarmError, *hivemind.daemon_errors, asyncio.IncompleteReadError)
             await obey(standard_input(), program.do, expected)
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +23,7 @@ from typing import Any
 import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
+from benchmarks.machine import describe_machine
 from benchmarks.run_data import TimedStep
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.summary import table
@@ -120,14 +118,7 @@ def _document(
     return {
         "version": 1,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "processor": _processor(),
-            "cpu_count": os.cpu_count(),
-            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
-            "system": platform.platform(),
-            "python": platform.python_version(),
-            "packages": {name: _version(name) for name in PACKAGES},
-        },
+        "machine": describe_machine(PACKAGES),
         "preset": preset,
         "model": PRESETS[preset].model.model_dump(),
         "microbatches_per_step": PRESETS[preset].microbatches_per_step,
@@ -203,22 +194,6 @@ def render(document: Mapping[str, Any]) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except ImportError:  # PackageNotFoundError: hivemind is not everywhere
-        return None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

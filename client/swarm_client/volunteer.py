@@ -25,7 +25,7 @@ from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
-from swarm_client.engine.stage_server import StageServer
+from swarm_client.engine.stage_server import HELLO_LIMITS, StageServer, stage_limits
 from swarm_client.holder import Holder
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
@@ -74,7 +74,7 @@ from swarm_shared.messages import (
     Welcome,
 )
 from swarm_shared.model_config import FrozenModel
-from swarm_shared.network import FrameLimits, Node
+from swarm_shared.network import Node
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.probe import member_judge, serve_probe
 from swarm_shared.signed_manifest import open_manifest, run_id_of
@@ -87,8 +87,8 @@ FIRST_BACKOFF_SECONDS = 0.5
 MAXIMUM_BACKOFF_SECONDS = 10.0
 """A coordinator that comes back is found again within this time."""
 
-HEADER_BYTES = 512 * 2**10
-"""Bound on a stage message's header: some hundred receipts of half a kilobyte."""
+MAX_STAGE_STREAMS = 4
+"""Of one sender: one per ordered pair, and another while it moves to a better link."""
 
 DIRECTORY_SECONDS = 20.0
 """How often this peer's record is renewed; records last six times as long."""
@@ -208,8 +208,9 @@ class Volunteer:
             ours, served = local_pair(record.peer)
             self._nursery.start_soon(self._serve_locally, served)
             return ours
+        assert self.membership is not None
         return await self.node.open_stream(
-            record.peer, STAGE_PROTOCOL, self.stage_limits(), record.addresses
+            record.peer, STAGE_PROTOCOL, stage_limits(self.membership.manifest), record.addresses
         )
 
     async def _serve_locally(self, stream: LocalStream) -> None:
@@ -219,16 +220,6 @@ class Volunteer:
             log.warning("this volunteer's own stage ended a link: %s", error)
         finally:
             await stream.reset()
-
-    def stage_limits(self) -> FrameLimits:
-        """The largest stage frame of this run: one activation or gradient, and its targets."""
-        assert self.membership is not None
-        manifest = self.membership.manifest
-        tokens = manifest.tokens_per_microbatch
-        return FrameLimits(
-            max_header_bytes=HEADER_BYTES,
-            max_payload_bytes=tokens * (4 * manifest.model.hidden_size + 4),
-        )
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
         return Downstream(
@@ -386,8 +377,9 @@ class Volunteer:
         if first:
             # It asks for a certificate itself: a newcomer's may be here before the roster is.
             self.node.serve(
-                STAGE_PROTOCOL, self.stage_server.handle, self.stage_limits(), public=True
-            )
+                STAGE_PROTOCOL, self.stage_server.handle, HELLO_LIMITS, public=True,
+                max_streams_per_peer=MAX_STAGE_STREAMS,
+            )  # fmt: skip
             self.report(
                 f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
                 f"{manifest.training.steps} steps"

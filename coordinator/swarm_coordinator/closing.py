@@ -162,7 +162,7 @@ def time_out(run: RunState, now: float) -> None:
         finish_when_applied(run, now)
 
 
-def abort(run: RunState, reason: str, now: float) -> None:
+def abort(run: RunState, reason: str, now: float, *, of_death: bool = False) -> None:
     """End this attempt for everybody; nothing has been applied anywhere."""
     step = run.step
     assert step is not None
@@ -170,7 +170,8 @@ def abort(run: RunState, reason: str, now: float) -> None:
     for member in step.closing.members:
         if member in run.peers:
             run.send(member, AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]))
-    rebalancing.not_switched(run, step.closing.switching)
+    if not of_death:
+        rebalancing.not_switched(run, step.closing.switching)
     pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5))
     step.close_not_before = max(step.close_not_before, now + pause)
     step.closing = None
@@ -184,7 +185,7 @@ def member_lost(run: RunState, peer: PeerId, now: float) -> None:
     if step is None or step.closing is None or peer not in step.closing.members:
         return
     if run.phase is RunPhase.CLOSING:
-        abort(run, f"{short(peer)} is gone", now)
+        abort(run, f"{short(peer)} is gone", now, of_death=True)
     elif run.phase is RunPhase.APPLYING:
         del step.closing.members[peer]
         finish_when_applied(run, now)

@@ -15,6 +15,7 @@ to say. A move keeps every promise of a step:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from swarm_coordinator import membership
 from swarm_coordinator.moving import (
@@ -104,14 +105,7 @@ def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
     if run.last_applied is None:
         return policy
     longest = run.last_applied.seconds + run.manifest.limits.join_hold_seconds
-    return MovePolicy(
-        period_seconds=policy.period_seconds,
-        minimum_replicas=policy.minimum_replicas,
-        horizon_seconds=policy.horizon_seconds,
-        margin=policy.margin,
-        minimum_gain=policy.minimum_gain,
-        longest_download_seconds=min(longest, policy.longest_download_seconds),
-    )
+    return replace(policy, longest_download_seconds=min(longest, policy.longest_download_seconds))
 
 
 def _loads(run: RunState) -> list[PeerLoad]:
@@ -239,7 +233,7 @@ def switch(run: RunState, closing: Closing) -> None:
 
 
 def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
-    """An attempt with movers in it has failed: the next one goes without them."""
+    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
     for peer_id in peers:
         peer = run.peers.get(peer_id)
         if peer is not None and peer.moving is not None:

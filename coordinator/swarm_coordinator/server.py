@@ -70,6 +70,11 @@ from swarm_shared.types import Generation, PeerId, StageIndex
 
 log = logging.getLogger(__name__)
 
+MAX_STREAMS = 128
+"""Of one client: the circuits that it may have through this relay, and everything else."""
+MAX_CONTROL_STREAMS = 4
+"""Of one client: it attaches anew before the old stream is known to be dead."""
+
 TICK_SECONDS = 0.25
 EVENT_BUFFER = 4096
 """Events that wait for the core. When it is full, clients are not read from: they slow down."""
@@ -198,14 +203,17 @@ class Coordinator:
                 catalogue(service.folder, service.manifest, self._checkpoints),
                 desk.transfer_check(),
             )
-            node.admit_only(lambda peer, _: admission.refusal(peer) is None)
+            node.admit_only(
+                lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay
+            )
             serve_probe(
                 node, visitor_judge(admission, lambda: self._state, service.manifest),
                 wall_clock=service.wall_clock,
             )  # fmt: skip
             node.serve(
-                CONTROL_PROTOCOL, control.handle, control_limits(service.manifest), public=True
-            )
+                CONTROL_PROTOCOL, control.handle, control_limits(service.manifest), public=True,
+                max_streams_per_peer=MAX_CONTROL_STREAMS,
+            )  # fmt: skip
             await self._status.write(self._seen(control))
             # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
             signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
@@ -265,7 +273,7 @@ class Coordinator:
         listen = listen_address(network.listen_host, wanted or remembered or 0)
         try:
             node = await stack.enter_async_context(
-                open_node(service.identity, [listen], max_inbound_streams_per_peer=64)
+                open_node(service.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)
             )
         except NetworkError as error:
             hint = (

@@ -70,7 +70,7 @@ class Closing:
     applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
     """Fingerprints of those that have applied."""
     switching: dict[PeerId, StageIndex] = field(default_factory=dict)
-    """Members that hold another stage from this step on: they average it as well, adding nothing."""
+    """Members that hold another stage after this step: they average it too, adding nothing."""
     decided_at: float = 0.0
 
 

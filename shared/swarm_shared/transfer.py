@@ -16,7 +16,6 @@ What is not here: who holds what (the catalogue), and who may ask (`check_remote
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -72,6 +71,7 @@ REQUESTS_IN_FLIGHT = 4
 """Per source; 4 MiB on the way fill a 100 Mbit/s link at 300 ms."""
 MAX_STREAMS_SERVED = 64
 """Each holds one chunk of at most 4 MiB in memory."""
+MAX_STREAMS_PER_PEER = 8
 MAX_UNKNOWN_BYTES = 64 * 2**20
 """The most that is fetched when the size is not known beforehand (a tokenizer)."""
 
@@ -102,7 +102,7 @@ def certificate_check(run: RunId, organiser: PeerId, clock: Clock = wall) -> Che
             raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
         try:
             envelope = base64.b64decode(hello.certificate, validate=True)
-        except binascii.Error as error:
+        except ValueError as error:
             raise AdmissionError("the certificate is not base64") from error
         check_certificate(envelope, run, organiser, clock(), remote)
 
@@ -114,22 +114,26 @@ def serve_transfers(node: Node, catalogue: Catalogue, check_remote: CheckRemote)
     slots = trio.Semaphore(MAX_STREAMS_SERVED)
 
     async def handle(stream: FramedStream) -> None:
+        # Before a place is taken: a stranger could hold them all by saying nothing.
+        if not await _is_admitted(stream, check_remote):
+            return
         try:
             slots.acquire_nowait()
         except trio.WouldBlock:
             await _refuse(stream, "this peer is serving as many as it can; ask another one")
             return
         try:
-            await _serve_stream(stream, catalogue, check_remote)
+            await _serve_stream(stream, catalogue)
         finally:
             slots.release()
 
-    node.serve(TRANSFER_PROTOCOL, handle, SERVING_LIMITS, public=True)
+    node.serve(
+        TRANSFER_PROTOCOL, handle, SERVING_LIMITS, public=True,
+        max_streams_per_peer=MAX_STREAMS_PER_PEER,
+    )  # fmt: skip
 
 
-async def _serve_stream(
-    stream: FramedStream, catalogue: Catalogue, check_remote: CheckRemote
-) -> None:
+async def _is_admitted(stream: FramedStream, check_remote: CheckRemote) -> bool:
     frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
     hello = parse(transfer_messages, frame.header)
     if not isinstance(hello, TransferHello):
@@ -138,7 +142,11 @@ async def _serve_stream(
         check_remote(stream.remote, hello)
     except (AdmissionError, SignatureError, FrameError) as error:
         await _refuse(stream, str(error))
-        return
+        return False
+    return True
+
+
+async def _serve_stream(stream: FramedStream, catalogue: Catalogue) -> None:
     while True:
         try:
             frame = await stream.receive(timeout_seconds=IDLE_SECONDS)

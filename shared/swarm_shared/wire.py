@@ -92,6 +92,10 @@ class FrameDecoder:
         self._payload = bytearray()
         self._payload_wanted: int | None = None
 
+    def expect(self, limits: FrameLimits) -> None:
+        """What is accepted from the next frame on: more from somebody who has proved something."""
+        self._limits = limits
+
     @property
     def at_boundary(self) -> bool:
         """True between two frames: the only place where a stream may end."""

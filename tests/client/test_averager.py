@@ -33,7 +33,6 @@ pytestmark = pytest.mark.integration
 
 SMALL = 30_001
 LARGE = 2**22
-RELAY_PORT: dict[PeerId, int] = {}
 
 
 def routes_used(peers: Sequence[Peer]) -> set[str]:
@@ -45,13 +44,10 @@ def used_between(one: Peer, other: Peer) -> set[str]:
 
 
 @asynccontextmanager
-async def relay_node(again: Node | None = None) -> AsyncIterator[Node]:
-    """A relay for everybody, or one that was closed once more, where it was."""
-    key = Identity.generate() if again is None else again._identity
-    where = LOOPBACK if again is None else (f"/ip4/127.0.0.1/tcp/{RELAY_PORT[again.peer_id]}",)
-    async with open_node(key, where) as relay:
-        assert relay.listening_port is not None
-        RELAY_PORT[relay.peer_id] = relay.listening_port
+async def relay_node(key: Identity | None = None, port: int | None = 0) -> AsyncIterator[Node]:
+    """A relay for everybody."""
+    where = [f"/ip4/127.0.0.1/tcp/{port}"]
+    async with open_node(key or Identity.generate(), where) as relay:
         relay.serve_relay(RelayLimits(), lambda peer: True)
         yield relay
 
@@ -197,7 +193,12 @@ async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_w
         assert set(failures) == {first.id, second.id, victim.id}
         assert all(failure.carrier_failed for failure in failures.values())
         assert failures[first.id].culprit == failures[second.id].culprit == victim.id
-        assert not victim.worker.available
+        while victim.worker.available:  # its end is noticed a moment later
+            await trio.sleep(0.01)
+        for peer in (first, second):
+            assert peer.averager._pairs is not None
+            (member,) = peer.averager._pairs.members([victim.id])
+            assert member.routes == (Route.HOST_RELAYED, Route.P2PD)
         before = {peer.id: peer.carried() for peer in g.peers}
         assert await g.round() == {}
         g.check_exact()
@@ -287,6 +288,37 @@ def roster_of(records: Sequence[PeerRecord]) -> Roster:
     return Roster(serial=1, peers=tuple(records))
 
 
+async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_at_once(
+    tmp_path: Path,
+) -> None:
+    async with group(tmp_path, [True, False], SMALL) as g, trio.open_nursery() as nursery:
+        first, late = g.peers
+        failures: dict[PeerId, AveragingFailed] = {}
+
+        async def one(peer: Peer) -> None:
+            try:
+                await peer.reduce(sorted((first.id, late.id)), 7)
+            except AveragingFailed as failure:
+                failures[peer.id] = failure
+
+        # `late` has no worker yet when its round begins; then it has one, and the other hears so.
+        async with trio.open_nursery() as rounds:
+            rounds.start_soon(one, late)
+            nursery.start_soon(late.worker.run)
+            await late.worker.wait_until_available()
+            g.publish()
+            first.averager._pairs._memory = OneRoute(Route.P2PD)  # type: ignore[union-attr, assignment]
+            with trio.fail_after(first.averager.stall_seconds / 2):
+                await one(first)
+            rounds.cancel_scope.cancel()  # as the coordinator does when it hears of it
+        assert failures[first.id].carrier_failed
+        # The next attempt finds both in their workers.
+        assert await g.round() == {}
+        g.check_exact()
+        assert "p2pd" in used_between(late, first)
+        nursery.cancel_scope.cancel()
+
+
 # ------------------------------------------------------------------- p2pd is run in another way
 
 
@@ -303,8 +335,9 @@ async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its
     tmp_path: Path,
 ) -> None:
     async with AsyncExitStack() as stack, group(tmp_path, [True, True], SMALL) as g:
-        relay = await stack.enter_async_context(relay_node())
-        relay_addresses = relay.addresses
+        key = Identity.generate()
+        relay = await stack.enter_async_context(relay_node(key))
+        relay_addresses, relay_port = relay.addresses, relay.listening_port
         first, _ = g.peers
         before = first.carrier
         assert before is not None
@@ -334,7 +367,7 @@ async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its
         await stack.aclose()
         while first.carrier != before:
             await trio.sleep(0.05)
-        async with relay_node(relay) as again:
+        async with relay_node(key, relay_port) as again:
             assert again.addresses == relay_addresses
             while not (first.worker.available and is_relayed(first)):
                 await trio.sleep(0.05)

@@ -124,6 +124,7 @@ class World:
         self.missing: tuple[int, ...] = ()
         self.manifest = SimpleNamespace(
             tokens_per_microbatch=TOKENS,
+            model=SimpleNamespace(hidden_size=16),
             limits=SimpleNamespace(edge_credits=2, stage_queue=3),
             training=SimpleNamespace(sequences_per_microbatch=1),
         )
@@ -323,6 +324,36 @@ async def test_a_microbatch_that_is_already_held_is_not_counted_twice_and_shows_
     assert last.worker.forwards == [(2, True), (2, False)]
     assert last.worker.accumulated == [2]
     assert first.header.receipts == again.header.receipts
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+async def test_what_was_counted_for_a_sender_that_went_is_signed_for_the_next_that_asks(
+    stage: int,
+) -> None:
+    """The worker had added it when its sender was lost; it will not add it again."""
+    async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as sender:
+        w.publish(sender)
+        holder = (first, last)[stage]
+        holder.worker.hold = trio.Event()
+        async with w.peer(0) as lost:
+            w.publish(sender, lost)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(w.downstream(lost, stage).send, parcel(7), lambda: True)
+                await holder.worker.entered.wait()
+                nursery.cancel_scope.cancel()
+        holder.worker.accumulated.append(7)  # as the real one does, whoever waits for it
+        holder.worker.hold.set()
+        answer = await w.downstream(sender, stage).send(parcel(7), lambda: True)
+    receipts = [open_receipt(base64.b64decode(r)) for r in answer.header.receipts]
+    assert holder.identity.peer_id in {r.peer for r in receipts}
+    assert holder.worker.accumulated == [7]
+
+
+async def test_a_peer_that_was_not_asked_to_count_signs_nothing() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        answer = await w.downstream(sender, 1).send(parcel(2, accumulate=()), lambda: True)
+    assert last.worker.forwards == [(2, False)]
+    assert answer.header.receipts == ()
 
 
 async def test_nothing_is_counted_while_the_step_is_closing() -> None:

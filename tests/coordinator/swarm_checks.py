@@ -67,7 +67,9 @@ def check_send(world: World, command: Send) -> None:
         for record in message.peers:
             peer = run.peers.get(record.peer)
             rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
-            if peer is not None and peer.leaving and record.accepts_work and rest:
+            # While a step is applied the last roster stands, with somebody taken out of it.
+            stands = run.phase is RunPhase.APPLYING
+            if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
                 raise Violation(f"{record.peer} is leaving and is offered as {record}")
 
 

@@ -84,7 +84,7 @@ class Averaging(PeerBase):
         results: dict[str, Any],
     ) -> None:
         """One stage's reductions, one after the other; both stages of a mover at the same time."""
-        if holding not in (self.holding, self.prepared) or holding.closing is not close:
+        if not self._holds(holding) or holding.closing is not close:
             return
         if len(results) == len(reductions):
             holding.averaged = (close.attempt, results["own"], results.get("tied"))
@@ -93,7 +93,7 @@ class Averaging(PeerBase):
         reduction = reductions[len(results)]
 
         def done(result: Counter[Any] | RoundFailure) -> None:
-            if holding not in (self.holding, self.prepared) or holding.closing is not close:
+            if not self._holds(holding) or holding.closing is not close:
                 return
             if isinstance(result, RoundFailure):
                 self._cancel_round()
@@ -107,6 +107,9 @@ class Averaging(PeerBase):
 
         key = (close.step, close.attempt, reduction.part, reduction.members)
         self.world.join_round(self, key, reduction.members, own, done)
+
+    def _holds(self, holding: Holding) -> bool:
+        return holding is self.holding or holding is self.prepared
 
     def _averaged(self, close: Close) -> None:
         """Report when all that this close asks for is averaged."""
@@ -134,13 +137,11 @@ class Averaging(PeerBase):
         self.preparation = self.prepared = None
 
     def _abort(self, message: AbortRound) -> None:
-        if self.holding is not None and self.holding.closing is not None:
-            if self.holding.closing.attempt == message.attempt:
-                self._cancel_round()
         for holding in (self.holding, self.prepared):
             if holding is None:
                 continue
             if holding.closing is not None and holding.closing.attempt == message.attempt:
+                self._cancel_round()
                 holding.closing = None
             if holding.averaged is not None and holding.averaged[0] == message.attempt:
                 holding.averaged = None

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import trio
 
 from swarm_shared.errors import LinkClosed, LinkTimeout
-from swarm_shared.network import Frame
+from swarm_shared.network import Frame, FrameLimits
 from swarm_shared.types import PeerId
 
 FRAMES_BUFFERED = 16
@@ -41,12 +41,14 @@ class LocalStream:
         header: bytes,
         payload: Buffer | Sequence[Buffer] = b"",
         timeout_seconds: float | None = None,
+        *,
+        stall_seconds: float | None = None,
     ) -> None:
         parts = (payload,) if isinstance(payload, Buffer) else payload
         # Copied, as a network would: the sender's buffer is free again when this returns.
         frame = Frame(header, bytearray().join(parts))
         try:
-            with trio.fail_after(_limit(timeout_seconds)):
+            with trio.fail_after(min(_limit(timeout_seconds), _limit(stall_seconds))):
                 await self._put.send(frame)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the local link is closed") from error
@@ -61,6 +63,9 @@ class LocalStream:
             raise LinkClosed("the local link is closed") from error
         except trio.TooSlowError as error:
             raise LinkTimeout("this process did not answer in time") from error
+
+    def expect(self, limits: FrameLimits) -> None:
+        """Nothing to limit: both ends are this process."""
 
     async def close(self) -> None:
         self._put.close()

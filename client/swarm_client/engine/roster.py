@@ -15,6 +15,7 @@ class RosterView:
 
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
+        self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
         self._changed = trio.Event()
 
@@ -22,6 +23,7 @@ class RosterView:
         """Take the newer one; peers that were revoked since the last, whose links must end."""
         before, self._revoked = self._revoked, frozenset(roster.revoked)
         self._peers = {r.peer: r for r in roster.peers if r.peer not in self._revoked}
+        self._index_carriers()
         self.wake()
         return self._revoked - before
 
@@ -43,6 +45,7 @@ class RosterView:
             self._peers[record.peer] = known.model_copy(
                 update={"addresses": record.addresses, "carrier": record.carrier}
             )
+            self._index_carriers()
 
     def wake(self) -> None:
         """Let everybody who waits look again."""
@@ -60,10 +63,12 @@ class RosterView:
 
     def knows(self, peer: PeerId) -> bool:
         """A member, by its own peer ID or by that of its p2pd."""
-        return peer in self._peers or any(
-            record.carrier is not None and record.carrier.peer == peer
-            for record in self._peers.values()
-        )
+        return peer in self._peers or peer in self._carriers
+
+    def _index_carriers(self) -> None:
+        # Strangers' streams are looked up here, as fast as they come.
+        records = self._peers.values()
+        self._carriers = frozenset(r.carrier.peer for r in records if r.carrier is not None)
 
     def of_stage(self, stage: StageIndex) -> Mapping[PeerId, PeerRecord]:
         """Members of a stage that accept new microbatches."""

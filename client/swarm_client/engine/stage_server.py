@@ -35,12 +35,31 @@ from swarm_shared.messages import (
     parse,
     stage_requests,
 )
+from swarm_shared.network import FrameLimits
 from swarm_shared.types import PeerId
 
 log = logging.getLogger(__name__)
 
+HELLO_LIMITS = FrameLimits(max_header_bytes=16 * 1024)
+"""Before it has shown a certificate, nobody can make this peer hold more."""
+
+MAX_HEADER_BYTES = 512 * 1024
+"""Of a stage message: some hundred receipts of half a kilobyte."""
+
+STALL_SECONDS = 30.0
+"""A sender that takes less than a megabyte of its answer in this time is let go: what it keeps
+waiting takes places in the queue that others need."""
+
 TOKEN_BYTES = 4
 """Token ids and targets cross the wire as uint32."""
+
+
+def stage_limits(manifest: Manifest) -> FrameLimits:
+    """The largest stage frame of a run: one activation or gradient, and its targets."""
+    return FrameLimits(
+        max_header_bytes=MAX_HEADER_BYTES,
+        max_payload_bytes=manifest.tokens_per_microbatch * (4 * manifest.model.hidden_size + 4),
+    )
 
 
 class Membership(Protocol):
@@ -70,8 +89,12 @@ class StageServer:
 
     async def handle(self, stream: Stream) -> None:
         """Serve one sender until its stream ends."""
-        if not await self._greet(stream):
+        manifest = await self._greet(stream)
+        if manifest is None:
             return
+        stream.expect(stage_limits(manifest))
+        # Twice: a request that was cancelled or answered a moment ago may not be off the list.
+        most = 2 * manifest.limits.edge_credits
         scopes: dict[int, trio.CancelScope] = {}
         try:
             async with trio.open_nursery() as nursery:
@@ -82,6 +105,11 @@ class StageServer:
                         if isinstance(message, StageCancel):
                             if message.request in scopes:
                                 scopes[message.request].cancel()
+                        elif isinstance(message, Forward) and len(scopes) >= most:
+                            raise ProtocolError(
+                                f"{stream.remote} has {len(scopes)} microbatches here, where it "
+                                f"was granted {manifest.limits.edge_credits}"
+                            )
                         elif isinstance(message, Forward) and message.request not in scopes:
                             scope = scopes[message.request] = trio.CancelScope()
                             nursery.start_soon(
@@ -94,7 +122,8 @@ class StageServer:
         except* LinkClosed:
             pass  # the sender is gone: nobody waits for these gradients any more
 
-    async def _greet(self, stream: Stream) -> bool:
+    async def _greet(self, stream: Stream) -> Manifest | None:
+        """The run's manifest; None when the sender was refused."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(stage_requests, frame.header)
         membership, holding = self._membership(), self._holding()
@@ -112,7 +141,7 @@ class StageServer:
             self.refused[refusal[0]] += 1
             await stream.send(encode(StageRefused(reason=refusal[0], detail=refusal[1])))
             await stream.close()
-            return False
+            return None
         assert membership is not None
         assert holding is not None
         answer = StageHelloAnswer(
@@ -121,7 +150,7 @@ class StageServer:
             credits=membership.manifest.limits.edge_credits,
         )
         await stream.send(encode(answer))
-        return True
+        return membership.manifest
 
     async def _serve(
         self,
@@ -136,7 +165,7 @@ class StageServer:
                 refusal = await self._try_to_serve(stream, message, payload)
                 if refusal is not None:
                     self.refused[refusal.reason] += 1
-                    await stream.send(encode(refusal))
+                    await stream.send(encode(refusal), stall_seconds=STALL_SECONDS)
         finally:
             del scopes[message.request]
 
@@ -165,7 +194,9 @@ class StageServer:
             work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
             header, gradient = await work.run()
             try:
-                await stream.send(encode(header), gradient.payload or b"")
+                await stream.send(
+                    encode(header), gradient.payload or b"", stall_seconds=STALL_SECONDS
+                )
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
@@ -209,6 +240,7 @@ class _Work:
         self._targets = view[message.input_bytes :]
         self._service_seconds = 0.0
         self._arrived = time.monotonic()
+        self._counting = False
 
     def _wanted(self) -> bool:
         return self._holding.works_on(self._message.step)
@@ -222,6 +254,25 @@ class _Work:
             and not self._holding.closing
         )
 
+    def _asked_to_count(self) -> bool:
+        """The same, said to the worker and remembered."""
+        self._counting = self._accumulates()
+        return self._counting
+
+    def _unsigned(self, output: Output) -> bool:
+        """Whether the accumulator holds the microbatch and no receipt says so yet.
+
+        Not only when it was added just now: the sender of an earlier request may have gone in the
+        middle of it, when the worker had counted it and nobody was left to sign. The worker then
+        adds it no more, and without a receipt it would be leased again for ever.
+        """
+        if not self._wanted():
+            return False
+        held = self._counting and not self._holding.closing
+        return output.added or (
+            held and self._holding.receipts.get(self._message.microbatch) is None
+        )
+
     async def run(self) -> tuple[Backward, Output]:
         if self._message.mode == "evaluate":
             return await self._evaluate()
@@ -233,7 +284,7 @@ class _Work:
         message, worker = self._message, self._holding.worker
         began = time.monotonic()
         output = await worker.forward(
-            message.step, message.microbatch, self._accumulates(), (self._input, self._targets)
+            message.step, message.microbatch, self._asked_to_count(), (self._input, self._targets)
         )
         self._holding.observe(output.seconds)
         self._service_seconds = time.monotonic() - began
@@ -244,7 +295,7 @@ class _Work:
         assert downstream is not None
         began = time.monotonic()
         activation = await worker.forward(
-            message.step, message.microbatch, self._accumulates(), (self._input,)
+            message.step, message.microbatch, self._asked_to_count(), (self._input,)
         )
         self._service_seconds = time.monotonic() - began
         try:
@@ -273,7 +324,7 @@ class _Work:
 
     def _answer(self, output: Output, receipts: tuple[str, ...], loss_sum: float) -> Backward:
         message, book = self._message, self._holding.receipts
-        if output.added and self._wanted():
+        if self._unsigned(output):
             book.add(
                 message.step,
                 message.microbatch,

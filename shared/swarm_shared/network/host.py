@@ -42,6 +42,7 @@ from multiaddr import Multiaddr
 from swarm_shared.identity import Identity
 from swarm_shared.network.tcp import BufferedTcp, BufferedTcpStream
 from swarm_shared.network.yamux import YamuxConnection
+from swarm_shared.types import PeerId
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ MAX_PENDING_PER_ADDRESS = 32
 
 MAX_CONNECTIONS_PER_ADDRESS = 128
 """From one IPv4 address or one IPv6 /64: a household or a company, not a flood."""
+
+MAX_STRANGERS_PER_ADDRESS = 32
+"""Connections of remotes that do not belong here (yet), from one address."""
 
 MAX_CONNECTIONS_PER_PEER = 4
 """Two ends that dial each other at once make two; relayed ones may come on top."""
@@ -150,6 +154,8 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self._pending: Counter[str] = Counter()
         self._from_address: Counter[str] = Counter()
+        self._strangers: dict[str, set[YamuxConnection]] = {}
+        self.knows: Callable[[PeerId], bool] = lambda peer: True
         self.expected_as_initiator: dict[tuple[str, int], ID] = {}
         """Where an accepted connection is one end of a hole that is being punched, and this
         side has the initiator's part although the other one's packet came first."""
@@ -189,11 +195,37 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         self._from_address[address] += 1
         try:
             muxer = await self._upgrade_inbound(read_write_closer, maddr, place[:2])
-            if muxer is not None:
-                # Returning would close the socket.
-                await muxer.event_closed.wait()
+            if muxer is None:
+                return
+            if not self._takes(muxer, address):
+                await muxer.close()
+            # Returning would close the socket.
+            await muxer.event_closed.wait()
+            self._forget_stranger(muxer, address)
         finally:
             _take_one(self._from_address, address)
+
+    def _takes(self, muxer: YamuxConnection, address: str) -> bool:
+        """Whether there is room for one more, if it is a stranger's."""
+        if self._is_known(muxer):
+            return True
+        strangers = self._strangers.setdefault(address, set())
+        if len(strangers) >= MAX_STRANGERS_PER_ADDRESS:
+            strangers -= {one for one in strangers if self._is_known(one)}
+        if len(strangers) >= MAX_STRANGERS_PER_ADDRESS:
+            return False
+        strangers.add(muxer)
+        return True
+
+    def _forget_stranger(self, muxer: YamuxConnection, address: str) -> None:
+        strangers = self._strangers.get(address)
+        if strangers is not None:
+            strangers.discard(muxer)
+            if not strangers:
+                del self._strangers[address]
+
+    def _is_known(self, muxer: YamuxConnection) -> bool:
+        return self.knows(PeerId(muxer.peer_id.to_base58()))
 
     async def _upgrade_inbound(
         self, stream: ReadWriteCloser, maddr: Multiaddr, place: tuple[str, int]

@@ -10,6 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Final
 
 import trio
 from libp2p.abc import INetStream
@@ -32,21 +33,38 @@ Handler = Callable[[FramedStream], Awaitable[None]]
 RawHandler = Callable[[YamuxStream], Awaitable[None]]
 
 
+STRANGERS_STREAMS: Final = 8
+"""Open at once, of a remote that is not known: room for a hello on every public protocol. What it
+sends is kept until somebody reads it, so that streams are memory."""
+
+
 class Inbound:
-    """`admits` says whether a remote may use a protocol that is not public."""
+    """`admits` says whether a remote may use a protocol that is not public, `knows` whether it
+    belongs here at all."""
 
     def __init__(self, host: BasicHost, max_streams_per_peer: int) -> None:
         self._host = host
         self._max_streams = max_streams_per_peer
         self._open: Counter[PeerId] = Counter()
+        self._open_of_protocol: Counter[tuple[PeerId, str]] = Counter()
         self.handler_errors: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         """Streams of remotes that are not admitted, by protocol."""
         self.traffic = TrafficCounter()
         self.admits: Callable[[PeerId, str], bool] = lambda peer, protocol: True
+        self.knows: Callable[[PeerId], bool] = lambda peer: True
 
-    def serve(self, protocol: str, handler: Handler, limits: FrameLimits, *, public: bool) -> None:
-        self._set(protocol, partial(self._handle, protocol, handler, limits, public))
+    def serve(
+        self,
+        protocol: str,
+        handler: Handler,
+        limits: FrameLimits,
+        *,
+        public: bool,
+        max_streams_per_peer: int,
+    ) -> None:
+        handle = partial(self._handle, protocol, handler, limits, public)
+        self._set(protocol, partial(self._count, protocol, max_streams_per_peer, handle))
 
     def serve_raw(self, protocol: str, handler: RawHandler, *, public: bool) -> None:
         self._set(protocol, partial(self._handle_raw, protocol, handler, public))
@@ -58,7 +76,10 @@ class Inbound:
         """The entry of every stream that a remote opens. Never raises: an error that leaves
         here would stop the whole host."""
         remote = PeerId(stream.muxed_conn.peer_id.to_base58())
-        if self._open[remote] >= self._max_streams:
+        most = (
+            self._max_streams if self.knows(remote) else min(STRANGERS_STREAMS, self._max_streams)
+        )
+        if self._open[remote] >= most:
             logger.debug("%s has too many streams open, one more is refused", remote)
             await stream.reset()
             return
@@ -73,12 +94,39 @@ class Inbound:
             if not self._open[remote]:
                 del self._open[remote]
 
+    async def _count(
+        self,
+        protocol: str,
+        most: int,
+        handle: Callable[[INetStream], Awaitable[None]],
+        stream: INetStream,
+    ) -> None:
+        key = (PeerId(stream.muxed_conn.peer_id.to_base58()), protocol)
+        if self._open_of_protocol[key] >= most:
+            logger.debug(
+                "%s has %d streams of %s open, one more is refused", key[0], most, protocol
+            )
+            await stream.reset()
+            return
+        self._open_of_protocol[key] += 1
+        try:
+            await handle(stream)
+        finally:
+            self._open_of_protocol[key] -= 1
+            if not self._open_of_protocol[key]:
+                del self._open_of_protocol[key]
+
     def _refuses(self, remote: PeerId, protocol: str, public: bool) -> bool:
         if public or self.admits(remote, protocol):
             return False
         self.refused[protocol] += 1
         logger.debug("%s is not admitted to %s", remote, protocol)
         return True
+
+    def _welcome(self, remote: PeerId, stream: NetStream) -> None:
+        muxed = stream.muxed_stream
+        if isinstance(muxed, YamuxStream) and self.knows(remote):
+            muxed.extend_window()
 
     async def _handle(
         self,
@@ -92,21 +140,27 @@ class Inbound:
         framed = FramedStream(stream, protocol, limits, self.traffic)
         try:
             if not self._refuses(framed.remote, protocol, public):
+                self._welcome(framed.remote, stream)
                 await handler(framed)
                 await framed.close()
-        except LinkClosed as error:
-            logger.debug("%s: %s", protocol, error)
-        except (NetworkError, ProtocolError) as error:
-            logger.info("%s with %s ended: %s", protocol, framed.remote, error)
-        except SwarmError as error:
-            logger.warning("%s with %s ended: %s", protocol, framed.remote, error)
-        except Exception:  # a supervisor: one stream's trouble stays its own
-            self.handler_errors[protocol] += 1
-            logger.exception(
-                "the handler of %s failed on a stream with %s", protocol, framed.remote
-            )
+        except Exception as error:  # noqa: BLE001 (a supervisor: one stream's trouble stays its own)
+            self._tell(protocol, framed.remote, error)
         finally:
             await framed.reset()
+
+    def _tell(self, protocol: str, remote: PeerId, error: Exception) -> None:
+        cause = _expected_cause(error)
+        if isinstance(cause, LinkClosed):
+            logger.debug("%s: %s", protocol, cause)
+        elif isinstance(cause, NetworkError | ProtocolError):
+            logger.info("%s with %s ended: %s", protocol, remote, cause)
+        elif cause is not None:
+            logger.warning("%s with %s ended: %s", protocol, remote, cause)
+        else:
+            self.handler_errors[protocol] += 1
+            logger.error(
+                "the handler of %s failed on a stream with %s", protocol, remote, exc_info=error
+            )
 
     async def _handle_raw(
         self, protocol: str, handler: RawHandler, public: bool, stream: INetStream
@@ -117,8 +171,10 @@ class Inbound:
         remote = PeerId(muxed.connection.peer_id.to_base58())
         try:
             if not self._refuses(remote, protocol, public):
+                self._welcome(remote, stream)
                 await handler(muxed)
                 # What the remote sends on is dropped, and the stream forgotten.
+                await muxed.close()
                 muxed.stop_reading()
                 return
         except (SwarmError, MuxedStreamError, trio.TooSlowError) as error:
@@ -128,3 +184,14 @@ class Inbound:
             logger.exception("the handler of %s failed on a stream with %s", protocol, remote)
         with trio.CancelScope(shield=True), trio.move_on_after(1.0):
             await muxed.reset()
+
+
+def _expected_cause(error: BaseException) -> SwarmError | None:
+    """What the handler raised on purpose, out of a nursery's wrapping too; None for a fault."""
+    if isinstance(error, SwarmError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        causes = [_expected_cause(one) for one in error.exceptions]
+        if all(cause is not None for cause in causes):
+            return causes[0]
+    return None

@@ -58,6 +58,8 @@ PROVE_ALIVE_SECONDS = 3.0
 PUNCH_AGAIN_SECONDS = 15.0
 """How often relayed links are looked at; each has a pause of its own."""
 MAX_RELAY_ADDRESSES = 8
+MAX_STREAMS_OF_PROTOCOL = 64
+"""Of one remote, unless a protocol says otherwise."""
 
 
 class Node:
@@ -170,7 +172,13 @@ class Node:
     # What is served
 
     def serve(
-        self, protocol: str, handler: Handler, limits: FrameLimits, *, public: bool = False
+        self,
+        protocol: str,
+        handler: Handler,
+        limits: FrameLimits,
+        *,
+        public: bool = False,
+        max_streams_per_peer: int = MAX_STREAMS_OF_PROTOCOL,
     ) -> None:
         """Runs `handler` for each stream that a remote opens with `protocol`.
 
@@ -178,11 +186,23 @@ class Node:
         stays here: logged once, with its traceback when it is a fault of this side. A protocol
         that is not `public` is refused to remotes that `admits` does not know.
         """
-        self._inbound.serve(protocol, handler, limits, public=public)
+        self._inbound.serve(
+            protocol, handler, limits, public=public, max_streams_per_peer=max_streams_per_peer
+        )
 
-    def admit_only(self, admits: Callable[[PeerId, str], bool]) -> None:
-        """From now on, who may use which protocol; those served as public are for everybody."""
+    def admit_only(
+        self,
+        admits: Callable[[PeerId, str], bool],
+        knows: Callable[[PeerId], bool] | None = None,
+    ) -> None:
+        """From now on, who may use which protocol; those served as public are for everybody.
+
+        `knows`: who belongs here, when not everybody does who is admitted. Of others fewer
+        connections and streams are kept at once.
+        """
         self._inbound.admits = admits
+        self._inbound.knows = knows or (lambda peer: admits(peer, ""))
+        self._swarm.knows = self._inbound.knows
 
     def serve_relay(self, limits: RelayLimits, allow: Callable[[PeerId], bool]) -> None:
         """Relays for the peers that `allow` names, at both ends of a circuit."""

@@ -20,6 +20,8 @@ from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
 from swarm_shared.wire import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame
 
+STALL_BYTES = 1024 * 1024
+
 # A stream that ends must tell the remote, but nobody waits for that long.
 _GOODBYE_SECONDS = 1.0
 
@@ -85,22 +87,29 @@ class FramedStream:
     def protocol(self) -> str:
         return self._protocol
 
+    def expect(self, limits: FrameLimits) -> None:
+        """What is accepted from the next frame on: more from somebody who has said who it is."""
+        self._decoder.expect(limits)
+
     async def send(
         self,
         header: bytes,
         payload: Buffer | Sequence[Buffer] = b"",
         timeout_seconds: float | None = None,
+        *,
+        stall_seconds: float | None = None,
     ) -> None:
         """Queues a frame for sending; waits while the remote does not take more.
 
         The payload must not change before this returns. LinkClosed when the stream is gone,
-        LinkTimeout when `timeout_seconds` pass. A frame that a time-out or a cancellation cuts
-        in the middle ends the stream: the remote could not find the next frame's start.
+        LinkTimeout when `timeout_seconds` pass, or `stall_seconds` in which the remote takes less
+        than STALL_BYTES. A frame that a time-out or a cancellation cuts in the middle ends the
+        stream: the remote could not find the next frame's start.
         """
         pieces = encode_frame(header, payload)
         with self._deadline(timeout_seconds, "sending to"):
             async with self._send_lock:
-                await self._write(pieces)
+                await self._write(pieces, stall_seconds)
         self._sent[0] += 1
         self._sent[1] += sum(memoryview(piece).nbytes for piece in pieces)
 
@@ -139,12 +148,13 @@ class FramedStream:
         with trio.CancelScope(shield=True), trio.move_on_after(_GOODBYE_SECONDS):
             await self._stream.reset()
 
-    async def _write(self, pieces: list[Buffer]) -> None:
+    async def _write(self, pieces: list[Buffer], stall_seconds: float | None) -> None:
         before = self._muxed.written_bytes
         try:
             with stream_errors(f"sending to {self._remote}"):
-                for piece in pieces:
-                    await self._muxed.write(piece)
+                for piece in pieces if stall_seconds is None else _slices(pieces):
+                    with self._deadline(stall_seconds, "sending to"):
+                        await self._muxed.write(piece)
         except BaseException:
             if self._muxed.written_bytes != before:
                 await self.reset()
@@ -174,3 +184,10 @@ class FramedStream:
             yield
         if scope.cancelled_caught:
             raise LinkTimeout(f"{doing} {self._remote} took more than {timeout_seconds:g} s")
+
+
+def _slices(pieces: Sequence[Buffer]) -> Iterator[Buffer]:
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        for start in range(0, len(view), STALL_BYTES):
+            yield view[start : start + STALL_BYTES]

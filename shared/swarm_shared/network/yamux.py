@@ -324,7 +324,8 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             return None
         self._streams[stream_id] = stream
         self._remote_streams += 1
-        self.queue_control(Kind.WINDOW_UPDATE, Flag.ACK, stream_id, stream.grant_first_window())
+        # More than the initial window is granted by whoever serves the stream (`extend_window`).
+        self.queue_control(Kind.WINDOW_UPDATE, Flag.ACK, stream_id, 0)
         return stream
 
     def _is_remotes(self, stream_id: int) -> bool:

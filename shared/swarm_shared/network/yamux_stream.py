@@ -62,6 +62,12 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._receive_window += growth
         return growth
 
+    def extend_window(self) -> None:
+        """For a stream that the remote has opened, once it is known who may use it."""
+        growth = self.grant_first_window()
+        if growth and self._error is None:
+            self.connection.queue_control(Kind.WINDOW_UPDATE, Flag.NONE, self.stream_id, growth)
+
     async def read(self, n: int | None = None) -> bytes:
         """At least one and at most `n` bytes. Cancelling it loses nothing.
 

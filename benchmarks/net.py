@@ -1,0 +1,147 @@
+"""Links behind NAT, on real network stacks: `make bench-net`, as root.
+
+Machines are namespaces on this one (`tests/network_lab`): the wire costs nothing and has no delay,
+so that what is measured is the software at the ends and at the relay. All processes share this
+machine's cores: processor seconds per gigabyte say what a part would reach on a core of its own.
+Repetitions are interleaved; medians. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from benchmarks.net_join import PRESET, make_template, seconds_to_first_receipt
+from benchmarks.net_links import FRAME_BYTES, SIZE_BYTES, link_lab
+from network_lab import LabError, Nat, why_not_here
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+
+RESULT = Path(__file__).parent / "results" / "net.json"
+PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")
+PER_GB = ("senders", "relay", "receivers")
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+@click.command()
+@click.option("--repetitions", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--joins", default=3, show_default=True, type=click.IntRange(0), help="Per router.")
+@click.option("--pairs", default=8, show_default=True, type=click.IntRange(1), help="At once.")
+@click.option("--p2pd/--no-p2pd", default=True, help="hivemind's daemon through our relay.")
+@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> None:
+    """Measure direct, punched and relayed links, and how long joining takes behind a router."""
+    if (reason := why_not_here()) is not None:
+        raise click.ClickException(reason)
+    work = Path(tempfile.mkdtemp(prefix="swarm-bench-net-"))
+    try:
+        punched, transfers = measure_links(work, repetitions, pairs, with_p2pd=p2pd)
+        joined = measure_joins(work, joins)
+    except (SwarmError, LabError) as error:
+        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(1)
+    shutil.rmtree(work)
+    document = make_document(punched, transfers, joined)
+    click.echo(f"\n{render(document)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(f"\nwritten to {out}")
+
+
+def measure_links(
+    work: Path, repetitions: int, pairs: int, *, with_p2pd: bool
+) -> tuple[list[float], Rows]:
+    """How long each hole took, and every transfer by its name."""
+    click.echo(f"building {6 * pairs + 1} machines and connecting them")
+    rows: Rows = {}
+    with link_lab(work / "links", pairs, with_p2pd=with_p2pd) as (links, punched):
+        measurements = links.measurements()
+        for repetition in range(1, repetitions + 1):
+            for name, measure in measurements.items():
+                row = measure()
+                rows.setdefault(name, []).append(row)
+                rate = row["megabytes_per_second"]
+                click.echo(f"{repetition}/{repetitions}  {name:<28}{rate:>8.0f} MB/s")
+    return punched, rows
+
+
+def measure_joins(work: Path, joins: int) -> dict[str, list[float]]:
+    template = work / "template"
+    if joins:
+        make_template(template)
+    found: dict[str, list[float]] = {}
+    for repetition in range(1, joins + 1):
+        for nat in Nat:
+            took = seconds_to_first_receipt(template, work / "join", nat)
+            found.setdefault(nat.value, []).append(took)
+            click.echo(
+                f"{repetition}/{joins}  first receipt behind a {nat.value} router {took:.1f} s"
+            )
+    return found
+
+
+def make_document(
+    punched: Sequence[float], transfers: Rows, joined: Mapping[str, Sequence[float]]
+) -> dict[str, Any]:
+    links = {
+        name: {
+            **{key: median(row[key] for row in rows) for key in rows[0]},
+            "megabytes_per_second_all": [row["megabytes_per_second"] for row in rows],
+        }
+        for name, rows in transfers.items()
+    }
+    rates = {name: link["megabytes_per_second"] for name, link in links.items()}
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "frame_bytes": FRAME_BYTES,
+        "bytes_per_transfer": SIZE_BYTES,
+        "links": links,
+        "ratios": {
+            f"{name} / {name.replace('punched', 'direct')}": rates[name]
+            / rates[name.replace("punched", "direct")]
+            for name in rates
+            if name.startswith("punched")
+        },
+        "punch_seconds": {"median": median(punched), "all": list(punched)},
+        "first_receipt_seconds": {
+            "preset": PRESET,
+            **{nat: {"median": median(all_), "all": list(all_)} for nat, all_ in joined.items()},
+        },
+    }
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The table for people, from what the JSON file holds."""
+    rows = []
+    for name, link in document["links"].items():
+        rates = link["megabytes_per_second_all"]
+        cpu = [f"{link[f'{part}_cpu_seconds_per_gb']:.1f}" for part in PER_GB]
+        spread = f"{min(rates):.0f} to {max(rates):.0f}"
+        rows.append((name, f"{link['megabytes_per_second']:.0f}", spread, *cpu))
+    header = ("links", "MB/s", "spread", *(f"{part} s/GB" for part in PER_GB))
+    lines = [table(header, rows, right=(1, 2, 3, 4, 5))]
+    lines.append(f"time to punch: {document['punch_seconds']['median']:.2f} s")
+    for nat in Nat:
+        measured = document["first_receipt_seconds"].get(nat.value)
+        if measured is not None:
+            lines.append(
+                f"join to first accepted receipt, {nat.value} routers: {measured['median']:.1f} s"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""How long a volunteer behind a router takes from `join` to its first accepted receipt.
+
+A new run of the demo's model, coordinator on a public host, two volunteers with empty homes that
+join at the same moment, one for each stage: neither's work counts before both can work. The
+coordinator's status file tells of the first receipt, once a second.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+from network_lab import Lab, Nat
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children, wait_until
+
+PRESET = "tiny"
+LIMIT_SECONDS = 180.0
+
+
+def make_template(folder: Path) -> None:
+    initialise_run(folder, PRESET, stages=2, overrides={"network.listen_host": "0.0.0.0"})
+
+
+def seconds_to_first_receipt(template: Path, work: Path, nat: Nat) -> float:
+    run_dir = work / "run"
+    shutil.copytree(template, run_dir)
+    with Lab() as lab, Children() as children:
+        swarm = LocalSwarm(run_dir, children, prefix=lab.public_host("organiser").prefix)
+        invite = swarm.start_coordinator()
+        hosts = [lab.home(f"home{index}", nat)[1] for index in range(2)]
+        began = time.monotonic()
+        for host in hosts:
+            swarm.prefix = host.prefix
+            swarm.start_volunteer(invite)
+        wait_until(
+            lambda: bool(swarm.status().get("cells_done") or swarm.status().get("version")),
+            children, LIMIT_SECONDS, "the first accepted receipt",
+        )  # fmt: skip
+        took = time.monotonic() - began
+    shutil.rmtree(work)
+    return took

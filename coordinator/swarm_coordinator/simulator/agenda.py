@@ -1,0 +1,34 @@
+"""The virtual clock: what happens next, and when."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable
+
+Action = Callable[[], object]
+
+
+class Agenda:
+    """Actions in the order of their time; at the same time, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.done = 0
+        self._heap: list[tuple[float, int, Action]] = []
+        self._order = itertools.count()
+
+    def at(self, seconds: float, action: Action) -> None:
+        heapq.heappush(self._heap, (max(self.now, seconds), next(self._order), action))
+
+    def later(self, delay_seconds: float, action: Action) -> None:
+        self.at(self.now + delay_seconds, action)
+
+    def run_until(self, end_seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
+        """Up to and with `end_seconds`, or until `stopped`."""
+        while self._heap and self._heap[0][0] <= end_seconds and not stopped():
+            self.now, _, action = heapq.heappop(self._heap)
+            self.done += 1
+            action()
+        if not stopped():
+            self.now = max(self.now, end_seconds)

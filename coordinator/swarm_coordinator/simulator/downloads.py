@@ -1,0 +1,51 @@
+"""How long state takes from its holders to who takes a stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
+from swarm_shared.messages import AssignStage
+from swarm_shared.types import PeerId
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
+
+
+class Downloads:
+    """Who serves how many of them. A download keeps the rate that it began with."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._from_coordinator = 0
+        self._sources: dict[int, list[Volunteer]] = {}
+        self.bytes = 0
+
+    def begin(self, volunteer: Volunteer, message: AssignStage) -> float:
+        """The seconds that it will take."""
+        swarm = self._swarm
+        self.bytes += message.bytes
+        sources: list[Volunteer] = []
+        offered = 0.0
+        for record in message.holders:
+            if record.peer == swarm.coordinator:
+                self._from_coordinator += 1
+                offered += swarm.options.coordinator_up_bytes_per_second / self._from_coordinator
+                continue
+            holder = swarm.volunteers.get(PeerId(record.peer))
+            if holder is not None:
+                sources.append(holder)
+                holder.uploads += 1
+                swarm.changed(holder)
+                offered += SHARED_UPLINK * holder.hardware.up_bytes_per_second / holder.uploads
+        self._sources[id(message)] = sources
+        rate = min(volunteer.hardware.down_bytes_per_second, offered)
+        # With nobody there it fails after a while; the coordinator names others then.
+        return message.bytes / rate if rate else 30.0
+
+    def end(self, message: AssignStage) -> None:
+        if any(record.peer == self._swarm.coordinator for record in message.holders):
+            self._from_coordinator -= 1
+        for holder in self._sources.pop(id(message), ()):
+            holder.uploads -= 1
+            self._swarm.changed(holder)

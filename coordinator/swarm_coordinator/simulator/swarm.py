@@ -1,0 +1,310 @@
+"""The simulated swarm: the coordinator's core in its shell, and the volunteers around it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from swarm_coordinator.events import (
+    AppliedStep,
+    CheckpointFailed,
+    CheckpointStored,
+    CloseSession,
+    Command,
+    Event,
+    FetchSnapshot,
+    Note,
+    Persist,
+    Restored,
+    RolledBack,
+    Send,
+    SessionLost,
+    Stopped,
+    StoredStage,
+    Tick,
+)
+from swarm_coordinator.moving import RebalancingSettings
+from swarm_coordinator.simulator.agenda import Agenda
+from swarm_coordinator.simulator.downloads import Downloads
+from swarm_coordinator.simulator.hardware import MEGABIT_BYTES, Hardware
+from swarm_coordinator.simulator.meter import Meter
+from swarm_coordinator.simulator.rounds import Rounds
+from swarm_coordinator.simulator.trace import Change
+from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_coordinator.transition import begin, transition
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    AbortRound,
+    Apply,
+    AssignStage,
+    Close,
+    Goodbye,
+    Lease,
+    Mask,
+    PeerRecord,
+    Refused,
+    Roster,
+    SaveSnapshot,
+    Welcome,
+)
+from swarm_shared.placement.sizes import stage_sizes
+from swarm_shared.types import PeerId, StageIndex, Version
+
+COORDINATOR = PeerId("the coordinator")
+HEARD_SECONDS = 2.0
+"""How often it is put down that those who live are heard of: their hearts beat unsimulated."""
+NEVER_ENDING_STEPS = 2**31
+
+
+class DataPlane(Protocol):
+    """What happens to leased microbatches."""
+
+    completed: int
+
+    def serves(self, volunteer: Volunteer) -> None: ...
+    def changed(self, volunteer: Volunteer) -> None: ...
+    def stops(self, volunteer: Volunteer) -> None: ...
+    def leaving(self, volunteer: Volunteer) -> None: ...
+    def roster(self, volunteer: Volunteer, roster: Roster) -> None: ...
+    def mask(self, volunteer: Volunteer, message: Mask) -> None: ...
+    def lease(self, volunteer: Volunteer, lease: Lease) -> None: ...
+    def queued(self, volunteer: Volunteer) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOptions:
+    """What is assumed about the world besides fleet and trace."""
+
+    moves: RebalancingSettings = field(default_factory=RebalancingSettings)
+    tick_seconds: float = 1.0
+    beat_seconds: float = 30.0
+    """How often a volunteer's rate is told; that it lives is known meanwhile."""
+    measurement_noise: float = 0.03
+    """Of the logarithm of a measured rate."""
+    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
+    coordinator_latency_seconds: float = 0.005
+
+
+class Swarm:
+    """Feed it a trace and run its agenda."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        fleet: Sequence[Hardware],
+        trace: Sequence[Change],
+        options: SwarmOptions,
+        seed: int,
+        plane: type[DataPlane] | None = None,
+    ) -> None:
+        from swarm_coordinator.simulator.fluid import FluidPlane
+
+        self.agenda = Agenda()
+        self.rng = random.Random(f"{seed} swarm")
+        self.options = options
+        self.manifest = endless(manifest)
+        self.works = [stage.work_flops or 1.0 for stage in manifest.stages]
+        self.sizes = stage_sizes(manifest)
+        self.table_bytes = 4 * manifest.model.vocabulary_size * manifest.model.hidden_size
+        self.coordinator = COORDINATOR
+        self.mean_latency_seconds = sum(h.latency_seconds for h in fleet) / len(fleet)
+        self.beat_seconds = max(options.beat_seconds, len(fleet) / 100)
+        self.volunteers: dict[PeerId, Volunteer] = {}
+        self.seen: Counter[str] = Counter()
+        self.events = 0
+        self.applied: list[AppliedStep] = []
+        self.stopped = False
+        self._fleet = fleet
+        self._machines: dict[str, Hardware] = {}
+        self._sessions = itertools.count(1)
+        self._fetched: dict[Version, dict[StageIndex, StoredStage]] = {}
+        self.meter = Meter(self)
+        self.rounds = Rounds(self)
+        self.downloads = Downloads(self)
+        self.plane: DataPlane = (plane or FluidPlane)(self)  # type: ignore[call-arg]
+        self.run = begin(
+            self.manifest,
+            "",
+            PeerRecord(
+                peer=COORDINATOR, stage=StageIndex(0), addresses=(), certificate="",
+                microbatches_per_second=0.0,
+            ),
+            Restored(1, Version(0), None, None, False, None),
+            self.agenda.now,
+            moves=options.moves,
+        )  # fmt: skip
+        for change in trace:
+            self.agenda.at(change.seconds, partial(self._happens, change))
+        self.agenda.later(options.tick_seconds, self._tick)
+        self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+
+    # ---- people
+
+    def _happens(self, change: Change) -> None:
+        self.seen[change.kind] += 1
+        peer = PeerId(change.name)
+        present = self.volunteers.get(peer)
+        if change.kind == "join":
+            if present is not None:
+                self._lost(present)  # it is back before it was missed
+            machine = self._machines.get(change.name)
+            if machine is None:
+                machine = self._fleet[len(self._machines) % len(self._fleet)]
+                self._machines[change.name] = machine
+            volunteer = Volunteer(self, change.name, machine, next(self._sessions))
+            self.volunteers[peer] = volunteer
+            volunteer.come()
+            self.agenda.later(self.rng.uniform(0, self.beat_seconds) + 10.0, volunteer.beat)
+        elif present is not None and change.kind == "leave":
+            present.leave()
+        elif present is not None:
+            self._crash(present)
+
+    def _crash(self, volunteer: Volunteer) -> None:
+        """Gone without a word: the coordinator notices when its heart does not beat any more."""
+        self.meter.gone(volunteer)
+        self.plane.stops(volunteer)
+        volunteer.alive = False
+
+    def _lost(self, volunteer: Volunteer) -> None:
+        """The coordinator knows that it is gone."""
+        if self.volunteers.get(volunteer.peer) is volunteer:
+            del self.volunteers[volunteer.peer]
+        if volunteer.alive:
+            self._crash(volunteer)
+
+    def gone(self, volunteer: Volunteer) -> None:
+        """It goes without having taken part, or with the coordinator's consent."""
+        self.meter.gone(volunteer)
+        self.plane.stops(volunteer)
+        volunteer.alive = False
+        if self.volunteers.get(volunteer.peer) is volunteer:
+            del self.volunteers[volunteer.peer]
+
+    def serves(self, volunteer: Volunteer) -> None:
+        self.plane.serves(volunteer)
+        self.meter.serves(volunteer)
+
+    def stops(self, volunteer: Volunteer) -> None:
+        self.plane.stops(volunteer)
+        self.meter.stops(volunteer)
+
+    def changed(self, volunteer: Volunteer) -> None:
+        self.plane.changed(volunteer)
+
+    # ---- the coordinator's shell
+
+    def _tick(self) -> None:
+        self.deliver(Tick())
+        self.agenda.later(self.options.tick_seconds, self._tick)
+
+    def _hearts_beat(self) -> None:
+        now = self.agenda.now
+        for peer_id, volunteer in self.volunteers.items():
+            if volunteer.alive and volunteer.attached:
+                peer = self.run.peers.get(peer_id)
+                if peer is not None:
+                    peer.last_heard = now
+        self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+
+    def deliver(self, event: Event) -> None:
+        if self.stopped:
+            return
+        self.events += 1
+        for command in transition(self.run, event, self.agenda.now):
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Send):
+            volunteer = self.volunteers.get(command.peer)
+            if volunteer is not None and volunteer.alive:
+                self._tell(volunteer, command.message)
+        elif isinstance(command, Persist):
+            if isinstance(command.record, AppliedStep):
+                self.applied.append(command.record)
+            elif isinstance(command.record, RolledBack):
+                self.seen["roll-back"] += 1
+        elif isinstance(command, Note):
+            pass
+        elif isinstance(command, CloseSession):
+            closed = self.volunteers.get(command.peer)
+            if closed is not None:
+                self.agenda.later(0.0, lambda: self._closed(closed))
+        elif isinstance(command, FetchSnapshot):
+            self._fetch(command)
+        elif isinstance(command, Stopped):
+            self.stopped = True
+
+    def _tell(self, volunteer: Volunteer, message: object) -> None:
+        latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds
+
+        def later(action: object) -> None:
+            self.agenda.later(latency, lambda: volunteer.alive and action())  # type: ignore[operator]
+
+        if isinstance(message, Roster):
+            self.plane.roster(volunteer, message)
+        elif isinstance(message, Lease):
+            self.meter.start()
+            self.plane.lease(volunteer, message)
+        elif isinstance(message, Close):
+            self.rounds.close(volunteer, message)
+        elif isinstance(message, Apply):
+            self.rounds.apply(volunteer, message)
+        elif isinstance(message, AbortRound):
+            self.rounds.abort(message.attempt)
+        elif isinstance(message, Mask):
+            self.plane.mask(volunteer, message)
+        elif isinstance(message, Welcome):
+            later(lambda: volunteer.welcomed(message))
+        elif isinstance(message, AssignStage):
+            later(lambda: volunteer.assigned(message))
+        elif isinstance(message, SaveSnapshot):
+            later(lambda: volunteer.save(message))
+        elif isinstance(message, Goodbye | Refused):
+            self.seen["refused"] += isinstance(message, Refused)
+
+    def _closed(self, volunteer: Volunteer) -> None:
+        if volunteer.alive:
+            self.gone(volunteer)
+        else:
+            self._lost(volunteer)
+        self.deliver(SessionLost(volunteer.session, volunteer.peer))
+
+    def _fetch(self, command: FetchSnapshot) -> None:
+        """The organiser's folder gets one stage of a checkpoint over its holder's uplink."""
+        snapshot = command.snapshot
+        holder = self.volunteers.get(PeerId(command.holder.peer))
+        if holder is None:
+            self.agenda.later(
+                1.0, lambda: self.deliver(CheckpointFailed(snapshot.version, "its holder is gone"))
+            )
+            return
+        seconds = snapshot.bytes / min(
+            holder.hardware.up_bytes_per_second / 2, self.options.coordinator_up_bytes_per_second
+        )
+        stored = StoredStage(
+            snapshot.stage, f"checkpoint/{snapshot.version}/{snapshot.stage}", snapshot.bytes,
+            snapshot.sha256,
+        )  # fmt: skip
+        self.agenda.later(seconds, lambda: self._stored(snapshot.version, stored))
+
+    def _stored(self, version: Version, stored: StoredStage) -> None:
+        files = self._fetched.setdefault(version, {})
+        files[stored.stage] = stored
+        if len(files) == self.manifest.stage_count:
+            del self._fetched[version]
+            stages = tuple(file for _, file in sorted(files.items()))
+            self.deliver(CheckpointStored(version, stages))
+
+
+def endless(manifest: Manifest) -> Manifest:
+    """The same run without an end, and without evaluation."""
+    training = manifest.training.model_copy(
+        update={"steps": NEVER_ENDING_STEPS, "evaluation_microbatches": 0}
+    )
+    return manifest.model_copy(update={"training": training})

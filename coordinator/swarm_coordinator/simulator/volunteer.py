@@ -1,0 +1,192 @@
+"""A simulated volunteer: the client's side of the control protocol, on the virtual clock.
+
+What it answers and when; computing is the data plane's, averaging `rounds`'. Every answer is the
+real message. Downloads take their bytes over the slower of its own line and its sources' uplinks,
+of which a source gives at most half, since the other half carries activations.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swarm_coordinator.events import Event, MessageReceived, PeerAttached, Session
+from swarm_coordinator.simulator.hardware import Hardware
+from swarm_shared.errors import CapacityError
+from swarm_shared.messages import (
+    AssignStage,
+    ClientMessage,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Ready,
+    SaveSnapshot,
+    SnapshotReady,
+    StageRequest,
+    Welcome,
+)
+from swarm_shared.placement import most_underserved_stage
+from swarm_shared.types import PeerId, RunId, StageIndex, Version
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
+
+CONNECT_SECONDS = 2.0
+"""Connecting, the handshake and a first look at the links."""
+
+LOAD_SECONDS = 3.0
+"""From the file on the disk to a stage on the device, and starting fresh."""
+
+DISK_BYTES_PER_SECOND = 200e6
+"""Writing and hashing a snapshot."""
+
+SHARED_UPLINK = 0.5
+"""Share of an uplink that serves state to others."""
+
+SHA = "0" * 64
+
+
+class Volunteer:
+    """One machine, from when it comes to when it goes."""
+
+    def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
+        self.peer = PeerId(name)
+        self.hardware = hardware
+        self.session = Session(session)
+        self.alive = True
+        self.attached = False
+        self.leaving = False
+        self.stage: StageIndex | None = None
+        """What it serves."""
+        self.version = Version(0)
+        self.prepared: StageIndex | None = None
+        """What it holds beside that, at the same version."""
+        self.uploads = 0
+        """Downloads of others that it serves now."""
+        self.noise = 1.0
+        self._swarm = swarm
+        self._assignment: AssignStage | None = None
+
+    # ---- how fast it is
+
+    def rate_at(self, stage: StageIndex) -> float:
+        """Microbatches per second of a stage: the slowest of computing, sending and receiving."""
+        return self.steady_rate_at(stage, SHARED_UPLINK if self.uploads else 1.0)
+
+    def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
+        work, line = self._swarm.works[stage], self.hardware
+        sizes = self._swarm.sizes[stage]
+        # An activation goes on and a gradient back; what comes in is as large the other way round.
+        back = sizes.input_bytes if stage else 0
+        sent, received = sizes.output_bytes + back, sizes.input_bytes + sizes.output_bytes
+        seconds = max(
+            work / line.flops_per_second,
+            sent / (uplink * line.up_bytes_per_second),
+            received / line.down_bytes_per_second,
+        )
+        return 1.0 / seconds
+
+    # ---- coming and going
+
+    def come(self) -> None:
+        self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
+
+    def _attach(self) -> None:
+        hello = Hello(
+            run=RunId("simulated"), software="simulator", addresses=(),
+            device=self.hardware.kind, memory_bytes=self.hardware.memory_bytes,
+            name=self.peer,
+        )  # fmt: skip
+        self.attached = True
+        self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
+
+    def leave(self) -> None:
+        """Say so, and go when the coordinator agrees."""
+        if not self.attached:
+            self._swarm.gone(self)
+            return
+        self.leaving = True
+        self._swarm.plane.leaving(self)
+        self.say(Leaving())
+
+    def beat(self) -> None:
+        """Tell the rate as it was measured, and how much waits here."""
+        if not self.alive:
+            return
+        swarm = self._swarm
+        if self.attached:
+            rate = 0.0
+            if self.stage is not None:
+                self.noise = swarm.rng.lognormvariate(0.0, swarm.options.measurement_noise)
+                rate = self.rate_at(self.stage) * self.noise
+            queued = swarm.plane.queued(self)
+            self.say(Heartbeat(microbatches_per_second=rate, queued=queued))
+        self._later(swarm.beat_seconds, self.beat)
+
+    # ---- the coordinator's word
+
+    def welcomed(self, message: Welcome) -> None:
+        try:
+            stage = most_underserved_stage(message.stages, self.hardware.memory_bytes)
+        except CapacityError:
+            stage = StageIndex(0)  # the coordinator refuses it with the reason
+        self._later(self._round_trip(), lambda: self.say(StageRequest(stage=stage)))
+
+    def assigned(self, message: AssignStage) -> None:
+        """Get a stage, in the place of what is held or beside it."""
+        if not message.prepare:
+            self._swarm.stops(self)
+            self.stage = None
+        self.prepared = None
+        self._assignment = message
+        seconds = LOAD_SECONDS
+        if message.source == "snapshot":
+            seconds += self._swarm.downloads.begin(self, message)
+        self._later(seconds, lambda: self._got(message))
+
+    def _got(self, message: AssignStage) -> None:
+        if message.source == "snapshot":
+            self._swarm.downloads.end(message)
+        if self._assignment is not message:
+            return
+        self._assignment = None
+        if message.prepare:
+            if self.version == message.version:
+                self.prepared = message.stage
+        else:
+            self.stage, self.version = message.stage, message.version
+            self._swarm.serves(self)
+        self.say(Ready(stage=message.stage, version=message.version, digest=""))
+
+    def save(self, message: SaveSnapshot) -> None:
+        size = self._swarm.sizes[message.stage].state_bytes
+        item = f"snapshot/{message.version}/{message.stage}"
+        ready = SnapshotReady(
+            version=message.version, stage=message.stage, item=item, bytes=size, sha256=SHA
+        )
+        self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.say(ready))
+
+    def apply(self, step: int, *, switches: bool) -> None:
+        """A step is applied: the next stage is held from now on, or what was got of it is old."""
+        if switches and self.prepared is not None:
+            self._swarm.stops(self)
+            self.stage, self.version = self.prepared, Version(step)
+            self._swarm.serves(self)
+        self.version = Version(step)
+        self.prepared = None
+        if self._assignment is not None and self._assignment.prepare:
+            self._assignment = None
+
+    # ---- words
+
+    def say(self, message: ClientMessage) -> None:
+        self.tell(MessageReceived(self.session, self.peer, message))
+
+    def tell(self, event: Event) -> None:
+        if self.alive and self.attached:
+            self._swarm.deliver(event)
+
+    def _round_trip(self) -> float:
+        return 2 * (self.hardware.latency_seconds + self._swarm.options.coordinator_latency_seconds)
+
+    def _later(self, seconds: float, action: object) -> None:
+        self._swarm.agenda.later(seconds, lambda: self.alive and action())  # type: ignore[operator]
