@@ -163,7 +163,7 @@ class GroupAverager:
             else:
                 await self._in_daemon(holding, spec, offset)
         except RoundFailed as error:
-            self._learn(spec, error.links, self._faults_of(error))
+            self._learn(spec, error.links, self._faults_of(error), done=False)
             raise AveragingFailed(
                 f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
             ) from error
@@ -206,7 +206,8 @@ class GroupAverager:
         carried = [
             LinkReport(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
         ]
-        self._learn(spec, carried, [RouteFault(f.peer, f.route, f.reason) for f in done.faults])
+        faults = [RouteFault(fault.peer, fault.route, fault.reason) for fault in done.faults]
+        self._learn(spec, carried, faults, done=True)
 
     async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
         assert self._host is not None
@@ -227,19 +228,25 @@ class GroupAverager:
         finally:
             source.close()
             result.close()
-        self._learn(spec, report.links, ())
+        self._learn(spec, report.links, (), done=True)
 
     # ------------------------------------------------------------------- what is learnt from them
 
     def _learn(
-        self, spec: RoundSpec, carried: Sequence[LinkReport], faults: Sequence[RouteFault]
+        self,
+        spec: RoundSpec,
+        carried: Sequence[LinkReport],
+        faults: Sequence[RouteFault],
+        *,
+        done: bool,
     ) -> None:
         assert self._pairs is not None
         for link in carried:
-            self._pairs.worked(link.peer, link.route)
             totals = self._carried.setdefault((link.peer, link.route), [0, 0])
             totals[0] += link.bytes_sent
             totals[1] += link.bytes_received
+            if done:  # one that merely could be opened has not worked yet
+                self._pairs.worked(link.peer, link.route)
         for fault in faults:
             log.info(
                 "%s: %s does not reach %s: %s", spec.round_id, fault.route, fault.peer, fault.reason

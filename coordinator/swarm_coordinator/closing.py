@@ -292,7 +292,7 @@ def finish_when_applied(run: RunState, now: float) -> None:
         prints.setdefault(stage, {})[member] = closing.applied[member]
     for stage, of_stage in sorted(prints.items()):
         _compare_replicas(run, stage, of_stage, now)
-    rebalancing.version_changed(run, now)
+    membership.version_changed(run, now)
     for peer in list(run.peers.values()):
         if peer.phase is PeerPhase.READY and peer.version != run.version:
             # It attached in the middle of the close, sat it out, or did not apply in time.

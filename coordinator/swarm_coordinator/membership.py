@@ -37,6 +37,9 @@ from swarm_shared.types import Generation, PeerId, StageIndex, Version
 SNAPSHOT_HOLDERS = 3
 """Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
 
+MOST_SNAPSHOT_HOLDERS = 32
+"""When many want the same stage, there are as many holders as of them, up to so many."""
+
 MAXIMUM_HOLDS = 3
 """Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
 
@@ -285,7 +288,10 @@ def _from_replicas(run: RunState, peer: PeerState, way: PeerState | Moving, now:
         or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
     ):
         snapshots = run.snapshots[stage] = Snapshots(run.version, now)
-        for holder in holders[:SNAPSHOT_HOLDERS]:
+        waiting = sum(
+            p.phase is PeerPhase.SYNCING or p.moving is not None for p in run.peers.bound_for(stage)
+        )
+        for holder in holders[: min(MOST_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
             snapshots.asked.add(holder.peer)
             run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
         return
@@ -334,6 +340,18 @@ def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, n
     run.on_branch.add(peer.peer)
     run.roster_dirty = True
     run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+
+
+def version_changed(run: RunState, now: float) -> None:
+    """What is being downloaded is of the version before: all start over at once, with most of the
+    new version's time before them."""
+    for peer in run.peers.syncing.values():
+        if peer.source_asked and peer.catching_up is None and peer.version != run.version:
+            peer.source_asked = False
+            _hold(run, peer, now)
+    for peer in run.peers.movers.values():
+        if peer.moving is not None and peer.moving.source_asked:
+            start_over(run, peer.moving, now)
 
 
 def _prepared(moving: Moving, version: Version) -> bool:

@@ -31,6 +31,8 @@ EXTRA_IN_FLIGHT = 2
 RELEASE_BACKOFF_SECONDS = 0.5
 """Pause before a failed microbatch is leased again: its cause rarely passes sooner."""
 
+RATE_WEIGHT = 0.3
+"""Of the newest word about a peer's rate: about the last five count, which takes a few seconds."""
 
 LARGEST_LOSS = 1e290
 """Far above any real one, and the sum over a step still fits a float."""
@@ -41,8 +43,9 @@ def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
     rate = message.microbatches_per_second
     peer.microbatches_per_second, peer.queued = rate, message.queued
     if rate > 0 and peer.phase is PeerPhase.READY and peer.stage is not None:
-        flops_per_second = rate * (run.manifest.stages[peer.stage].work_flops or 1.0)
-        if flops_per_second != peer.flops_per_second:
+        told = rate * (run.manifest.stages[peer.stage].work_flops or 1.0)
+        known = peer.flops_per_second or told
+        if (flops_per_second := known + RATE_WEIGHT * (told - known)) != peer.flops_per_second:
             peer.flops_per_second = flops_per_second
 
 

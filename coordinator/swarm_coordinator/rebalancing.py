@@ -240,14 +240,6 @@ def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
             drop(run, peer, "an attempt to close the step with it failed")
 
 
-def version_changed(run: RunState, now: float) -> None:
-    """What movers have of their next stage is of the version before: they get it anew."""
-    for peer in run.peers.movers.values():
-        moving = peer.moving
-        if moving is not None and moving.source_asked:
-            membership.start_over(run, moving, now)
-
-
 def move_between_steps(run: RunState, now: float) -> None:
     """Those that cannot hold two stages give theirs up now, when they have counted nothing."""
     for peer in list(run.peers.movers.values()):

@@ -114,7 +114,10 @@ def begin(
 def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
     _dispatch(run, event, now)
-    if not (isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat)):
+    if isinstance(event, ReceiptsVerified | LeaseResolved):
+        # Most words are of work done. They change the table and the leases, nothing else.
+        _advance_step(run, now)
+    elif not (isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat)):
         # Ten thousand hearts beat every second, and no rule depends on one of them alone.
         _advance(run, now)
     roster.publish(run, now)
@@ -243,19 +246,17 @@ def _notice_the_dead(run: RunState, now: float) -> None:
 
 def _advance(run: RunState, now: float) -> None:
     """Apply the rules until nothing changes any more."""
-    progress.answer_masks(run, now)
     checkpointing.check(run, now)
     recovery.recover_lost_stages(run, now)
     if run.peers.movers:
         rebalancing.look_after(run, now)
     rebalancing.consider(run, now)
     membership.find_sources(run, now)
-    if run.phase is RunPhase.COLLECT:
-        _collect(run, now)
+    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
+        leaving.release_leavers(run, now)
     elif run.phase in (RunPhase.CLOSING, RunPhase.APPLYING):
         closing.time_out(run, now)
-    elif run.phase is RunPhase.EVALUATING:
-        _evaluate(run, now)
+    _advance_step(run, now)
     if run.stop_requested_at is not None:
         _stop(run, now)
     if run.phase is RunPhase.WAITING:
@@ -263,10 +264,18 @@ def _advance(run: RunState, now: float) -> None:
         _next(run, now)
 
 
+def _advance_step(run: RunState, now: float) -> None:
+    """The rules of a step that is being worked on."""
+    progress.answer_masks(run, now)
+    if run.phase is RunPhase.COLLECT:
+        _collect(run, now)
+    elif run.phase is RunPhase.EVALUATING:
+        _evaluate(run, now)
+
+
 def _collect(run: RunState, now: float) -> None:
     step = run.step
     assert step is not None
-    leaving.release_leavers(run, now)
     if run.stop_requested_at is not None:
         return
     if not progress.complete(run):
@@ -312,7 +321,6 @@ def _next(run: RunState, now: float) -> None:
 def _evaluate(run: RunState, now: float) -> None:
     step = run.step
     assert step is not None
-    leaving.release_leavers(run, now)
     if run.stop_requested_at is not None:
         return
     if len(step.evaluations) < progress.microbatch_count(run):

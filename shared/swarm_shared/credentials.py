@@ -53,9 +53,9 @@ class Receipt(FrozenModel):
     microbatch: MicrobatchIndex = Field(ge=0)
     stage: StageIndex = Field(ge=0)
     peer: PeerId
-    samples: int = Field(ge=0)
-    tokens: int = Field(ge=0)
-    loss_sum: float | None = Field(default=None, allow_inf_nan=False)
+    samples: int = Field(ge=0, lt=2**53)
+    tokens: int = Field(ge=0, lt=2**53)
+    loss_sum: float | None = Field(default=None, ge=-1e100, le=1e100, allow_inf_nan=False)
     """Summed over the tokens; only the last stage knows it."""
 
 

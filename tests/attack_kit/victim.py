@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psutil
 import trio
 
 from attack_kit.raw import Target
-from swarm_shared.identity import Identity
-from swarm_shared.network import FrameLimits, open_node
 
 FOLDER = Path(__file__).parents[1]
 HELLO, ECHO = "/test/hello/1", "/test/echo/1"
-LIMITS = FrameLimits(max_header_bytes=512 * 1024)
 MEGABYTE = 2**20
+PATIENCE_SECONDS = 40.0
 
 
 class Victim:
-    """`python -m attack_kit.victim_program`, and what it costs."""
+    """`python -m attack_kit.victim_program`, what it costs, and how honest peers fare there."""
 
     def __init__(self, popen: subprocess.Popen[bytes], address: str) -> None:
         self.address = address
@@ -31,7 +29,8 @@ class Victim:
         self._process = psutil.Process(popen.pid)
         self._before = self._process.memory_info().rss
         self.most_megabytes = 0.0
-        self.slowest_seconds = 0.0
+        self.served_seconds: list[float] = []
+        self.refusals: list[str] = []
 
     def cpu_seconds(self) -> float:
         used = self._process.cpu_times()
@@ -47,41 +46,55 @@ class Victim:
             self.most_megabytes = max(self.most_megabytes, grown / MEGABYTE)
             await trio.sleep(0.1)
 
-    async def serves(self, identity: Identity | None = None) -> bool:
-        """An honest newcomer says hello, and how long that takes is kept."""
-        began = trio.current_time()
-        async with open_node(identity or Identity.generate()) as node:
-            stream = await node.open_stream(self.target.peer, HELLO, LIMITS, [self.address])
-            await stream.send(b"good day")
-            answer = await stream.receive(timeout_seconds=20)
-        self.slowest_seconds = max(self.slowest_seconds, trio.current_time() - began)
-        return answer.header == b"good day"
+    async def listen(self, honest: subprocess.Popen[bytes]) -> None:
+        """To what the honest ones say, until cancelled."""
+        assert honest.stdout is not None
+        async with trio.lowlevel.FdStream(os.dup(honest.stdout.fileno())) as output:
+            said = b""
+            async for some in output:
+                *lines, said = (said + some).split(b"\n")
+                for line in lines:
+                    what, _, rest = line.decode().partition(" ")
+                    if what == "served":
+                        self.served_seconds.append(float(rest))
+                    else:
+                        self.refusals.append(rest)
 
-    async def serves_all_the_time(self) -> None:
-        while True:
-            assert await self.serves()
-            await trio.sleep(0.3)
+    async def served(self, more: int) -> None:
+        """Returns when so many more honest peers have been served. TooSlowError otherwise."""
+        wanted = len(self.served_seconds) + more
+        with trio.fail_after(PATIENCE_SECONDS):
+            while len(self.served_seconds) < wanted:
+                await trio.sleep(0.05)
+
+
+@contextmanager
+def program(name: str, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    popen = subprocess.Popen(
+        [sys.executable, "-m", f"attack_kit.{name}", *words],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=FOLDER, env=environment,
+    )  # fmt: skip
+    try:
+        yield popen
+        assert popen.poll() is None, f"{name} ended"
+    finally:
+        popen.kill()
+        popen.communicate()
 
 
 @asynccontextmanager
 async def a_victim() -> AsyncIterator[Victim]:
-    """Honest peers come and go all the time that the block takes, and must be served."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    popen = subprocess.Popen(
-        [sys.executable, "-m", "attack_kit.victim_program"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=FOLDER, env=environment,
-    )  # fmt: skip
-    try:
+    """Honest peers come and go all the time that the block takes, and afterwards."""
+    with program("victim_program") as popen:
         assert popen.stdout is not None
         line = await trio.to_thread.run_sync(popen.stdout.readline)
         victim = Victim(popen, line.decode().strip())
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(victim.watch)
-            nursery.start_soon(victim.serves_all_the_time)
-            yield victim
-            assert await victim.serves()
-            nursery.cancel_scope.cancel()
-        assert popen.poll() is None
-    finally:
-        popen.kill()
-        popen.communicate()
+        with program("honest_program", victim.address) as honest:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(victim.watch)
+                nursery.start_soon(victim.listen, honest)
+                await victim.served(2)
+                yield victim
+                await victim.served(3)
+                nursery.cancel_scope.cancel()

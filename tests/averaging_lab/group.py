@@ -37,6 +37,7 @@ class Peer:
         self.identity, self.node, self.worker = identity, node, worker
         self.elements = elements
         self.roster = RosterView()
+        node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         self.averager = GroupAverager(worker)
         self.averager.bind(node, self.roster, RUN)
         self.averager.stall_seconds = 20.0

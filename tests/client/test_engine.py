@@ -26,9 +26,22 @@ from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer
 from swarm_client.worker.output import Output
 from swarm_shared.credentials import MembershipCertificate, open_receipt, sign_certificate
+from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
-from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, RefusalReason, Roster, StageHello
-from swarm_shared.network import FrameLimits, Node, open_node
+from swarm_shared.messages import (
+    STAGE_PROTOCOL,
+    Backward,
+    Forward,
+    PeerRecord,
+    RefusalReason,
+    Roster,
+    StageHello,
+    StageRefused,
+    encode,
+    parse,
+    stage_answers,
+)
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 
 RUN = "ab" * 32
 LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**16)
@@ -147,6 +160,10 @@ class World:
             yield peer
 
     def publish(self, *without: Peer) -> None:
+        """To those who send; everybody serves everybody."""
+        everybody = tuple(p.record for p in self.peers)
+        for peer in self.peers:
+            peer.view.replace(Roster(serial=1, peers=everybody))
         members = tuple(p.record for p in self.peers if p not in without)
         self.roster.replace(Roster(serial=1, peers=members))
 
@@ -386,3 +403,102 @@ async def test_credits_bound_what_one_sender_has_outstanding_at_one_receiver() -
             assert len(last.worker.forwards) == 2  # the credits that it granted
             last.worker.hold.set()
     assert sorted(last.worker.accumulated) == [0, 1, 2, 3, 4]
+
+
+# Senders that do not keep to the rules
+
+
+async def raw_edge(w: World, sender: Peer, receiver: Peer) -> FramedStream:
+    """The hello is in order; what follows is up to the caller."""
+    stream = await sender.node.open_stream(
+        receiver.node.peer_id, STAGE_PROTOCOL, LIMITS, receiver.node.addresses
+    )
+    await stream.send(
+        encode(StageHello(run=RUN, certificate=sender.membership.certificate)),
+    )
+    assert parse(stage_answers, (await stream.receive(10)).header).kind == "stage_hello_answer"
+    return stream
+
+
+def forward(request: int, stage: int = 1, **changes: object) -> bytes:
+    message = Forward(
+        request=request, step=1, microbatch=request, stage=stage, accumulate=(1,),
+        input_bytes=len(INPUT), target_bytes=len(TARGETS),
+    )  # fmt: skip
+    return encode(message.model_copy(update=changes))
+
+
+async def send_without_end(stream: FramedStream) -> None:
+    for request in itertools.count():
+        await stream.send(forward(request), (INPUT, TARGETS), timeout_seconds=10)
+
+
+async def answer_to(stream: FramedStream) -> object:
+    return parse(stage_answers, (await stream.receive(10)).header)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+async def test_a_member_of_another_stage_than_the_one_before_has_no_business_here(
+    stage: int,
+) -> None:
+    async with world(stages=3) as w, w.peer(stage) as sender, w.peer(1) as receiver:
+        stream = await raw_edge(w, sender, receiver)
+        await stream.send(forward(1), (INPUT, TARGETS))
+        answer = await answer_to(stream)
+        assert isinstance(answer, StageRefused)
+        assert answer.reason is RefusalReason.WRONG_STEP
+        # The roster that has it in the stage before was on its way.
+        moved = sender.record.model_copy(update={"stage": 0})
+        receiver.view.replace(Roster(serial=2, peers=(moved, receiver.record)))
+        receiver.next_stage = None
+        receiver.worker.is_last = receiver.holding.is_last = True
+        await stream.send(forward(2), (INPUT, TARGETS))
+        assert isinstance(await answer_to(stream), Backward)
+    assert [microbatch for microbatch, _ in receiver.worker.forwards] == [2]
+
+
+async def test_a_member_that_is_in_no_stage_has_no_business_here() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(0) as receiver:
+        receiver.view.replace(Roster(serial=2, peers=(receiver.record,)))
+        stream = await raw_edge(w, sender, receiver)
+        await stream.send(forward(1, stage=0), (INPUT, TARGETS))
+        assert isinstance(await answer_to(stream), StageRefused)
+    assert receiver.worker.forwards == []
+
+
+async def test_who_sends_more_than_it_was_granted_is_cut_off() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        last.worker.hold = trio.Event()
+        stream = await raw_edge(w, sender, last)
+        with pytest.raises(LinkClosed):
+            await send_without_end(stream)
+        # The queue holds three; of the others none was kept for long.
+        assert len(last.worker.forwards) <= w.manifest.limits.stage_queue
+        await trio.testing.wait_all_tasks_blocked(0.05)
+        assert last.holding.in_flight == 0
+        assert last.node.handler_errors == {}
+        last.worker.hold.set()
+        answer = await w.downstream(sender, 1).send(parcel(3), lambda: True)
+    assert answer.header.receipts
+
+
+async def test_who_does_not_read_its_answers_gives_its_places_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("swarm_client.engine.stage_server.STALL_SECONDS", 0.5)
+    big = 4 * 2**20
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        w.manifest.tokens_per_microbatch = big
+        last.worker.sizes.input_bytes = big
+        payload = bytes(5 * big)
+        stream = await raw_edge(w, sender, last)
+        for request in range(3):
+            changes = {"input_bytes": big, "target_bytes": 4 * big}
+            await stream.send(forward(request, **changes), payload, timeout_seconds=20)
+        # The answers are as long as the inputs, and nobody takes them.
+        with trio.fail_after(10):
+            while len(last.worker.forwards) < 3 or last.holding.in_flight:
+                await trio.sleep(0.05)
+        with pytest.raises(LinkClosed):
+            await send_without_end(stream)
+        assert last.node.handler_errors == {}

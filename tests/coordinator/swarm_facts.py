@@ -107,7 +107,7 @@ def manifest_of(options: Options) -> Manifest:
 
 
 def moves_of(options: Options) -> RebalancingSettings:
-    policy = MovePolicy(period_seconds=1.0, margin=0.0, minimum_gain=0.0)
+    policy = MovePolicy(period_seconds=1.0, margin=0.0, minimum_gain=0.0, rate_noise=0.0)
     return RebalancingSettings(options.moves, policy)
 
 

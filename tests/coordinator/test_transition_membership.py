@@ -196,7 +196,7 @@ def test_the_close_waits_for_a_download_but_not_for_ever() -> None:
     assert PeerId("c0") not in bench.closing()
 
 
-def test_a_download_that_ends_after_the_step_starts_over() -> None:
+def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_version() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)
     bench.say("c0", StageRequest(stage=StageIndex(0)))
@@ -208,9 +208,10 @@ def test_a_download_that_ends_after_the_step_starts_over() -> None:
     for peer in bench.closing():
         bench.apply(peer)
     assert bench.run.version == 2
+    # At once: it has most of the step's time for it then.
+    assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
     bench.say("c0", Ready(stage=0, version=1, digest="d"))
     assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
-    assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
 
 
 def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:

@@ -19,7 +19,7 @@ from swarm_shared.placement import (
 )
 from swarm_shared.types import PeerId, StageIndex
 
-FREE = MovePolicy(minimum_gain=0.0, margin=0.0)
+FREE = MovePolicy(minimum_gain=0.0, rate_noise=0.0, margin=0.0)
 """Whatever helps is worth it."""
 
 
@@ -166,10 +166,17 @@ def test_a_download_that_costs_more_than_the_move_gains_is_not_made() -> None:
     assert "not worth" in decision.reason
 
 
-def test_a_gain_within_the_noise_is_not_made() -> None:
-    peers = [*fleet(100, 98), peer("tiny", 0, 0.1)]
-    assert choose_moves([stage(0), stage(1)], peers, MovePolicy(minimum_gain=0.02)).moves == ()
-    assert choose_moves([stage(0), stage(1)], peers, MovePolicy(minimum_gain=0.001)).moves
+def test_a_gain_that_is_too_small_is_not_made() -> None:
+    stages, peers = [stage(0), stage(1)], fleet(100, 98)
+    assert choose_moves(stages, peers, replace(FREE, minimum_gain=0.02)).moves == ()
+    assert choose_moves(stages, peers, replace(FREE, minimum_gain=0.001)).moves
+
+
+def test_a_gain_within_the_error_of_measured_rates_is_not_made() -> None:
+    # The thinnest stage has 98 like peers: its rate is known ten times better than one of theirs.
+    stages, peers = [stage(0), stage(1)], fleet(100, 98)
+    assert choose_moves(stages, peers, replace(FREE, rate_noise=0.04)).moves == ()
+    assert choose_moves(stages, peers, replace(FREE, rate_noise=0.02)).moves
 
 
 def test_rates_that_flicker_do_not_send_a_peer_to_and_fro() -> None:
@@ -233,6 +240,7 @@ policies = st.builds(
     horizon_seconds=st.sampled_from([100.0, 1800.0]),
     margin=st.sampled_from([0.0, 2.0]),
     minimum_gain=st.sampled_from([0.0, 0.005, 0.3]),
+    rate_noise=st.sampled_from([0.0, 0.03]),
 )
 
 

@@ -6,7 +6,7 @@ A stream belongs to one ordered pair of members. The member (who opened it) spea
     reducer → member    ACCEPT
     member  → reducer   PIECE 0, PIECE 1, …         ≤ window ahead of the sums that came back
     reducer → member    SUM 0, SUM 1, …
-    member  → reducer   BYE                         all sums are here
+    member  → reducer   BYE                         all sums are here; the reducer closes first
     both, any time      BEAT                        alive, nothing to say
     both, at the end    ABORT                       the round has failed: why, and through whom
 

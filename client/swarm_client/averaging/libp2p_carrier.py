@@ -64,7 +64,9 @@ class Libp2pAveraging:
         self._node = node
         self._addresses = addresses
         self.hub = IncomingHub()
-        node.serve(PROTOCOL, self._serve, _LIMITS)
+        # The waiting room asks who may come in, more strictly than the node would, and gives a
+        # roster that is behind a moment.
+        node.serve(PROTOCOL, self._serve, _LIMITS, public=True)
 
     async def _serve(self, stream: FramedStream) -> None:
         await self.hub.accept(stream.remote, FramedChannel(stream))

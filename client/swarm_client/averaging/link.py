@@ -36,6 +36,8 @@ READ_BYTES = 256 * 1024
 OUTBOX_FRAMES = 4
 """Frames of at most a piece each that wait for the network, per stream."""
 LAST_WORD_SECONDS = 0.25
+LINGER_SECONDS = 5.0
+"""How long the other end may take to read the last word; the round is complete here already."""
 
 _NO_ROOM = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
@@ -87,6 +89,7 @@ class Link:
         self.pumped = anyio.Event()
         """Set when the pump has nothing left to write, or cannot."""
         self._keep_open = False
+        self._lingers = False
         self._header_bytes = bytearray()
         self._payload_left = 0
         self._state = state
@@ -128,8 +131,13 @@ class Link:
             with contextlib.suppress(*_NO_ROOM):
                 self._queue.send_nowait((self._header(Kind.BEAT, 0), b""))
 
-    def finish(self) -> None:
-        """Nothing more will be sent: the pump closes the stream after the last frame."""
+    def finish(self, *, last_word: bool = False) -> None:
+        """Nothing more will be sent: the pump closes the stream after the last frame.
+
+        Whoever has the `last_word` lets the other end close first. p2pd resets a stream when its
+        near end closes, and a reset overtakes what the far end has not read yet.
+        """
+        self._lingers = last_word
         self._queue.close()
 
     def abort(self, failure: RoundFailed) -> None:
@@ -157,6 +165,8 @@ class Link:
             if self._keep_open:
                 self.pumped.set()
                 await anyio.sleep_forever()
+            if self._lingers:
+                await self._linger()
             await self.channel.aclose()
             clean = True
         except (NetworkError, ProtocolError) as error:
@@ -172,6 +182,13 @@ class Link:
                 with anyio.CancelScope(shield=True):
                     await self.channel.abort()
             self.pumped.set()
+
+    async def _linger(self) -> None:
+        """Until the other end has read everything and closed."""
+        with contextlib.suppress(NetworkError, ProtocolError):
+            with anyio.move_on_after(LINGER_SECONDS):
+                while await self.channel.receive(HEADER_BYTES):
+                    pass
 
     async def _write(self, data: bytes | memoryview) -> None:
         await self.channel.send(data)

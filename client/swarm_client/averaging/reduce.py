@@ -276,7 +276,7 @@ class _Round:
             both.start_soon(self._guarded, self._take_sums, link, credit)
         await link.send(Kind.BYE)
         link.quiet = True
-        link.finish()
+        link.finish(last_word=True)
         await link.pumped.wait()
 
     async def _send_parts(self, link: Link, credit: anyio.Semaphore) -> None:

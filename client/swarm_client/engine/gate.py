@@ -16,7 +16,7 @@ from swarm_shared.clock import Clock, monotonic
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import AdmissionError
 from swarm_shared.messages import TransferHello
-from swarm_shared.types import Generation, PeerId, RunId
+from swarm_shared.types import Generation, PeerId, RunId, StageIndex
 
 FENCE_SECONDS = 120.0
 """Attached to a newer coordinator for so long, a peer refuses certificates of older ones: whoever
@@ -75,6 +75,15 @@ class Gate:
         """The same for a remote that has shown its certificate when it opened this link."""
         if self._roster.is_revoked(remote):
             raise AdmissionError(f"the organiser does not let {remote} take part any more")
+
+    def may_send(self, remote: PeerId, stage: StageIndex) -> bool:
+        """Whether it is this peer's part to send microbatches to `stage`: trainers, which all hold
+        a stage, to the first; the peers of each stage to the next.
+
+        False for a moment, too, while the roster that says so is on its way.
+        """
+        record = self._roster.get(remote)
+        return record is not None and (stage == 0 or record.stage == stage - 1)
 
     def check_transfer(self, remote: PeerId, hello: TransferHello) -> None:
         self.check(remote, hello.run, hello.certificate)

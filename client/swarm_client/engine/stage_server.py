@@ -186,6 +186,9 @@ class StageServer:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
         if not holding.works_on(message.step):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
+        if not self._gate.may_send(stream.remote, message.stage):
+            # Not for good: the roster may be on its way.
+            return refuse(RefusalReason.WRONG_STEP, "the roster has you in no stage before this")
         if holding.in_flight >= membership.manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
         self._check_sizes(stream.remote, holding, membership.manifest, message, payload)

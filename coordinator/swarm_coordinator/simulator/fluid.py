@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.progress import EXTRA_IN_FLIGHT
@@ -74,6 +74,8 @@ class _Shares:
 
 class FluidPlane:
     """Satisfies `swarm.DataPlane`."""
+
+    TICK_SECONDS: ClassVar[float] = 1.0
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

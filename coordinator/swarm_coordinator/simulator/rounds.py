@@ -89,12 +89,11 @@ class Rounds:
     def _report(self, close: Close, key: tuple[StageIndex, StageIndex | None]) -> None:
         if self._attempt != close.attempt:
             return
+        report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
         for volunteer in self._reports.get(key, ()):
             if self._attempt != close.attempt:
                 return  # a report before this one has ended it
-            volunteer.say(
-                RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
-            )
+            volunteer.say(report)
 
     def abort(self, attempt: int) -> None:
         if self._attempt == attempt:
@@ -120,7 +119,8 @@ class Rounds:
         )
 
     def _applied(self, message: Apply, key: tuple[int, StageIndex]) -> None:
+        applied = Applied(step=message.step, digest="", norm=1.0)
         for volunteer, switches in self._applies.pop(key):
             if volunteer.alive:
                 volunteer.apply(message.step, switches=switches)
-                volunteer.say(Applied(step=message.step, digest="", norm=1.0))
+                volunteer.say(applied)

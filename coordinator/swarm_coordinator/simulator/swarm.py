@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from swarm_coordinator.events import (
     AppliedStep,
@@ -64,7 +64,12 @@ NEVER_ENDING_STEPS = 2**31
 class DataPlane(Protocol):
     """What happens to leased microbatches."""
 
+    TICK_SECONDS: ClassVar[float]
+    """How often the coordinator's clock ticks at this level."""
     completed: int
+    """Microbatches, those that were done again included."""
+
+    def __init__(self, swarm: Swarm) -> None: ...
 
     def serves(self, volunteer: Volunteer) -> None: ...
     def changed(self, volunteer: Volunteer) -> None: ...
@@ -100,10 +105,8 @@ class Swarm:
         trace: Sequence[Change],
         options: SwarmOptions,
         seed: int,
-        plane: type[DataPlane] | None = None,
+        plane: type[DataPlane],
     ) -> None:
-        from swarm_coordinator.simulator.fluid import FluidPlane
-
         self.agenda = Agenda()
         self.rng = random.Random(f"{seed} swarm")
         self.options = options
@@ -126,7 +129,7 @@ class Swarm:
         self.meter = Meter(self)
         self.rounds = Rounds(self)
         self.downloads = Downloads(self)
-        self.plane: DataPlane = (plane or FluidPlane)(self)  # type: ignore[call-arg]
+        self.plane = plane(self)
         self.run = begin(
             self.manifest,
             "",
@@ -142,6 +145,9 @@ class Swarm:
             self.agenda.at(change.seconds, partial(self._happens, change))
         self.agenda.later(options.tick_seconds, self._tick)
         self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+
+    def simulate(self, hours: float) -> None:
+        self.agenda.run_until(3600 * hours, lambda: self.stopped)
 
     # ---- people
 
@@ -185,6 +191,11 @@ class Swarm:
         volunteer.alive = False
         if self.volunteers.get(volunteer.peer) is volunteer:
             del self.volunteers[volunteer.peer]
+
+    def takes_part(self, volunteer: Volunteer) -> bool:
+        """Whether the coordinator has taken its word that it holds its stage at this version."""
+        peer = self.run.peers.get(volunteer.peer)
+        return peer is not None and peer.stage == volunteer.stage and self.run.holds_current(peer)
 
     def serves(self, volunteer: Volunteer) -> None:
         self.plane.serves(volunteer)

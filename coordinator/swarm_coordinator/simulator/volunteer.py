@@ -154,8 +154,9 @@ class Volunteer:
                 self.prepared = message.stage
         else:
             self.stage, self.version = message.stage, message.version
-            self._swarm.serves(self)
         self.say(Ready(stage=message.stage, version=message.version, digest=""))
+        if not message.prepare and self._swarm.takes_part(self):
+            self._swarm.serves(self)
 
     def save(self, message: SaveSnapshot) -> None:
         size = self._swarm.sizes[message.stage].state_bytes

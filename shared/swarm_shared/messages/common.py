@@ -18,7 +18,15 @@ Address = Annotated[str, Field(max_length=300)]
 Envelope = Annotated[str, Field(max_length=8_192)]
 """A signed envelope in base64: certificates, receipts, carrier bindings."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LARGEST = 1e100
+"""Sums and products of what many peers say must stay finite, too."""
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+"""Per second: of bytes, or of microbatches."""
+Loss = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+"""In nats, summed over tokens."""
+Norm = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+"""Of a gradient, or the square of it."""
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]
 
@@ -48,7 +56,7 @@ class LinkPath(FrozenModel):
     kind: PathKind
     relay: PeerId | None = None
     rtt_seconds: Seconds
-    bytes_per_second: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    bytes_per_second: Rate = 0.0
     """The highest rate seen lately, both directions together; 0 when nothing was sent."""
 
 
@@ -67,7 +75,7 @@ class PeerRecord(FrozenModel):
     stage: StageIndex
     addresses: tuple[Address, ...] = Field(max_length=32)
     certificate: Envelope
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
+    microbatches_per_second: Rate
     carrier: CarrierAddress | None = None
     accepts_work: bool = True
     """False while the peer is leaving: it still averages, but gets no new microbatch."""

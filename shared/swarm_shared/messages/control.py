@@ -13,8 +13,11 @@ from swarm_shared.messages.common import (
     Envelope,
     LinkBytes,
     LinkPath,
+    Loss,
     Microbatches,
+    Norm,
     PeerRecord,
+    Rate,
     Reachability,
     StageRow,
     Stages,
@@ -62,7 +65,7 @@ class StageRequest(FrozenModel):
 
 class Heartbeat(FrozenModel):
     kind: Literal["heartbeat"] = "heartbeat"
-    microbatches_per_second: float = Field(ge=0, allow_inf_nan=False)
+    microbatches_per_second: Rate
     queued: Count
     links: tuple[LinkBytes, ...] = Field(default=(), max_length=4096)
     paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
@@ -95,7 +98,7 @@ class LeaseResult(FrozenModel):
     ok: bool
     reason: Text = ""
     receipts: tuple[Envelope, ...] = Field(default=(), max_length=512)
-    evaluation_loss_sum: float | None = Field(default=None, allow_inf_nan=False)
+    evaluation_loss_sum: Loss | None = None
     evaluation_tokens: Count = 0
 
 
@@ -121,8 +124,8 @@ class RoundReport(FrozenModel):
     step: Step
     attempt: Count
     ok: bool
-    own_squared: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    tied_squared: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    own_squared: Norm = 0.0
+    tied_squared: Norm = 0.0
     reason: Text = ""
     culprit: PeerId | None = None
     carrier_failed: bool = False
@@ -134,7 +137,7 @@ class Applied(FrozenModel):
     kind: Literal["applied"] = "applied"
     step: Step
     digest: Annotated[str, Field(max_length=64)]
-    norm: float = Field(ge=0, allow_inf_nan=False)
+    norm: Norm
 
 
 class Ready(FrozenModel):

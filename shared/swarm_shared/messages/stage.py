@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swarm_shared.messages.common import Count, Envelope, Seconds, Stages, Text
+from swarm_shared.messages.common import Count, Envelope, Loss, Seconds, Stages, Text
 from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import MicrobatchIndex, RunId, StageIndex, Step
 
@@ -79,7 +79,7 @@ class Backward(FrozenModel):
     total_seconds: Seconds = 0.0
     """From the request's arrival to this answer, what is downstream included: the sender's own
     measure less this is what the link took."""
-    loss_sum: float = Field(allow_inf_nan=False)
+    loss_sum: Loss
     tokens: Count
 
 

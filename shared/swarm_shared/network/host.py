@@ -12,6 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import libp2p.network.connection.swarm_connection as swarm_connection_module
@@ -42,6 +43,7 @@ from multiaddr import Multiaddr
 from swarm_shared.identity import Identity
 from swarm_shared.network.tcp import BufferedTcp, BufferedTcpStream
 from swarm_shared.network.yamux import YamuxConnection
+from swarm_shared.rate_limit import RateLimit
 from swarm_shared.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,12 @@ MAX_CONNECTIONS_PER_ADDRESS = 128
 
 MAX_STRANGERS_PER_ADDRESS = 32
 """Connections of remotes that do not belong here (yet), from one address."""
+
+STRANGERS_BURST_BYTES = 16 * 2**20
+STRANGERS_BYTES_PER_SECOND = 4 * 2**20
+"""What is read from all strangers at one address, handshakes and frames counted as bytes: the
+processor's time is what a flood takes from others."""
+COST_OF_HANDSHAKE = 64 * 1024
 
 MAX_CONNECTIONS_PER_PEER = 4
 """Two ends that dial each other at once make two; relayed ones may come on top."""
@@ -155,6 +163,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         self._pending: Counter[str] = Counter()
         self._from_address: Counter[str] = Counter()
         self._strangers: dict[str, set[YamuxConnection]] = {}
+        self._strangers_rate = RateLimit(STRANGERS_BURST_BYTES, STRANGERS_BYTES_PER_SECOND)
         self.knows: Callable[[PeerId], bool] = lambda peer: True
         self.expected_as_initiator: dict[tuple[str, int], ID] = {}
         """Where an accepted connection is one end of a hole that is being punched, and this
@@ -189,6 +198,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             self._from_address[address] >= self.max_connections_per_address
             or self._pending[address] >= MAX_PENDING_PER_ADDRESS
             or self._pending.total() >= MAX_PENDING_HANDSHAKES
+            or self._strangers_rate.take(address, COST_OF_HANDSHAKE)
         ):
             await read_write_closer.close()
             return
@@ -215,7 +225,15 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         if len(strangers) >= MAX_STRANGERS_PER_ADDRESS:
             return False
         strangers.add(muxer)
+        muxer.throttle = partial(self._throttle, muxer, address)
         return True
+
+    def _throttle(self, muxer: YamuxConnection, address: str, cost: int) -> float:
+        seconds = self._strangers_rate.take(address, min(cost, STRANGERS_BURST_BYTES))
+        if seconds and self._is_known(muxer):
+            muxer.throttle = None
+            return 0.0
+        return seconds
 
     def _forget_stranger(self, muxer: YamuxConnection, address: str) -> None:
         strangers = self._strangers.get(address)

@@ -32,7 +32,8 @@ _LARGEST_BUFFER_BYTES = 256 * 1024
 
 UNACKNOWLEDGED_SECONDS = 10.0
 """Sent bytes that the remote machine does not acknowledge for so long: cable pulled, address
-changed, router's table lost. Its kernel answers, however busy its processes are."""
+changed, router's table lost. Linux also counts the time in which the remote's socket is full
+because its process reads nothing."""
 
 
 def _reuse_port(sock: trio.socket.SocketType) -> None:

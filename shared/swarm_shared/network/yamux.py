@@ -58,6 +58,8 @@ MAX_REMOTE_STREAMS = 1024
 ACCEPT_BACKLOG = 256
 MESSAGES_PER_TURN = 16
 """Handled before other tasks get their turn: a remote may send thousands of tiny ones."""
+COST_OF_MESSAGE, COST_OF_FRAME, COST_OF_STREAM = 1024, 256, 8192
+"""In bytes: what else takes as much of the processor's time, where that is rationed."""
 KEEPALIVE_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
 """No byte for so long, with pings unanswered: the remote machine is gone (power, cable, NAT
@@ -116,6 +118,9 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         """This machine's address and port at this end; None behind a relay."""
         self.punched = False
         """Set by whoever punched the hole that it came through."""
+        self.throttle: Callable[[int], float] | None = None
+        """Asked after each message, with what it cost: how many seconds to read no more."""
+        self._cost = 0
         self.sent_bytes = 0
         self.received_bytes = 0
         self._heard = trio.Event()
@@ -253,11 +258,20 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
                     self._receive_header(bytes(head))
                     head.clear()
             messages += 1
-            if messages % MESSAGES_PER_TURN == 0:
+            if self.throttle is not None:
+                await self._wait_for_turn(self.throttle, len(message))
+            elif messages % MESSAGES_PER_TURN == 0:
                 await trio.lowlevel.checkpoint()
+
+    async def _wait_for_turn(self, throttle: Callable[[int], float], size: int) -> None:
+        cost, self._cost = self._cost + size + COST_OF_MESSAGE, 0
+        while seconds := throttle(cost):
+            await trio.sleep(min(seconds, 1.0))
+        await trio.lowlevel.checkpoint()
 
     def _receive_header(self, header: bytes) -> None:
         version, kind, flags, stream_id, value = HEADER.unpack(header)
+        self._cost += COST_OF_STREAM if flags & SYN and kind != Kind.PING else COST_OF_FRAME
         if version != 0 or kind > Kind.GO_AWAY:
             raise YamuxViolation(f"a frame of version {version} and type {kind}")
         if kind == Kind.PING:

@@ -47,7 +47,10 @@ class MovePolicy:
     margin: float = 2.0
     """So many times its cost must a plan gain."""
     minimum_gain: float = 0.005
-    """Relative; what is below lies within the noise of measured rates."""
+    """Relative; less is not worth anybody's trouble."""
+    rate_noise: float = 0.03
+    """Relative error of one peer's measured rate. What a stage makes is known better, the more
+    peers it has; a gain must exceed three times the error of the thinnest stage."""
     longest_download_seconds: float = math.inf
     """Whoever would need longer for a stage's state does not move there."""
 
@@ -318,6 +321,7 @@ def _best_beginning(
     for peer in peers:
         counts[peer.stage] += 1
     now_rate = min(rates)
+    least_gain = max(policy.minimum_gain, 3 * policy.rate_noise * _error(peers, rates))
     best: tuple[float, int, float, float] | None = None
     cost, longest, rounds = 0.0, 0.0, [0] * len(stages)
     for number, step in enumerate(steps, start=1):
@@ -331,7 +335,7 @@ def _best_beginning(
         rounds[step.destination] += 1
         delay = longest + policy.period_seconds * (max(rounds) - 1)
         gain = step.rate_after - now_rate
-        if gain <= policy.minimum_gain * now_rate:
+        if gain <= least_gain * now_rate:
             continue
         net = gain * (policy.horizon_seconds - delay) - policy.margin * cost
         if net > 0 and (best is None or net > best[0] * (1 + NOISE)):
@@ -340,6 +344,14 @@ def _best_beginning(
         return (), now_rate, 0.0
     _, number, planned_rate, payback = best
     return steps[:number], planned_rate, payback
+
+
+def _error(peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
+    """Relative error of the thinnest stage's rate, when that of each of its peers' is 1."""
+    thinnest = min(range(len(rates)), key=rates.__getitem__)
+    speeds = [peer.flops_per_second for peer in peers if peer.stage == thinnest]
+    total = math.fsum(speeds)
+    return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0
 
 
 def _size(count_bytes: int) -> str:

@@ -111,6 +111,8 @@ def test_four_hidden_volunteers_average_their_stages(lab: Lab, nat_run: MakeRun)
 
     counted = {c.peer for c in history.contributions if c.microbatches > 0}
     assert len(counted) == 4
+    averaged = {link.reporter for link in history.links if "all-reduce" in link.protocol}
+    assert counted <= averaged
 
 
 def test_two_volunteers_behind_one_router_use_their_own_network(lab: Lab, nat_run: MakeRun) -> None:
@@ -130,23 +132,28 @@ def test_two_volunteers_behind_one_router_use_their_own_network(lab: Lab, nat_ru
 
 
 def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: MakeRun) -> None:
-    run = nat_run(1, **LONG_STEPS)
-    public = lab.public_host("public")
+    """Two public volunteers relay, the coordinator does not; the one that carries is killed."""
+    run = nat_run(2, **LONG_STEPS, network__relay=False)
+    public = [lab.public_host(f"public-{number}") for number in (1, 2)]
     hidden = [lab.home(name, Nat.SYMMETRIC)[1] for name in "ab"]
     run.start_coordinator()
-    (relay,) = run.join(public, stage=0)
+    relays = [*run.join(public[0], stage=0), *run.join(public[1], stage=1)]
     one, other = *run.join(hidden[0], stage=0), *run.join(hidden[1], stage=1)
     run.wait_until_joined()
-    run.wait_for(
-        lambda: run.path(one, other).get("relay") == run.peer_id(relay) is not None,
-        COME_BACK_SECONDS, "the public volunteer to carry the others' link",
-    )  # fmt: skip
-    run.wait_for_middle_of_a_step(after_version=3)
-    run.run.swarm.excuse(relay.child)
-    relay.child.kill()
+    run.wait_for_kind(one, other, "relayed", COME_BACK_SECONDS)
+    run.wait_for_middle_of_a_step(after_version=2)
+    carrying = run.path(one, other)["relay"]
+    (killed,) = [relay for relay in relays if run.peer_id(relay) == carrying]
+    run.run.swarm.excuse(killed.child)
+    killed.child.kill()
+
+    def found_another_way() -> bool:
+        path = run.path(one, other)
+        return path.get("kind") == "relayed" and path["relay"] != carrying
+
+    run.wait_for(found_another_way, COME_BACK_SECONDS, "a link through the other relay")
     history = run.finish()
 
-    assert run.run.folder is not None
     by_name = {peer.name: peer.peer for peer in history.peers}
     counted = {c.peer for c in history.contributions if c.microbatches > 0}
     assert {by_name[one.child.name], by_name[other.child.name]} <= counted

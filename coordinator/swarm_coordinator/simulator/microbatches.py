@@ -1,0 +1,478 @@
+"""The fine data plane: every microbatch on its way through queues, credits and links.
+
+Senders choose receivers with the product's own routing and tell it what they observed by the
+product's own formula; a receiver computes backwards before forwards, refuses when its queue is
+full, and counts by the mask; who retries asks the coordinator first. What is modelled is time: a
+forward takes a third of a microbatch's work and a backward the rest, a line carries one payload
+after the other, and a request to somebody who has vanished fails when the roster says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from swarm_coordinator.events import LeaseResolved, ReceiptsVerified
+from swarm_coordinator.simulator.agenda import Action
+from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
+from swarm_shared.credentials import Receipt
+from swarm_shared.messages import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
+from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
+
+FORWARD_SHARE = 1 / 3
+BUSY_PAUSE_SECONDS = 0.05
+STEP_PAUSE_SECONDS = 0.1
+CAPACITY_WAIT_SECONDS = 1.0
+MAXIMUM_ATTEMPTS = 8
+"""These four as in the client."""
+
+Answered = Callable[["_Answer"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What comes back for a microbatch: its receipts, or why there is no gradient."""
+
+    state: str
+    """ok, busy, wrong step, or failed."""
+    receipts: tuple[Receipt, ...] = ()
+    service_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: frozenset[StageIndex]
+
+
+@dataclass(slots=True)
+class _Request:
+    """One attempt to have one microbatch done by one peer."""
+
+    target: PeerId
+    answered: Answered
+    open: bool = True
+
+
+class _Hop:
+    """A sender's way to one stage: `Downstream` of the client."""
+
+    def __init__(self, plane: MicrobatchPlane, node: _Node, stage: StageIndex) -> None:
+        self._plane, self._node, self.stage = plane, node, stage
+        self._routing = InterleavedWeightedRoundRobin()
+        self._outstanding: dict[PeerId, list[_Request]] = {}
+        self._waiting: deque[Action] = deque()
+
+    def send(self, parcel: _Parcel, done: Answered, failures: int = 0) -> None:
+        node, plane = self._node, self._plane
+        if not node.works_on(parcel.step) or failures >= MAXIMUM_ATTEMPTS:
+            done(_Answer("failed"))
+            return
+        target = self._choose()
+        if target is None:
+            self._wait(lambda: self.send(parcel, done, failures))
+            return
+        began = plane.now
+        requests = self._outstanding.setdefault(target, [])
+        in_flight = len(requests) + 1
+
+        def answered(answer: _Answer) -> None:
+            requests.remove(request)
+            self.capacity()
+            if answer.state == "ok":
+                seconds = plane.now - began
+                self._routing.observe(target, _observed(answer, seconds, in_flight))
+                done(answer)
+            elif answer.state in ("busy", "wrong step"):
+                pause = BUSY_PAUSE_SECONDS if answer.state == "busy" else STEP_PAUSE_SECONDS
+                plane.later(node, pause, lambda: self.send(parcel, done, failures))
+            else:
+                self._routing.failed(target, plane.now)
+                plane.ask_mask(node, parcel, target, masked)
+
+        def masked(missing: tuple[StageIndex, ...] | None) -> None:
+            if missing is None:
+                done(_Answer("failed"))
+                return
+            again = frozenset(stage for stage in missing if stage >= self.stage)
+            self.send(_Parcel(parcel.step, parcel.microbatch, again), done, failures + 1)
+
+        request = _Request(target, answered)
+        requests.append(request)
+        plane.deliver_request(node, self.stage, parcel, request)
+
+    def _choose(self) -> PeerId | None:
+        members = self._node.members(self.stage)
+        self._routing.update(members)
+        credits = self._plane.edge_credits
+        usable = {p for p in members if len(self._outstanding.get(p, ())) < credits}
+        return self._routing.choose(self._plane.now, usable)
+
+    def _wait(self, action: Action) -> None:
+        self._waiting.append(action)
+        end = self._routing.next_ban_end(self._plane.now)
+        pause = CAPACITY_WAIT_SECONDS if end is None else max(0.01, end - self._plane.now)
+        self._plane.later(self._node, pause, self.capacity)
+
+    def capacity(self) -> None:
+        """Somebody may have room again: those that wait try once more, in their order."""
+        waiting, self._waiting = self._waiting, deque()
+        for action in waiting:
+            action()
+
+    def roster_changed(self) -> None:
+        known = self._node.known
+        for target in [t for t in self._outstanding if t not in known]:
+            for request in list(self._outstanding[target]):
+                self._plane.answer(request, _Answer("failed"))
+        self.capacity()
+
+
+@dataclass(slots=True)
+class _Compute:
+    seconds: float
+    done: Action
+
+
+class _Node:
+    """What one volunteer does in the data plane while it holds its stage."""
+
+    def __init__(self, plane: MicrobatchPlane, volunteer: Volunteer) -> None:
+        assert volunteer.stage is not None
+        self.volunteer = volunteer
+        self.stage = volunteer.stage
+        self.open = True
+        self.held: dict[MicrobatchIndex, Receipt] = {}
+        self.held_step = Step(0)
+        self.unreported: list[Receipt] = []
+        self.in_flight = 0
+        self.driving = 0
+        self.window = 1
+        self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
+        self.first = _Hop(plane, self, StageIndex(0))
+        self.next: _Hop | None = None
+        if self.stage < plane.last_stage:
+            self.next = _Hop(plane, self, StageIndex(self.stage + 1))
+        self.up_free_at = self.down_free_at = 0.0
+        self.known: dict[PeerId, StageIndex] = {}
+        self._by_stage: dict[StageIndex, list[PeerId]] = {}
+        self._plane = plane
+        self._backwards: deque[_Compute] = deque()
+        self._forwards: deque[_Compute] = deque()
+        self._busy = False
+
+    # ---- whom it knows
+
+    def learn(self, roster: Roster) -> None:
+        self.known = {record.peer: record.stage for record in roster.peers}
+        self._by_stage = {}
+        for record in roster.peers:
+            if record.accepts_work:
+                self._by_stage.setdefault(record.stage, []).append(record.peer)
+        self.first.roster_changed()
+        if self.next is not None:
+            self.next.roster_changed()
+
+    def members(self, stage: StageIndex) -> list[PeerId]:
+        return self._by_stage.get(stage, [])
+
+    def works_on(self, step: Step) -> bool:
+        return self.open and self.volunteer.alive and self.volunteer.version + 1 == step
+
+    # ---- computing: one thing at a time, backwards first
+
+    def compute(self, share: float, done: Action) -> None:
+        work = self._plane.work(self.stage)
+        task = _Compute(share * work / self.volunteer.hardware.flops_per_second, done)
+        (self._forwards if share == FORWARD_SHARE else self._backwards).append(task)
+        self._next()
+
+    def _next(self) -> None:
+        if self._busy or not (self._backwards or self._forwards):
+            return
+        task = (self._backwards or self._forwards).popleft()
+        self._busy = True
+
+        def finished() -> None:
+            self._busy = False
+            task.done()
+            self._next()
+
+        self._plane.later(self, task.seconds, finished)
+
+    # ---- counting
+
+    def count(self, parcel: _Parcel) -> Receipt | None:
+        """Accumulate a microbatch if the mask says so, once; its receipt if it is held."""
+        if self.held_step != parcel.step:
+            self.held_step, self.held, self.unreported = parcel.step, {}, []
+        known = self.held.get(parcel.microbatch)
+        if known is None and self.stage in parcel.accumulate and self.works_on(parcel.step):
+            known = self._plane.receipt(self, parcel)
+            self.held[parcel.microbatch] = known
+            self.unreported.append(known)
+        return known
+
+
+class MicrobatchPlane:
+    """Satisfies `swarm.DataPlane`."""
+
+    TICK_SECONDS: ClassVar[float] = 0.25
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        self._nodes: dict[PeerId, _Node] = {}
+        self._roster: Roster | None = None
+        self._masks: dict[tuple[PeerId, int], Callable[[tuple[StageIndex, ...] | None], None]] = {}
+        self._early: dict[PeerId, list[Lease]] = {}
+        self._asked = 0
+        self.last_stage = len(swarm.works) - 1
+        self.edge_credits = swarm.manifest.limits.edge_credits
+        self.completed = 0
+        swarm.agenda.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
+
+    @property
+    def now(self) -> float:
+        return self._swarm.agenda.now
+
+    def work(self, stage: StageIndex) -> float:
+        return self._swarm.works[stage]
+
+    def later(self, node: _Node, seconds: float, action: Action) -> None:
+        """In the node's life only."""
+        self._swarm.agenda.later(seconds, lambda: node.open and node.volunteer.alive and action())
+
+    # ---- who serves
+
+    def serves(self, volunteer: Volunteer) -> None:
+        node = self._nodes[volunteer.peer] = _Node(self, volunteer)
+        if self._roster is not None:
+            node.learn(self._roster)
+        for lease in self._early.pop(volunteer.peer, ()):
+            self.lease(volunteer, lease)
+
+    def changed(self, volunteer: Volunteer) -> None:
+        """Its uplink is shared; `_transfer` looks for itself."""
+
+    def stops(self, volunteer: Volunteer) -> None:
+        node = self._nodes.pop(volunteer.peer, None)
+        if node is not None:
+            node.open = False
+
+    def leaving(self, volunteer: Volunteer) -> None:
+        """It hands back what it has not begun to drive."""
+        node = self._nodes.get(volunteer.peer)
+        if node is not None:
+            while node.leased:
+                lease, leased = node.leased.popleft()
+                self._resolved(node, lease, leased.microbatch, _Answer("failed"))
+
+    def roster(self, volunteer: Volunteer, roster: Roster) -> None:
+        self._roster = roster
+        node = self._nodes.get(volunteer.peer)
+        if node is not None:
+            latency = volunteer.hardware.latency_seconds
+            self.later(node, latency, lambda: node.learn(roster))
+
+    def queued(self, volunteer: Volunteer) -> int:
+        node = self._nodes.get(volunteer.peer)
+        return 0 if node is None else node.in_flight
+
+    # ---- the trainer's side
+
+    def lease(self, volunteer: Volunteer, lease: Lease) -> None:
+        node = self._nodes.get(volunteer.peer)
+        if node is None:
+            # It is told in the same breath as that it may take part.
+            self._early.setdefault(volunteer.peer, []).append(lease)
+            return
+        latency = volunteer.hardware.latency_seconds
+
+        def take() -> None:
+            node.window = max(1, lease.window)
+            node.leased.extend((lease, leased) for leased in lease.microbatches)
+            self._drive(node)
+
+        self.later(node, latency, take)
+
+    def _drive(self, node: _Node) -> None:
+        while node.leased and node.driving < node.window:
+            lease, leased = node.leased.popleft()
+            if not node.works_on(lease.step):
+                continue
+            node.driving += 1
+            parcel = _Parcel(lease.step, leased.microbatch, frozenset(leased.accumulate))
+
+            def done(
+                answer: _Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased
+            ) -> None:
+                node.driving -= 1
+                self._resolved(node, lease, leased.microbatch, answer)
+                self._drive(node)
+
+            node.first.send(parcel, done)
+
+    def _resolved(
+        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: _Answer
+    ) -> None:
+        volunteer, ok = node.volunteer, answer.state == "ok"
+        self.completed += ok
+        event = LeaseResolved(
+            volunteer.session, volunteer.peer, lease.step, microbatch, lease.lease, ok,
+            "" if ok else answer.state, answer.receipts, None, 0,
+        )  # fmt: skip
+        self._to_coordinator(node, lambda: volunteer.tell(event))
+
+    def _to_coordinator(self, node: _Node, action: Action) -> None:
+        latency = node.volunteer.hardware.latency_seconds
+        self.later(node, latency + self._swarm.options.coordinator_latency_seconds, action)
+
+    def _report(self) -> None:
+        for node in list(self._nodes.values()):
+            if node.unreported:
+                batch, node.unreported = tuple(node.unreported), []
+                volunteer = node.volunteer
+                event = ReceiptsVerified(volunteer.session, volunteer.peer, batch)
+                self._to_coordinator(node, lambda v=volunteer, e=event: v.tell(e))  # type: ignore[misc]
+        self._swarm.agenda.later(self._swarm.manifest.limits.receipt_interval_seconds, self._report)
+
+    # ---- masks
+
+    def ask_mask(
+        self,
+        node: _Node,
+        parcel: _Parcel,
+        suspect: PeerId,
+        answer: Callable[[tuple[StageIndex, ...] | None], None],
+    ) -> None:
+        self._asked += 1
+        number = self._asked
+        self._masks[node.volunteer.peer, number] = answer
+        request = MaskRequest(
+            request=number, step=parcel.step, microbatch=parcel.microbatch, suspect=suspect
+        )
+        self._to_coordinator(node, lambda: node.volunteer.say(request))
+
+    def mask(self, volunteer: Volunteer, message: Mask) -> None:
+        answer = self._masks.pop((volunteer.peer, message.request), None)
+        node = self._nodes.get(volunteer.peer)
+        if answer is not None and node is not None:
+            latency = volunteer.hardware.latency_seconds
+            self.later(node, latency, lambda: answer(message.accumulate))
+
+    # ---- from peer to peer
+
+    def deliver_request(
+        self, sender: _Node, stage: StageIndex, parcel: _Parcel, request: _Request
+    ) -> None:
+        receiver = self._nodes.get(request.target)
+        if receiver is None:
+            return  # vanished: the roster will say so
+        size = self._swarm.sizes[stage].input_bytes
+
+        def arrive() -> None:
+            if receiver.open and receiver.volunteer.alive:
+                self._serve(sender, receiver, stage, parcel, request)
+
+        self._transfer(sender, receiver, size, arrive)
+
+    def _transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
+        """Over the sender's uplink and the receiver's downlink, one payload after the other."""
+        now = self.now
+        if sender is receiver:
+            self._swarm.agenda.later(0.0, arrive)
+            return
+        up, down = sender.volunteer.hardware, receiver.volunteer.hardware
+        share = SHARED_UPLINK if sender.volunteer.uploads else 1.0
+        begins = max(now, sender.up_free_at)
+        sender.up_free_at = begins + size / (share * up.up_bytes_per_second)
+        received = max(begins, receiver.down_free_at) + size / down.down_bytes_per_second
+        receiver.down_free_at = received
+        latency = up.latency_seconds + down.latency_seconds
+        self._swarm.agenda.at(max(sender.up_free_at, received) + latency, arrive)
+
+    def answer(self, request: _Request, answer: _Answer) -> None:
+        if request.open:
+            request.open = False
+            request.answered(answer)
+
+    def _reply(
+        self, receiver: _Node, sender: _Node, request: _Request, answer: _Answer, size: int
+    ) -> None:
+        def arrive() -> None:
+            if sender.open and sender.volunteer.alive:
+                self.answer(request, answer)
+
+        self._transfer(receiver, sender, size, arrive)
+
+    def _serve(
+        self, sender: _Node, node: _Node, stage: StageIndex, parcel: _Parcel, request: _Request
+    ) -> None:
+        """One microbatch in this stage: forward, on to the next one, backward, answer."""
+        if node.stage != stage or not node.works_on(parcel.step):
+            self._reply(node, sender, request, _Answer("wrong step"), 0)
+            return
+        if node.in_flight >= self._swarm.manifest.limits.stage_queue:
+            self._reply(node, sender, request, _Answer("busy"), 0)
+            return
+        node.in_flight += 1
+        arrived = self.now
+        forward_done = [arrived]
+
+        def answer(given: _Answer, size: int) -> None:
+            node.in_flight -= 1
+            self._reply(node, sender, request, given, size)
+
+        def computed(receipts: tuple[Receipt, ...], service_seconds: float) -> None:
+            own = node.count(parcel)
+            if own is not None:
+                receipts = (*receipts, own)
+            size = self._swarm.sizes[stage].input_bytes if stage else 0
+            total = self.now - arrived
+            answer(_Answer("ok", receipts, service_seconds, total), size)
+
+        def came_back(given: _Answer) -> None:
+            if given.state != "ok":
+                answer(_Answer("failed"), 0)
+                return
+            returned = self.now
+            forward = forward_done[0] - arrived
+            node.compute(
+                1 - FORWARD_SHARE,
+                lambda: computed(given.receipts, forward + self.now - returned),
+            )
+
+        def sent_on() -> None:
+            forward_done[0] = self.now
+            if node.next is None:
+                # The last stage goes on at once: loss and backward belong to the same request.
+                node.compute(1 - FORWARD_SHARE, lambda: computed((), self.now - arrived))
+            else:
+                node.next.send(parcel, came_back)
+
+        node.compute(FORWARD_SHARE, sent_on)
+
+    def receipt(self, node: _Node, parcel: _Parcel) -> Receipt:
+        manifest = self._swarm.manifest
+        return Receipt(
+            run=RunId("simulated"), generation=Generation(1), step=parcel.step,
+            microbatch=parcel.microbatch, stage=node.stage, peer=node.volunteer.peer,
+            samples=manifest.training.sequences_per_microbatch,
+            tokens=manifest.tokens_per_microbatch,
+            loss_sum=1.0 if node.stage == self.last_stage else None,
+        )  # fmt: skip
+
+
+def _observed(answer: _Answer, total_seconds: float, in_flight: int) -> float:
+    """As `seconds_per_microbatch` of the client: the slower of a peer's service and its link."""
+    service = min(answer.service_seconds, total_seconds)
+    link = max(0.0, total_seconds - answer.total_seconds)
+    return max(service, link / max(1, in_flight))
