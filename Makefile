@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-attacks test-nat check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-attacks test-nat fuzz check format bench bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -15,6 +15,7 @@ help:
 	@echo "make test     unit and integration tests (ARGS are pytest's)"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, and other slow tests"
+	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
@@ -38,6 +39,9 @@ test-attacks: setup-dev
 
 test-nat: setup-dev
 	@$(PY) -m pytest -m nat $(ARGS)
+
+fuzz: setup-dev
+	@PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)
 
 check: setup-dev
 	$(PY) -m ruff format --check .

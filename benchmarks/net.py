@@ -3,13 +3,14 @@
 Machines are namespaces on this one (`tests/network_lab`): the wire costs nothing and has no delay,
 so that what is measured is the software at the ends and at the relay. All processes share this
 machine's cores: processor seconds per gigabyte say what a part would reach on a core of its own.
-Repetitions are interleaved; medians. Nothing else should run meanwhile.
+Repetitions are interleaved; medians. Nothing else should run meanwhile: `load_before` tells.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -44,6 +45,7 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
     """Measure direct, punched and relayed links, and how long joining takes behind a router."""
     if (reason := why_not_here()) is not None:
         raise click.ClickException(reason)
+    load_before = os.getloadavg()[0]
     work = Path(tempfile.mkdtemp(prefix="swarm-bench-net-"))
     try:
         punched, transfers = measure_links(work, repetitions, pairs, with_p2pd=p2pd)
@@ -52,7 +54,7 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
         click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
         sys.exit(1)
     shutil.rmtree(work)
-    document = make_document(punched, transfers, joined)
+    document = {**make_document(punched, transfers, joined), "load_before": load_before}
     click.echo(f"\n{render(document)}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(document, indent=2) + "\n")

@@ -108,8 +108,8 @@ def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Chan
     """Every user's recorded weeks, one of them drawn, laid over each other from their start."""
     weeks: dict[str, list[tuple[int, list[float]]]] = {}
     for line in text.splitlines():
-        user, state, _epoch, _zone, *lengths = line.split()
-        weeks.setdefault(user, []).append((int(state), [float(length) for length in lengths]))
+        user, told_state, _epoch, _zone, *words = line.split()
+        weeks.setdefault(user, []).append((int(told_state), [float(word) for word in words]))
     chosen = sorted(weeks)
     if users is not None:
         chosen = sorted(rng.sample(chosen, min(users, len(chosen))))

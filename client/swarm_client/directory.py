@@ -60,8 +60,8 @@ class Directory:
             self._identity, DirectoryRecord(record=record, expires=expires), DIRECTORY_DOMAIN
         )
         try:
-            if self._entrances:
-                await self._worker.bootstrap(self._entrances)
+            # An entrance may be away for a moment: its p2pd is started again, say.
+            if self._entrances and await self._worker.bootstrap(self._entrances):
                 self._entrances = ()
             await self._worker.publish(f"swarm/{self._run}", record.peer, signed, expires)
         except NetworkError as error:

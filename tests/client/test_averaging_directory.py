@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -121,9 +126,30 @@ async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: 
 # ------------------------------------------------------- the authorizer alone, on real messages
 
 
+@functools.cache
+def messages() -> Any:
+    """hivemind's own messages without the rest of it, which py-libp2p does not bear beside itself:
+    both bring a `crypto.proto`."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("hivemind is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    hollow = {"hivemind": root, "hivemind.proto": root / "proto"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, folder in hollow.items():
+            package = ModuleType(name)
+            package.__path__ = [str(folder)]
+            patch.setitem(sys.modules, name, package)
+        for name in ("auth_pb2", "dht_pb2"):
+            patch.delitem(sys.modules, f"hivemind.proto.{name}", raising=False)
+        found = importlib.import_module("hivemind.proto.dht_pb2")
+        for name in ("auth_pb2", "dht_pb2"):
+            sys.modules.pop(f"hivemind.proto.{name}", None)
+    return found
+
+
 def ping(**changes: Any) -> Any:
-    dht_pb2 = pytest.importorskip("hivemind.proto.dht_pb2")
-    return dht_pb2.PingRequest(**changes)
+    return messages().PingRequest(**changes)
 
 
 class Scene:
@@ -152,7 +178,7 @@ async def test_a_members_call_is_taken_once_and_its_answer_too() -> None:
     copy.CopyFrom(request)
     assert await scene.checker.validate_request(request)
     assert not await scene.checker.validate_request(copy), "it was heard before"
-    dht_pb2 = pytest.importorskip("hivemind.proto.dht_pb2")
+    dht_pb2 = messages()
     response = dht_pb2.PingResponse(available=True)
     await scene.checker.sign_response(response, request)
     forged = dht_pb2.PingResponse()
@@ -175,7 +201,7 @@ async def test_a_call_that_was_changed_on_its_way_is_refused() -> None:
 
 async def test_a_call_is_never_taken_for_one_of_another_kind() -> None:
     scene = Scene()
-    dht_pb2 = pytest.importorskip("hivemind.proto.dht_pb2")
+    dht_pb2 = messages()
     request = await scene.signed()
     # Both have `auth` as field 1 and nothing else set: their bytes are the same.
     disguised = dht_pb2.FindRequest.FromString(request.SerializeToString())

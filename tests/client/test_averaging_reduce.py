@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -450,7 +451,7 @@ def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> No
         hub.admits = admitted.__contains__
         async with anyio.create_task_group() as tasks:
             # B's round begins before A has heard of B, or of the round.
-            tasks.start_soon(group.member, group.spec(B), carriers[B])
+            tasks.start_soon(partial(group.member, stall_seconds=100), group.spec(B), carriers[B])
             await anyio.sleep(STRANGER_SECONDS / 2)
             admitted.add(B)
             hub.admission_changed()
@@ -530,6 +531,34 @@ def test_a_member_that_comes_after_the_failure_is_told_why(run: Any) -> None:
     failure = group.failures[C]
     assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, A)
     assert failure.told_by in (A, B)
+
+
+class ResettingChannel(MemoryChannel):
+    """As a stream of p2pd: it is reset when its near end closes, and the reset overtakes what is
+    still on its way to the far end."""
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        chunk = await super().receive(max_bytes)
+        await anyio.sleep(0.002)
+        if self._broken.is_set():
+            raise LinkClosed("the stream was reset")
+        return chunk
+
+    async def aclose(self) -> None:
+        await self.abort()
+
+
+def test_a_stream_that_is_reset_when_its_near_end_closes_loses_no_goodbye(run: Any) -> None:
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        for carrier in carriers.values():
+            carrier.channel_type = ResettingChannel
+        await group.all(carriers)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    assert group.results[A].tobytes() == group.in_order().tobytes()
 
 
 def test_a_round_cannot_be_started_twice(run: Any) -> None:

@@ -24,7 +24,9 @@ HONEST = ("a0", "b1")
 
 indices = st.integers(-2, 4) | st.sampled_from([99, 2**31, -(2**63), 2**70])
 counts = st.integers(0, 4) | st.sampled_from([2**24 + 1, 2**24 + 2, 2**53 - 1])
-squares = st.sampled_from([0.0, 1.0, 1e9, 1e15, 1e100])
+# As large as messages may carry them.
+rates, seconds = st.sampled_from([0.0, 1.0, 1e15]), st.sampled_from([0.0, 1.0, 1e9])
+squares = st.sampled_from([0.0, 1.0, 1e100])
 peers = st.sampled_from([*HONEST, HOSTILE, "nobody", ""])
 flags = st.booleans()
 
@@ -41,13 +43,13 @@ def message(kind: str, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Cl
 
 paths = st.lists(
     st.fixed_dictionaries(
-        {"remote": peers, "kind": st.sampled_from(["direct", "relayed"]), "rtt_seconds": squares}
+        {"remote": peers, "kind": st.sampled_from(["direct", "relayed"]), "rtt_seconds": seconds}
     ),
     max_size=3,
 )
 messages = st.one_of(
     message("stage_request", stage=indices),
-    message("heartbeat", microbatches_per_second=squares, queued=counts, paths=paths),
+    message("heartbeat", microbatches_per_second=rates, queued=counts, paths=paths),
     message(
         "whereabouts", addresses=st.lists(st.text(max_size=300), max_size=3),
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,

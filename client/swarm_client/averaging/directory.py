@@ -12,6 +12,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import anyio
+
 from swarm_client.averaging.authorizer import RunAuthorizer
 from swarm_client.averaging.hivemind_carrier import P2pdStreams
 from swarm_client.averaging.hivemind_door import Hivemind
@@ -19,6 +21,7 @@ from swarm_shared.errors import NetworkError
 
 logger = logging.getLogger(__name__)
 
+ENTER_SECONDS = 5.0
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 48 * 1024
 """Of what others may have stored, as much is handed on."""
@@ -44,20 +47,25 @@ class Directory:
 
     async def bootstrap(self, initial_peers: Sequence[str]) -> int:
         """Enter the directory through peers (…/p2p/ID); returns how many answered."""
-        reached = 0
-        for address in initial_peers:
-            peer_id = address.rpartition("/p2p/")[2]
-            try:
-                await self._streams.connect(peer_id, [address])
-            except NetworkError as error:
-                logger.info("the directory cannot be entered through %s: %s", address, error)
-                continue
-            peer = self._hivemind.PeerID.from_base58(peer_id)
-            if await self._node.protocol.call_ping(peer, strict=False) is not None:
-                reached += 1
+        reached: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            for address in initial_peers:
+                tasks.start_soon(self._enter, address, reached)
         if reached:
             await self._node.find_nearest_nodes([self._node.node_id])
-        return reached
+        return len(reached)
+
+    async def _enter(self, address: str, reached: list[str]) -> None:
+        peer_id = address.rpartition("/p2p/")[2]
+        try:
+            with anyio.fail_after(ENTER_SECONDS):
+                await self._streams.connect(peer_id, [address])
+        except (NetworkError, TimeoutError) as error:
+            logger.info("the directory cannot be entered through %s: %s", address, error)
+            return
+        peer = self._hivemind.PeerID.from_base58(peer_id)
+        if await self._node.protocol.call_ping(peer, strict=False) is not None:
+            reached.append(address)
 
     async def publish(
         self, key: str, subkey: str, value: bytes, expires_unix_seconds: float

@@ -85,12 +85,14 @@ class MemoryNetwork:
         self._hubs[peer] = IncomingHub(park_seconds=park_seconds)
         return MemoryCarrier(self, peer, self._hubs[peer])
 
-    async def connect(self, origin: PeerId, target: PeerId) -> MemoryChannel:
+    async def connect(
+        self, origin: PeerId, target: PeerId, channel_type: type[MemoryChannel] = MemoryChannel
+    ) -> MemoryChannel:
         await anyio.lowlevel.checkpoint()
         hub = self._hubs.get(target)
         if hub is None:
             raise NetworkError(f"there is no peer {target}")
-        ours, theirs = MemoryChannel.pair()
+        ours, theirs = channel_type.pair()
         self._tasks.start_soon(hub.accept, origin, theirs)
         return ours
 
@@ -102,9 +104,10 @@ class MemoryCarrier:
         self._network = network
         self._peer = peer
         self.hub = hub
+        self.channel_type = MemoryChannel
 
     async def open(self, peer: PeerId) -> MemoryChannel:
-        return await self._network.connect(self._peer, peer)
+        return await self._network.connect(self._peer, peer, self.channel_type)
 
     def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
         return self.hub.round(tag, {peer: peer for peer in spec.members})

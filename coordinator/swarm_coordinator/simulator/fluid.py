@@ -1,10 +1,16 @@
-"""The coarse data plane: microbatches flow at the rate of the thinnest stage.
+"""The coarse data plane: microbatches flow at the rate that the thinnest stage allows.
 
-Between two changes of who serves, so many microbatches per second are completed as the thinnest
-stage can do, or as the trainers' windows let be in flight, if that is less. Each completed one is
-put down to one peer of each stage, by the peers' rates, in the order in which SWARM's routing
-(`swarm_shared.routing`) would reach them in the long run. What is not modelled: queues, stragglers
-at the end of a step beyond the pipeline's own length, and the work in flight at a peer that dies.
+Between two changes of who serves, microbatches are completed at one rate. Each is put down to one
+peer of each stage, by the peers' rates, in the order in which SWARM's routing
+(`swarm_shared.routing`) would reach them in the long run. The rate is what the thinnest stage
+makes, less what is lost because only so many microbatches are in flight: of W microbatches on N
+equally busy peers some peers have none and others two, and with service times that do not vary
+1 / (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing
+network, Reiser and Lavenberg 1980, with the residual of constant service). Peers of stages that
+are not the thinnest count as far as they are busy.
+
+What is not modelled: single queues, stragglers at the end of a step beyond the pipeline's own
+length, and the work in flight at a peer that dies.
 """
 
 from __future__ import annotations
@@ -177,7 +183,10 @@ class FluidPlane:
         self._rate = 0.0
         if slowest > 0 and self._waiting:
             self._latency = self._pipeline_seconds()
-            self._rate = min(slowest, self._window() / self._latency)
+            window = self._window()
+            busy = sum(len(s.rates) * slowest / s.rate for s in self._shares)
+            used = 1 / (1 + max(0.0, busy - 1) / (2 * window))
+            self._rate = min(slowest * used, window / self._latency)
             self._plan += 1
             plan, left = self._plan, len(self._waiting) - self._progress
             self._swarm.agenda.later(left / self._rate, lambda: self._drained(plan))

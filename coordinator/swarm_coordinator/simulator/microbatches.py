@@ -32,6 +32,9 @@ CAPACITY_WAIT_SECONDS = 1.0
 MAXIMUM_ATTEMPTS = 8
 """These four as in the client."""
 
+SMALL_BYTES = 256 * 1024
+"""Token ids, receipts and refusals."""
+
 Answered = Callable[["_Answer"], None]
 
 
@@ -385,12 +388,20 @@ class MicrobatchPlane:
         self._transfer(sender, receiver, size, arrive)
 
     def _transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
-        """Over the sender's uplink and the receiver's downlink, one payload after the other."""
+        """Over the sender's uplink and the receiver's downlink, one large payload after the other.
+
+        Small ones pass between them: streams of one connection share it fairly.
+        """
         now = self.now
         if sender is receiver:
             self._swarm.agenda.later(0.0, arrive)
             return
         up, down = sender.volunteer.hardware, receiver.volunteer.hardware
+        if size <= SMALL_BYTES:
+            slower = min(up.up_bytes_per_second, down.down_bytes_per_second)
+            latency = up.latency_seconds + down.latency_seconds
+            self._swarm.agenda.later(size / slower + latency, arrive)
+            return
         share = SHARED_UPLINK if sender.volunteer.uploads else 1.0
         begins = max(now, sender.up_free_at)
         sender.up_free_at = begins + size / (share * up.up_bytes_per_second)

@@ -7,11 +7,13 @@ its best beginning is judged as a whole: what it adds over the horizon, from the
 takes effect, must exceed what its downloads cost by a margin. Of that plan at most one move per
 stage is carried out now, and the rest is planned anew in the next period.
 
-What is not looked for: exchanges of two peers, which cost two downloads. Among stages of equal
-work, which is what the planner cuts, moves alone come close to the optimum (the tests measure it).
+Where no move helps the thinnest stage, an exchange may: a faster peer comes, a slower one goes in
+its place. It costs two downloads, and both peers must have room for both stages, so that neither
+stage is without either of them in between.
 
 Cost: sorting the peers, and for each move planned a pass over the stages and a few binary
-searches. Figures are in docs/decisions/0014-rebalancing.md.
+searches (for an exchange, one for each peer of the thinnest stage). Figures are in
+docs/decisions/0014-rebalancing.md.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class Move:
     """After its downloads the plan has earned what they cost within so long."""
     gap: bool
     """The peer cannot hold both stages, and serves none while it downloads."""
+    partner: PeerId | None = None
+    """Who goes the other way. Neither goes without the other."""
 
     def sentence(self, name: str) -> str:
         """For a person; `name` is the peer's."""
@@ -87,6 +91,8 @@ class Move:
             gain = f"+{100 * (self.planned_rate / self.pipeline_rate - 1):.1f} %"
         others = self.planned_moves - 1
         together = f", together with {others} more move{'s' * (others > 1)}" if others else ""
+        if self.partner is not None:
+            together = f" (in exchange for …{self.partner[-8:]}){together}"
         meanwhile = "cannot go on" if self.gap else "goes on"
         return (
             f"{name} moves from stage {self.source} to stage {self.destination}, which makes "
@@ -117,6 +123,8 @@ class _Step:
     source: int
     destination: int
     rate_after: float
+    back: PeerLoad | None = None
+    """Who goes from the destination to the source in exchange."""
 
 
 def choose_moves(
@@ -146,32 +154,53 @@ def choose_moves(
         return Decision((), now_rate, now_rate, reason)
     moves: list[Move] = []
     taken = {int(stage) for stage in resting}
+    carried_out = 0
     for step in chosen:
-        source, there = step.source, stages[step.destination]
-        source_rate = rates[source] - step.peer.rate_at(stages[source])
-        if {source, step.destination} & taken or source_rate <= now_rate:
+        pair = {step.source, step.destination}
+        begun = _moves_of(stages, rates, step, planned_rate, len(chosen), payback)
+        if pair & taken or begun[0].source_rate + (begun[-1].rate if step.back else 0) <= now_rate:
             continue  # its turn comes when the moves before it have been made
-        taken |= {source, step.destination}
-        moves.append(
-            Move(
-                peer=step.peer.peer,
-                source=StageIndex(source),
-                destination=there.stage,
-                rate=step.peer.rate_at(there),
-                source_rate=source_rate,
-                destination_rate=rates[step.destination],
-                pipeline_rate=now_rate,
-                planned_rate=planned_rate,
-                planned_moves=len(chosen),
-                state_bytes=there.state_bytes,
-                download_seconds=step.peer.download_seconds(there),
-                payback_seconds=payback,
-                gap=_gap(step.peer, stages[source], there),
-            )
-        )
-    waiting = len(chosen) - len(moves)
+        taken |= pair
+        carried_out += 1
+        moves.extend(begun)
+    waiting = len(chosen) - carried_out
     reason = f"{waiting} more planned move(s) wait: one per stage and period" if waiting else ""
     return Decision(tuple(moves), now_rate, planned_rate, reason)
+
+
+def _moves_of(
+    stages: Sequence[StageLoad],
+    rates: Sequence[float],
+    step: _Step,
+    planned_rate: float,
+    planned_moves: int,
+    payback_seconds: float,
+) -> tuple[Move, ...]:
+    """One step of a plan as moves, two for an exchange."""
+
+    def move(peer: PeerLoad, source: int, destination: int, partner: PeerLoad | None) -> Move:
+        here, there = stages[source], stages[destination]
+        return Move(
+            peer=peer.peer,
+            source=here.stage,
+            destination=there.stage,
+            rate=peer.rate_at(there),
+            source_rate=rates[source] - peer.rate_at(here),
+            destination_rate=rates[destination],
+            pipeline_rate=min(rates),
+            planned_rate=planned_rate,
+            planned_moves=planned_moves,
+            state_bytes=there.state_bytes,
+            download_seconds=peer.download_seconds(there),
+            payback_seconds=payback_seconds,
+            gap=_gap(peer, here, there),
+            partner=None if partner is None else partner.peer,
+        )
+
+    moves = [move(step.peer, step.source, step.destination, step.back)]
+    if step.back is not None:
+        moves.append(move(step.back, step.destination, step.source, step.peer))
+    return tuple(moves)
 
 
 def _why_no_plan(rates: list[float]) -> str:
@@ -205,15 +234,25 @@ def _plan(
         thinnest = min(range(len(stages)), key=rates.__getitem__)
         found = _best_move(stages, pools, rates, counts, thinnest, policy)
         if found is None:
+            found = _best_exchange(stages, pools, rates, thinnest, policy)
+        if found is None:
             break
-        source, peer = found
+        source, peer, back = found
+        gained = peer.flops_per_second - (back.flops_per_second if back is not None else 0.0)
         pools.take(source, peer)
-        counts[source] -= 1
-        counts[thinnest] += 1
-        rates[source] -= peer.rate_at(stages[source])
-        rates[thinnest] += peer.rate_at(stages[thinnest])
-        steps.append(_Step(peer, source, thinnest, min(rates)))
+        if back is None:
+            counts[source] -= 1
+            counts[thinnest] += 1
+        else:
+            pools.take(thinnest, back)
+        rates[source] -= gained / stages[source].work_flops
+        rates[thinnest] += gained / stages[thinnest].work_flops
+        steps.append(_Step(peer, source, thinnest, min(rates), back))
     return steps
+
+
+_Found = tuple[int, PeerLoad, PeerLoad | None]
+"""From which stage who comes, and who goes there instead."""
 
 
 def _best_move(
@@ -223,36 +262,71 @@ def _best_move(
     counts: list[int],
     thinnest: int,
     policy: MovePolicy,
-) -> tuple[int, PeerLoad] | None:
+) -> _Found | None:
     """The source and the peer whose move leaves the thinner of the two stages best off."""
-    there = stages[thinnest]
-    low, work = rates[thinnest], there.work_flops
+    there, low = stages[thinnest], rates[thinnest]
     slowest_line = there.state_bytes / policy.longest_download_seconds
-
-    def bound(source: int) -> float:
-        """What a peer of exactly the right speed would leave both stages with."""
-        other = stages[source].work_flops
-        return (low * work + rates[source] * other) / (work + other)
-
-    sources = [
-        (bound(source), source)
-        for source in range(len(stages))
-        if source != thinnest
-        and counts[source] > policy.minimum_replicas
-        and rates[source] > low * (1 + NOISE)
-    ]
     best: tuple[tuple[float, bool, float], int, PeerLoad] | None = None
-    for limit, source in sorted(sources, key=lambda entry: (-entry[0], entry[1])):
-        if best is not None and limit <= best[0][0]:
+    for bound, source, ideal in _sources(stages, rates, thinnest):
+        if best is not None and bound <= best[0][0]:
             break
+        if counts[source] <= policy.minimum_replicas:
+            continue
         here = stages[source]
-        ideal = (rates[source] - low) / (1 / work + 1 / here.work_flops)
         for peer in pools.nearest(source, ideal, there.memory_bytes, slowest_line):
             level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
             value = (level, not _gap(peer, here, there), -peer.download_seconds(there))
             if level > low * (1 + NOISE) and (best is None or value > best[0]):
                 best = value, source, peer
+    return None if best is None else (best[1], best[2], None)
+
+
+def _best_exchange(
+    stages: Sequence[StageLoad],
+    pools: _Pools,
+    rates: list[float],
+    thinnest: int,
+    policy: MovePolicy,
+) -> _Found | None:
+    """The pair of peers whose exchange leaves the thinner of the two stages best off."""
+    there, low = stages[thinnest], rates[thinnest]
+    best: tuple[float, int, PeerLoad, PeerLoad] | None = None
+    enough = low * (1 + max(NOISE, policy.minimum_gain))
+    for bound, source, ideal in _sources(stages, rates, thinnest):
+        if bound <= (enough if best is None else best[0]):
+            break
+        here = stages[source]
+        both_bytes = here.memory_bytes + there.memory_bytes
+        line = max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
+        for back in pools.of(thinnest):
+            if back.memory_bytes < both_bytes or back.download_bytes_per_second < line:
+                continue
+            for peer in pools.nearest(
+                source, back.flops_per_second + ideal, both_bytes, line, compared=1
+            ):
+                gained = peer.flops_per_second - back.flops_per_second
+                level = min(
+                    low + gained / there.work_flops, rates[source] - gained / here.work_flops
+                )
+                if level > (enough if best is None else best[0]):
+                    best = level, source, peer, back
     return None if best is None else best[1:]
+
+
+def _sources(
+    stages: Sequence[StageLoad], rates: list[float], thinnest: int
+) -> list[tuple[float, int, float]]:
+    """Stages that are better off, best first: how far both could come, which one, and the speed
+    that would have to go over for that.
+    """
+    low, work = rates[thinnest], stages[thinnest].work_flops
+    found: list[tuple[float, int, float]] = []
+    for source, stage in enumerate(stages):
+        if rates[source] > low * (1 + NOISE):
+            other = stage.work_flops
+            bound = (low * work + rates[source] * other) / (work + other)
+            found.append((bound, source, (rates[source] - low) / (1 / work + 1 / other)))
+    return sorted(found, key=lambda entry: (-entry[0], entry[1]))
 
 
 class _Pools:
@@ -274,8 +348,16 @@ class _Pools:
             at += 1
         del speeds[at], pool[at]
 
+    def of(self, stage: int) -> Sequence[PeerLoad]:
+        return self._peers[stage]
+
     def nearest(
-        self, stage: int, speed: float, memory_bytes: int, line: float
+        self,
+        stage: int,
+        speed: float,
+        memory_bytes: int,
+        line: float,
+        compared: int = EQUALS_COMPARED,
     ) -> Iterator[PeerLoad]:
         """Of those that can go, the fastest ones below `speed` and the slowest ones not below it.
 
@@ -283,10 +365,10 @@ class _Pools:
         """
         at = bisect_left(self._speeds[stage], speed)
         for places in (range(at - 1, -1, -1), range(at, len(self._speeds[stage]))):
-            yield from self._equals(stage, places, memory_bytes, line)
+            yield from self._equals(stage, places, memory_bytes, line, compared)
 
     def _equals(
-        self, stage: int, places: range, memory_bytes: int, line: float
+        self, stage: int, places: range, memory_bytes: int, line: float, compared: int
     ) -> Iterator[PeerLoad]:
         pool = self._peers[stage]
         fitting: float | None = None
@@ -299,7 +381,7 @@ class _Pools:
                 fitting = peer.flops_per_second
                 found += 1
                 yield peer
-                if found == EQUALS_COMPARED:
+                if found == compared:
                     return
 
 
@@ -331,6 +413,8 @@ def _best_beginning(
         # them has nothing left for microbatches meanwhile.
         cost += rates[step.destination] / max(1, counts[step.destination]) * seconds
         longest = max(longest, seconds)
+        if step.back is not None:
+            longest = max(longest, step.back.download_seconds(stages[step.source]))
         rounds[step.source] += 1
         rounds[step.destination] += 1
         delay = longest + policy.period_seconds * (max(rounds) - 1)
