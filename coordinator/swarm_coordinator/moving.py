@@ -45,6 +45,8 @@ class Moving:
     gap: bool
     """It cannot hold both, so that it gives the old one up between two steps and then downloads."""
     begun_at: float
+    partner: PeerId | None = None
+    """Who goes the other way, in the same close."""
     version: Version = NO_VERSION
     """Of the state that it was told to get."""
     source_asked: bool = False

@@ -147,7 +147,9 @@ def _begin(run: RunState, move: Move, now: float) -> None:
     rebalancing = run.rebalancing
     peer = run.peers[move.peer]
     gap = move.gap or _shares_the_table(run, move.source, move.destination)
-    peer.moving = Moving(move.destination, gap, now)
+    if gap and move.partner is not None:
+        return  # neither stage can be without both of them
+    peer.moving = Moving(move.destination, gap, now, move.partner)
     rebalancing.took_part[move.source] = rebalancing.took_part[move.destination] = now
     rebalancing.decided += 1
     text = move.sentence(display(peer))
@@ -178,6 +180,8 @@ def look_after(run: RunState, now: float) -> None:
             drop(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_SECONDS:
             drop(run, peer, "it took too long")
+        elif moving.partner is not None and not _comes(run, moving.partner, peer):
+            drop(run, peer, "nobody comes in its place any more")
 
 
 def drop(run: RunState, peer: PeerState, reason: str) -> None:
@@ -185,6 +189,12 @@ def drop(run: RunState, peer: PeerState, reason: str) -> None:
     run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
     peer.moving = None
     run.rebalancing.dropped += 1
+
+
+def _comes(run: RunState, partner: PeerId, peer: PeerState) -> bool:
+    """Whether the other one of an exchange is still on its way."""
+    other = run.peers.get(partner)
+    return other is not None and other.moving is not None and other.moving.partner == peer.peer
 
 
 def holds_the_close(run: RunState, now: float) -> bool:
@@ -197,14 +207,20 @@ def holds_the_close(run: RunState, now: float) -> bool:
 
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
     """Who has the state of its next stage and can be spared where it is, in a close that begins."""
-    found: dict[PeerId, StageIndex] = {}
+    ready: dict[PeerId, Moving] = {}
     for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
         moving = peer.moving
         assert moving is not None
-        if not moving.ready or moving.version != run.version or not run.holds_current(peer):
-            continue
-        if _can_be_spared(run, peer, found):
-            found[peer.peer] = moving.stage
+        if moving.ready and moving.version == run.version and run.holds_current(peer):
+            ready[peer.peer] = moving
+    found: dict[PeerId, StageIndex] = {}
+    for peer_id, moving in ready.items():
+        peer = run.peers[peer_id]
+        if moving.partner is not None:
+            if moving.partner in ready and _comes(run, moving.partner, peer):
+                found[peer_id] = moving.stage
+        elif _can_be_spared(run, peer, found):
+            found[peer_id] = moving.stage
         else:
             drop(run, peer, f"stage {peer.stage} needs it")
     return found

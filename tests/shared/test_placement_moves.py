@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,24 @@ def test_who_does_not_fit_the_thinnest_stage_stays() -> None:
     (move,) = choose_moves(stages, [peer("big", 0), *small, fits], FREE).moves
     assert move.peer == "fits"
     assert move.gap
+
+
+def test_where_no_move_helps_a_faster_peer_changes_places_with_a_slower_one() -> None:
+    stages = [stage(0, work=1.0), stage(1, work=10.0)]
+    peers = [peer("fast", 0, 20.0), peer("slow", 1, 10.0)]
+    first, second = choose_moves(stages, peers, FREE).moves
+    assert (first.peer, first.destination, first.partner) == ("fast", 1, "slow")
+    assert (second.peer, second.destination, second.partner) == ("slow", 0, "fast")
+    assert first.planned_rate == 2.0
+    assert "in exchange for …slow" in first.sentence("x")
+
+
+def test_peers_without_room_for_both_stages_change_no_places() -> None:
+    stages = [stage(0, work=1.0), stage(1, work=10.0)]
+    tight = peer("tight", 1, 10.0, memory=19)
+    assert choose_moves(stages, [peer("fast", 0, 20.0), tight], FREE).moves == ()
+    fast = peer("fast", 0, 20.0, memory=19)
+    assert choose_moves(stages, [fast, peer("slow", 1, 10.0)], FREE).moves == ()
 
 
 def test_among_equals_who_can_hold_both_stages_goes_and_then_who_downloads_faster() -> None:
@@ -244,6 +263,7 @@ policies = st.builds(
 )
 
 
+@settings(max_examples=60)
 @given(fleets(), policies, st.sets(st.integers(0, 3).map(StageIndex)))
 def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
     scene: tuple[list[StageLoad], list[PeerLoad]], policy: MovePolicy, resting: set[StageIndex]
@@ -251,27 +271,35 @@ def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
     stages, peers = scene
     decision = choose_moves(stages, peers, policy, resting)
     before = {p.peer: p for p in peers}
-    touched: list[int] = []
+    by_peer = {move.peer: move for move in decision.moves}
     for move in decision.moves:
         mover = before[move.peer]
         assert mover.may_move
         assert mover.stage == move.source != move.destination
         assert mover.memory_bytes >= stages[move.destination].memory_bytes
-        assert sum(p.stage == move.source for p in peers) > policy.minimum_replicas
         assert move.gap == (
             stages[move.source].memory_bytes + stages[move.destination].memory_bytes
             > mover.memory_bytes
         )
         assert move.planned_rate >= move.pipeline_rate * (1 + policy.minimum_gain)
         assert move.sentence("x")
-        touched += [move.source, move.destination]
-    assert len(touched) == len(set(touched))
+        if move.partner is None:
+            assert sum(p.stage == move.source for p in peers) > policy.minimum_replicas
+        else:
+            back = by_peer[move.partner]
+            assert (back.source, back.destination) == (move.destination, move.source)
+            assert back.partner == move.peer
+            assert not move.gap
+    pairs = {frozenset((move.source, move.destination)) for move in decision.moves}
+    touched = [s for pair in pairs for s in pair]
+    assert len(touched) == len(set(touched)), "a stage is part of one move or exchange at most"
     assert not set(touched) & resting
     assert min(stage_rates(stages, after(peers, decision))) >= decision.pipeline_rate * (1 - 1e-9)
 
 
+@settings(max_examples=50)
 @given(fleets())
-def test_no_single_move_that_is_worth_it_is_missed(
+def test_no_move_and_no_exchange_that_helps_is_missed(
     scene: tuple[list[StageLoad], list[PeerLoad]],
 ) -> None:
     stages, peers = scene
@@ -282,17 +310,25 @@ def test_no_single_move_that_is_worth_it_is_missed(
         if mover.may_move and spare and mover.memory_bytes >= there.memory_bytes:
             moved = [replace(p, stage=there.stage) if p is mover else p for p in peers]
             best = max(best, min(stage_rates(stages, moved)))
+    for one, other in itertools.combinations([p for p in peers if p.may_move], 2):
+        both = stages[one.stage].memory_bytes + stages[other.stage].memory_bytes
+        if min(one.memory_bytes, other.memory_bytes) >= both:
+            there = {one.peer: other.stage, other.peer: one.stage}
+            moved = [replace(p, stage=there.get(p.peer, p.stage)) for p in peers]
+            best = max(best, min(stage_rates(stages, moved)))
     decision = choose_moves(stages, peers, FREE)
     if best > now * (1 + 1e-6):
         assert decision.moves
         assert decision.planned_rate >= best * (1 - 1e-9)
 
 
+@settings(max_examples=50)
 @given(fleets())
 def test_it_comes_to_rest(scene: tuple[list[StageLoad], list[PeerLoad]]) -> None:
     settle(*scene)
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=5), st.data())
 def test_like_peers_end_as_well_spread_as_can_be(counts: list[int], data: st.DataObject) -> None:
     works = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0]), min_size=5, max_size=5))
@@ -310,12 +346,11 @@ def test_like_peers_end_as_well_spread_as_can_be(counts: list[int], data: st.Dat
     assert settled == pytest.approx(best)
 
 
-@settings(max_examples=60)
-@given(fleets(most_peers=6, equal_work=True))
-def test_unlike_peers_at_stages_of_equal_work_end_near_the_optimum(
-    scene: tuple[list[StageLoad], list[PeerLoad]],
-) -> None:
-    stages = [replace(s, memory_bytes=10) for s in scene[0]]
-    peers = [replace(p, may_move=True) for p in scene[1]]
-    settled = min(stage_rates(stages, settle(stages, peers)))
-    assert settled >= 0.5 * optimum(stages, peers) * (1 - 1e-9)
+def test_small_random_fleets_end_within_two_percent_of_the_optimum_on_average() -> None:
+    rng = random.Random(1)
+    shares = []
+    for _ in range(30):
+        stages = [stage(i) for i in range(2 + rng.randrange(2))]
+        peers = [peer(f"p{i}", i % len(stages), rng.lognormvariate(0, 0.5)) for i in range(6)]
+        shares.append(min(stage_rates(stages, settle(stages, peers))) / optimum(stages, peers))
+    assert sum(shares) / len(shares) >= 0.98

@@ -30,6 +30,8 @@ MOVES_AHEAD = 4
 """Moves planned per stage of the run. More would be carried out so late that the fleet has changed
 by then; fewer than one would miss what only helps when all stages that tie are helped."""
 
+MOST_MOVES_AHEAD = 256
+
 EQUALS_COMPARED = 16
 """Of peers equally fast so many are compared by memory and download."""
 
@@ -230,7 +232,8 @@ def _plan(
     for peer in peers:
         counts[peer.stage] += 1
     steps: list[_Step] = []
-    while len(steps) < MOVES_AHEAD * len(stages):
+    limit = max(len(stages), min(MOVES_AHEAD * len(stages), MOST_MOVES_AHEAD))
+    while len(steps) < limit:
         thinnest = min(range(len(stages)), key=rates.__getitem__)
         found = _best_move(stages, pools, rates, counts, thinnest, policy)
         if found is None:
