@@ -13,7 +13,7 @@ from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import COORDINATOR_MODULE, module_command, run_to_end, wait_until
 from swarm_shared.errors import AdmissionError
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(420)]
 
 STEPS = 8
 WITHIN_SECONDS = 5.0

@@ -14,7 +14,7 @@ import pytest
 from swarm_coordinator.processes import wait_until
 from swarm_shared.errors import NetworkError
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.attacks]
 
 
 def doctor(invite: str, home: Path) -> tuple[int, dict[str, Any], str]:
