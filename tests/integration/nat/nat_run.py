@@ -18,7 +18,7 @@ TINY: dict[str, object] = {
 }
 """Smaller than the other integration tests' run: eight processes share two cores for long."""
 
-LONG_STEPS: dict[str, object] = {"training__microbatches_per_step": 16}
+LONG_STEPS: dict[str, object] = {"training__microbatches_per_step": 96}
 """Where something must happen in a step's middle: the status file tells of it once a second."""
 
 STEPS = 10
