@@ -1,4 +1,4 @@
-"""Puts a measured throughput table into README.md, between its two marks.
+"""Puts measured tables into README.md, each between its two marks.
 
 .venv/bin/python -m benchmarks.readme_figures benchmarks/results/throughput-small.json
 """
@@ -14,18 +14,23 @@ from typing import Any
 import click
 
 README = Path(__file__).parents[1] / "README.md"
-BEGIN, END = "<!-- figures -->", "<!-- /figures -->"
 
 
 @click.command()
 @click.argument("result", type=click.Path(path_type=Path, exists=True))
 def main(result: Path) -> None:
-    """Rewrite the figures of README.md from RESULT, a file that `make bench` wrote."""
-    text = README.read_text()
-    block = f"{BEGIN}\n{figures_markdown(json.loads(result.read_text()))}\n{END}"
-    changed, count = re.subn(f"{BEGIN}.*{END}", lambda _: block, text, flags=re.DOTALL)
+    """Rewrite the figures of README.md from RESULT, a file that a benchmark wrote."""
+    document = json.loads(result.read_text())
+    if "links" in document:
+        mark, block = "net figures", net_markdown(document)
+    else:
+        mark, block = "figures", figures_markdown(document)
+    begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    changed, count = re.subn(
+        f"{begin}.*{end}", lambda _: f"{begin}\n{block}\n{end}", README.read_text(), flags=re.DOTALL
+    )
     if count != 1:
-        raise click.ClickException(f"{README} has no marks {BEGIN} and {END}")
+        raise click.ClickException(f"{README} has no marks {begin} and {end}")
     README.write_text(changed)
 
 
@@ -57,6 +62,37 @@ def figures_markdown(document: Mapping[str, Any]) -> str:
     lines += [
         "",
         "`make bench` measures again; every single repetition is in `benchmarks/results/`.",
+    ]
+    return "\n".join(lines)
+
+
+def net_markdown(document: Mapping[str, Any]) -> str:
+    """Links behind NAT: rates, what they cost, and how long joining takes."""
+    machine, joined = document["machine"], document["first_receipt_seconds"]
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}) "
+        "that senders, relay and receivers share; machines and routers are network namespaces, "
+        "so the wire costs nothing. Medians.",
+        "",
+        "| links x at once | MB/s together | CPU s/GB: senders | relay | receivers |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, link in document["links"].items():
+        cpu = (link[f"{part}_cpu_seconds_per_gb"] for part in ("senders", "relay", "receivers"))
+        cells = " | ".join(f"{seconds:.1f}" for seconds in cpu)
+        lines.append(f"| {name} | {link['megabytes_per_second']:.0f} | {cells} |")
+    joins = ", ".join(
+        f"{one['median']:.0f} s behind {nat} routers"
+        for nat, one in joined.items()
+        if nat != "preset"
+    )
+    punch = document["punch_seconds"]
+    lines += [
+        "",
+        f"A hole is punched in {punch['median'] * 1000:.0f} ms "
+        f"(slowest of {len(punch['all'])}: {max(punch['all']) * 1000:.0f} ms). From "
+        f"`swarm-client join` to the first accepted receipt (preset `{joined['preset']}`, two "
+        f"volunteers that join at once): {joins}.",
     ]
     return "\n".join(lines)
 

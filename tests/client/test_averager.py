@@ -362,7 +362,7 @@ def hasty_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its_port(
     tmp_path: Path,
 ) -> None:
-    async with AsyncExitStack() as stack, group(tmp_path, [True, True], SMALL) as g:
+    async with group(tmp_path, [True, True], SMALL) as g, AsyncExitStack() as stack:
         key = Identity.generate()
         relay = await stack.enter_async_context(relay_node(key))
         relay_addresses, relay_port = relay.addresses, relay.listening_port
@@ -380,8 +380,12 @@ async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its
         for _ in range(2):  # the same relays again are no change
             first.worker.reconfigure(trusted_relays=relay.addresses[:1])
             while not (first.worker.available and is_relayed(first)):
-                # It goes on averaging, by whatever there is.
-                assert await g.round() == {}
+                # It goes on averaging, by whatever there is. An attempt whose stream comes to p2pd
+                # just before its end fails, as the carrier's fault, and the next one goes round it.
+                failures = await g.round()
+                if failures:
+                    assert all(failure.carrier_failed for failure in failures.values())
+                    assert await g.round() == {}
                 g.check_exact()
         assert first.worker.restarts == 0
         after = first.carrier

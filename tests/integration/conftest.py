@@ -80,8 +80,9 @@ class Run:
         assert seen is not None
         return tuple(step.loss for step in seen.steps)
 
-    def reference_losses(self) -> tuple[float, ...]:
-        return reference(self.manifest.model_dump_json(), str(self.folder.data)).losses
+    def reference_losses(self, steps: int | None = None) -> tuple[float, ...]:
+        """All of them, or those of the first `steps` of the same schedule."""
+        return reference(self.manifest.model_dump_json(), str(self.folder.data), steps).losses
 
     def final_parameters(self) -> dict[str, torch.Tensor]:
         checkpoints = CheckpointFolder(
@@ -113,16 +114,17 @@ class Run:
 _cache: dict[str, Trained] = {}
 
 
-def reference(manifest_json: str, data_folder: str) -> Trained:
+def reference(manifest_json: str, data_folder: str, steps: int | None = None) -> Trained:
     """Train the same run in this process; kept for runs that differ in their stages only."""
     manifest = Manifest.model_validate_json(manifest_json)
-    key = repr((manifest.model, manifest.training, manifest.optimizer, manifest.data))
+    steps = manifest.training.steps if steps is None else steps
+    key = repr((manifest.model, manifest.training, manifest.optimizer, manifest.data, steps))
     if key not in _cache:
-        _cache[key] = _train(manifest, Path(data_folder))
+        _cache[key] = _train(manifest, Path(data_folder), steps)
     return _cache[key]
 
 
-def _train(manifest: Manifest, data_folder: Path) -> Trained:
+def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
     stream = open_shards(data_folder, manifest.data, "train")
     records: list[StepRecord] = []
     stage = train_reference(
@@ -131,7 +133,7 @@ def _train(manifest: Manifest, data_folder: Path) -> Trained:
             microbatch(stream, manifest, step, index)
             for index in range(manifest.training.microbatches_per_step)
         ],
-        manifest.training.steps,
+        steps,
         records.append,
         threads=1,
     )

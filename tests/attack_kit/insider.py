@@ -1,0 +1,275 @@
+"""An attacker that the run has let in: it has a certificate and knows where everybody is."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import trio
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+
+from swarm_shared.credentials import (
+    MembershipCertificate,
+    Receipt,
+    sign_certificate,
+    sign_receipt,
+)
+from swarm_shared.errors import SwarmError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    CONTROL_PROTOCOL,
+    SOFTWARE_VERSION,
+    STAGE_PROTOCOL,
+    TRANSFER_PROTOCOL,
+    ChunkRequest,
+    CoordinatorMessage,
+    Forward,
+    Heartbeat,
+    Hello,
+    PeerRecord,
+    Roster,
+    StageHello,
+    StageRefused,
+    TransferHello,
+    TransferRefused,
+    Welcome,
+    coordinator_messages,
+    encode,
+    parse,
+    stage_answers,
+    transfer_messages,
+)
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.signed_manifest import open_manifest
+from swarm_shared.types import PeerId
+
+LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=64 * 2**20)
+TOKEN_BYTES = 4
+
+
+@dataclass
+class Insider:
+    """Attached as a volunteer that wants no stage."""
+
+    invite: Invite
+    node: Node
+    identity: Identity
+    stream: FramedStream
+    certificate: str
+    manifest: Manifest
+    roster: tuple[PeerRecord, ...] = ()
+    heard: list[CoordinatorMessage] = field(default_factory=list)
+    knows: trio.Event = field(default_factory=trio.Event)
+
+    async def listen(self) -> None:
+        with suppress(SwarmError):
+            while True:
+                message = parse(coordinator_messages, (await self.stream.receive()).header)
+                self.heard.append(message)
+                if isinstance(message, Roster):
+                    self.roster = message.peers
+                    self.knows.set()
+
+    async def beat(self) -> None:
+        with suppress(SwarmError):
+            while True:
+                await self.stream.send(encode(Heartbeat(microbatches_per_second=0.0, queued=0)))
+                await trio.sleep(1)
+
+    def victim(self, stage: int) -> PeerRecord:
+        return next(record for record in self.roster if record.stage == stage)
+
+    def forged(self, **changes: object) -> dict[str, str]:
+        """Certificates that are none: each is wrong in one way."""
+        now = time.time()
+        right = {
+            "peer": self.identity.peer_id, "run": self.invite.run_id, "generation": 1,
+            "not_before": now - 10, "expires": now + 3600, "role": "volunteer",
+        }  # fmt: skip
+        forger = Identity.generate()
+
+        def signed_by(signer: Identity, **wrong: object) -> str:
+            certificate = MembershipCertificate(**{**right, **wrong, **changes})  # type: ignore[arg-type]
+            return base64.b64encode(sign_certificate(signer, certificate)).decode()
+
+        return {
+            "signed by oneself": signed_by(self.identity),
+            "signed by somebody": signed_by(forger),
+            "of another run": signed_by(forger, run="cd" * 32),
+            "expired": signed_by(forger, expires=now - 3600),
+            "somebody else's": next(r.certificate for r in self.roster),
+            "not base64": "é" * 40,
+            "empty": "",
+            "half": self.certificate[: len(self.certificate) // 2],
+        }
+
+    # ---- the stage protocol
+
+    @asynccontextmanager
+    async def edge(
+        self, peer: PeerId, protocol: str, hello: bytes, addresses: tuple[str, ...] = ()
+    ) -> AsyncIterator[FramedStream]:
+        """A stream with its greeting said. It ends with the block: the few streams that one
+        without a certificate may have are not to be what it is turned away for."""
+        stream = await self.node.open_stream(peer, protocol, LIMITS, addresses)
+        try:
+            await stream.send(hello)
+            yield stream
+        finally:
+            with trio.CancelScope(shield=True):
+                await stream.reset()
+
+    def stage_edge(
+        self, record: PeerRecord, certificate: str | None = None
+    ) -> AbstractAsyncContextManager[FramedStream]:
+        shown = self.certificate if certificate is None else certificate
+        hello = encode(StageHello(run=self.invite.run_id, certificate=shown))
+        return self.edge(record.peer, STAGE_PROTOCOL, hello, record.addresses)
+
+    def transfer_edge(
+        self, peer: PeerId, addresses: tuple[str, ...] = (), certificate: str | None = None
+    ) -> AbstractAsyncContextManager[FramedStream]:
+        shown = self.certificate if certificate is None else certificate
+        hello = encode(TransferHello(run=self.invite.run_id, certificate=shown))
+        return self.edge(peer, TRANSFER_PROTOCOL, hello, addresses)
+
+    async def is_turned_away(self, record: PeerRecord, certificate: str) -> bool:
+        """At the stage protocol and at transfers."""
+        async with self.stage_edge(record, certificate) as stream:
+            answer = parse(stage_answers, (await stream.receive(20)).header)
+        if not isinstance(answer, StageRefused):
+            return False
+        async with self.transfer_edge(record.peer, record.addresses, certificate) as stream:
+            refused = parse(transfer_messages, (await stream.receive(20)).header)
+        return isinstance(refused, TransferRefused)
+
+    def forward(self, stage: int, **changes: object) -> tuple[bytes, bytes]:
+        """A microbatch of the step that is under way, in the right form, with made-up content."""
+        tokens = self.manifest.tokens_per_microbatch
+        width = 1 if stage == 0 else self.manifest.model.hidden_size
+        size = tokens * width * 4
+        message = Forward(
+            request=1, step=1, microbatch=0, stage=stage, accumulate=(0, 1), input_bytes=size,
+            target_bytes=tokens * TOKEN_BYTES,
+        )  # fmt: skip
+        return encode(message.model_copy(update=changes)), bytes(size + tokens * TOKEN_BYTES)
+
+    async def push_work(self, stage: int, steps: Iterable[int]) -> list[str]:
+        """Right in form, for every step and microbatch; the kinds of answers that came."""
+        async with self.stage_edge(self.victim(stage)) as stream:
+            answers = [parse(stage_answers, (await stream.receive(20)).header).kind]
+            for request, step in enumerate(steps):
+                header, payload = self.forward(stage, request=request, step=step)
+                await stream.send(header, payload)
+                answers.append(parse(stage_answers, (await stream.receive(20)).header).kind)
+        return answers
+
+    async def lie_about_sizes(self, stage: int) -> None:
+        """Each on a link of its own, for it is the last thing said there."""
+        right, payload = self.forward(stage)
+        size = len(payload)
+        lies: list[tuple[bytes, bytes]] = [
+            (self.forward(stage, input_bytes=0)[0], payload),
+            (self.forward(stage, input_bytes=2**52)[0], payload),
+            (self.forward(stage, target_bytes=size)[0], payload),
+            (right, payload[:-1]),
+            (right, b""),
+            (right, payload + b"x"),
+            (b"{}", b""),
+            (b"[" * 10_000, b""),
+            (b"\xff" * 100, b""),
+            (right[:-1], payload),
+        ]
+        for header, content in lies:
+            async with self.stage_edge(self.victim(stage)) as stream:
+                with suppress(SwarmError):
+                    await stream.send(header, content, timeout_seconds=10)
+                    while True:
+                        await stream.receive(10)
+        for prefix in (
+            struct.pack(">IQ", 2**32 - 1, 0), struct.pack(">IQ", 10, 2**63), b"\x00" * 5,
+            struct.pack(">IQ", len(right), size) + right + payload[:100],
+        ):  # fmt: skip
+            async with self.stage_edge(self.victim(stage)) as stream:
+                with suppress(SwarmError, MuxedStreamError):
+                    await stream._muxed.write(prefix)
+                    await stream._muxed.close()
+                    while True:
+                        await stream.receive(10)
+
+    # ---- the coordinator
+
+    async def babble(self, content: bytes, payload: bytes = b"") -> list[str]:
+        """Attach anew, say this, and tell the kinds of what is answered until the end."""
+        async with attached(self.invite) as other:
+            with suppress(SwarmError):
+                await other.stream.send(content, payload)
+            with trio.move_on_after(10), suppress(SwarmError):
+                while True:
+                    await other.stream.receive()
+                    await trio.lowlevel.checkpoint()
+            return [message.kind for message in other.heard]
+
+    def receipt(self, signer: Identity, **changes: object) -> str:
+        values = {
+            "run": self.invite.run_id, "generation": 1, "step": 1, "microbatch": 0, "stage": 0,
+            "peer": signer.peer_id, "samples": self.manifest.training.sequences_per_microbatch,
+            "tokens": self.manifest.tokens_per_microbatch, "loss_sum": None, **changes,
+        }  # fmt: skip
+        receipt = Receipt(**values)  # type: ignore[arg-type]
+        return base64.b64encode(sign_receipt(signer, receipt)).decode()
+
+    async def ask_and_never_read(self, item: str, seconds: float) -> int:
+        """Chunks of a file, on as many streams as can be had; how many streams were had."""
+        had = 0
+        request = encode(ChunkRequest(item=item, offset=0, bytes=4 * 2**20))
+        async with AsyncExitStack() as stack:
+            with trio.move_on_after(seconds):
+                for _ in range(100):
+                    with suppress(SwarmError):
+                        edge = self.transfer_edge(self.invite.coordinator)
+                        stream = await stack.enter_async_context(edge)
+                        had += 1
+                        for _ in range(50):
+                            await stream.send(request, timeout_seconds=1)
+                await trio.sleep_forever()
+        return had
+
+    async def fetch(self, item: str) -> bytes | None:
+        """The first bytes of a file at the coordinator; None when it is refused."""
+        async with self.transfer_edge(self.invite.coordinator) as stream:
+            await stream.send(encode(ChunkRequest(item=item, offset=0, bytes=100)))
+            try:
+                frame = await stream.receive(20)
+            except SwarmError:
+                return None
+            refused = isinstance(parse(transfer_messages, frame.header), TransferRefused)
+            return None if refused else bytes(frame.payload)
+
+
+@asynccontextmanager
+async def attached(invite: Invite) -> AsyncIterator[Insider]:
+    identity = Identity.generate()
+    async with open_node(identity) as node:
+        stream = await node.open_stream(
+            invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses
+        )
+        hello = Hello(
+            run=invite.run_id, software=SOFTWARE_VERSION, token=invite.token, addresses=(),
+            device="none", memory_bytes=1, trainer=False,
+        )  # fmt: skip
+        await stream.send(encode(hello))
+        welcome = parse(coordinator_messages, (await stream.receive(20)).header)
+        assert isinstance(welcome, Welcome)
+        manifest = open_manifest(base64.b64decode(welcome.manifest), invite.organiser)
+        insider = Insider(invite, node, identity, stream, welcome.certificate, manifest)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(insider.listen)
+            yield insider
+            nursery.cancel_scope.cancel()
