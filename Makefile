@@ -7,12 +7,13 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-attacks test-nat fuzz check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-runs test-attacks test-nat fuzz check format bench bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
 	@echo "make demo     train a small model across processes of this machine (ARGS=\"--volunteers 4 --stages 2\")"
 	@echo "make test     unit and integration tests (ARGS are pytest's)"
+	@echo "make test-runs whole runs under churn, minutes each"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, and other slow tests"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
@@ -33,6 +34,9 @@ demo: setup
 
 test: setup-dev
 	@$(PY) -m pytest $(ARGS)
+
+test-runs: setup-dev
+	@$(PY) -m pytest -m runs $(ARGS)
 
 test-attacks: setup-dev
 	@$(PY) -m pytest -m attacks $(ARGS)

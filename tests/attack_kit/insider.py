@@ -226,20 +226,24 @@ class Insider:
         return base64.b64encode(sign_receipt(signer, receipt)).decode()
 
     async def ask_and_never_read(self, item: str, seconds: float) -> int:
-        """Chunks of a file, on as many streams as can be had; how many streams were had."""
-        had = 0
+        """Chunks of a file, on as many streams as can be had; how many of them were served."""
+        streams: list[FramedStream] = []
         request = encode(ChunkRequest(item=item, offset=0, bytes=4 * 2**20))
         async with AsyncExitStack() as stack:
             with trio.move_on_after(seconds):
                 for _ in range(100):
                     with suppress(SwarmError):
                         edge = self.transfer_edge(self.invite.coordinator)
-                        stream = await stack.enter_async_context(edge)
-                        had += 1
+                        streams.append(await stack.enter_async_context(edge))
                         for _ in range(50):
-                            await stream.send(request, timeout_seconds=1)
+                            await streams[-1].send(request, timeout_seconds=1)
                 await trio.sleep_forever()
-        return had
+            served = 0
+            for stream in streams:
+                with suppress(SwarmError):
+                    await stream.receive(1)
+                    served += 1
+        return served
 
     async def fetch(self, item: str) -> bytes | None:
         """The first bytes of a file at the coordinator; None when it is refused."""

@@ -289,7 +289,6 @@ def test_a_damaged_invite_is_found_without_any_network(tmp_path: Path) -> None:
     assert all(found[id]["state"] == "skipped" for id in NETWORK_CHECKS)
     assert found["torch"]["state"] == "ok"
     assert not home.exists()
-    assert document["duration_seconds"] < 30
 
 
 def test_ctrl_c_ends_it_at_once_and_cleanly(tmp_path: Path) -> None:

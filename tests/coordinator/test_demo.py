@@ -81,6 +81,7 @@ def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_pa
 
 
 @pytest.mark.integration
+@pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "terminate"])
 def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(

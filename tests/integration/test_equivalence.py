@@ -9,7 +9,7 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.runs)])
 def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
     make_run, stages: int
 ) -> None:
@@ -53,6 +53,7 @@ def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) ->
     run.assert_equals_reference()
 
 
+@pytest.mark.runs
 def test_a_bfloat16_run_follows_a_bfloat16_process(make_run) -> None:
     run = make_run(
         2, steps=3, training__dtype="bfloat16", training__microbatches_per_step=4,

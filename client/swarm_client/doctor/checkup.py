@@ -7,6 +7,7 @@ this program is told as that, and the others go on.
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -52,11 +53,29 @@ def seconds_left() -> float:
 
 
 async def check_up(options: DoctorOptions) -> Report:
-    """Carries out every check that the options allow."""
+    """Carries out every check that the options allow. KeyboardInterrupt upon Ctrl-C.
+
+    By a signal receiver: an interrupt that is raised wherever the program happens to be can be
+    taken there for a failure of the network, and told as one.
+    """
     checkup = Checkup(options)
     begun = time.monotonic()
-    with trio.move_on_after(options.total_seconds):
-        await checkup.run()
+    interrupted = False
+    with trio.open_signal_receiver(signal.SIGINT) as signals:
+        async with trio.open_nursery() as nursery:
+
+            async def watch_for_interrupt() -> None:
+                nonlocal interrupted
+                async for _ in signals:
+                    interrupted = True
+                    nursery.cancel_scope.cancel()
+
+            nursery.start_soon(watch_for_interrupt)
+            with trio.move_on_after(options.total_seconds):
+                await checkup.run()
+            nursery.cancel_scope.cancel()
+    if interrupted:
+        raise KeyboardInterrupt
     checkup.fit()
     return Report.of(checkup.results.all(), options.wall_clock(), time.monotonic() - begun)
 
