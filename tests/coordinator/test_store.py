@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_coordinator.database import MIGRATIONS, migrate, open_for_writing, schema_version
+from swarm_coordinator.database import migrate, open_for_writing, schema_version
 from swarm_coordinator.events import (
     AppliedStep,
     CheckpointRecord,
@@ -25,6 +25,7 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.history import history, steps_document
 from swarm_coordinator.records import LinksSeen, PeerSeen
+from swarm_coordinator.schema import MIGRATIONS
 from swarm_coordinator.store import SqliteStore
 from swarm_shared.errors import StorageError, VersionError
 from swarm_shared.messages import LinkBytes
@@ -118,6 +119,19 @@ def test_a_rollback_supersedes_later_rows_and_deletes_none(tmp_path: Path) -> No
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT count(*) FROM applied_steps").fetchone()[0] == 4
     connection.close()
+
+
+def test_after_a_rollback_those_who_counted_since_are_known_to_be_of_the_new_history(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run.sqlite3"
+    write_all(path, step(1), step(2))
+    assert not history(path).restored.rolled_back
+    write_all(path, RolledBack(Version(1), "gone"))
+    found = history(path).restored
+    assert (found.rolled_back, found.on_branch) == (True, frozenset())
+    write_all(path, step(2))
+    assert history(path).restored.on_branch == {ANNA, BERT}
 
 
 def test_a_rollback_without_steps_is_the_base_of_a_run_whose_database_was_lost(
