@@ -21,10 +21,9 @@ import trio
 
 from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
 from swarm_coordinator.administration import admission_document, standing_token
-from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
 from swarm_coordinator.history import history, steps_document
-from swarm_coordinator.records import read_restored
+from swarm_coordinator.run_check import check_start, refuse_damage
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import (
     DEFAULT_PRESET,
@@ -37,7 +36,9 @@ from swarm_coordinator.stored_run import (
     load_identity,
     load_manifest,
     load_settings,
+    place_of,
     read_book,
+    read_progress,
 )
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import ConfigurationError, NetworkError, UsageError
@@ -128,7 +129,9 @@ def start_command(run_dir: Path, port: int | None) -> None:
     folder = RunFolder.open(run_dir)
     with folder.lock():
         settings, manifest = load_settings(folder), load_manifest(folder)
-        restored = _stored_progress(folder)
+        checkpoint, check = check_start(folder, manifest)
+        refuse_damage(check)
+        restored = read_progress(folder)
         manifest = _follow_settings(folder, settings, manifest, restored)
         if restored is not None and _is_over(restored, manifest):
             _say_finished(folder, restored)
@@ -145,26 +148,15 @@ def start_command(run_dir: Path, port: int | None) -> None:
                 store=store,
                 report=_report,
                 port=port,
+                verified=checkpoint,
                 on_serving=_say_serving(folder, settings, manifest),
             )
             trio.run(serve, service)
         finally:
             store.close()
-        end = _stored_progress(folder)
+        end = read_progress(folder)
         if end is not None and _is_over(end, manifest):
             _say_finished(folder, end)
-
-
-def _stored_progress(folder: RunFolder) -> Restored | None:
-    """What the database says, if there is one yet."""
-    if not folder.database.exists():
-        return None
-    connection = open_read_only(folder.database)
-    try:
-        with storage_errors(folder.database):
-            return read_restored(connection)
-    finally:
-        connection.close()
 
 
 def _follow_settings(
@@ -275,7 +267,7 @@ def refresh_command(run_dir: Path) -> None:
     from swarm_coordinator.initialise_run import refresh_manifest
 
     folder = RunFolder.open(run_dir)
-    restored = _stored_progress(folder)
+    restored = read_progress(folder)
     if restored is not None and restored.version > 0:
         raise ConfigurationError(f"the run has applied {restored.version} steps already")
     refresh_manifest(folder)
@@ -379,7 +371,7 @@ def _lock_holder(folder: RunFolder) -> int | None:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def history_command(run_dir: Path, as_json: bool) -> None:
     """Print every applied step of the run in RUN_DIR, also while its coordinator is down."""
-    found = history(RunFolder.open(run_dir).database)
+    found = history(place_of(RunFolder.open(run_dir)))
     if as_json:
         click.echo(json.dumps(steps_document(found.steps)))
         return

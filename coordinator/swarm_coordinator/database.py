@@ -7,6 +7,7 @@ are in `schema`, what is written in `store` and `records`, what is read by peopl
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,16 +110,58 @@ def _check(connection: sqlite3.Connection, path: Path) -> None:
     """A damaged page is better met at the start than in the middle of a step."""
     found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
     if found != "ok":
-        raise damaged(path, str(found).splitlines()[-1])
+        raise DatabaseDamaged(path, str(found).splitlines()[-1])
 
 
-def damaged(path: Path, detail: str) -> StorageError:
-    return StorageError(
-        f"the run's database {path} is damaged ({detail}); move it away together with the files "
-        f"beside it whose names begin alike (mv '{path}' '{path}.damaged'), or put back a copy; "
-        f"without it the run goes on from its newest checkpoint; its history, tokens and bans are "
-        f"lost"
-    )
+def check_pages(path: Path) -> list[str]:
+    """What SQLite itself finds wrong with the file: pages, indices, references. Reads all of it."""
+    connection = open_read_only(path)
+    try:
+        with storage_errors(path):
+            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(20)")]
+            problems = [line for text in found if text != "ok" for line in text.splitlines()]
+            for table, row, parent, _ in connection.execute("PRAGMA foreign_key_check").fetchall():
+                problems.append(
+                    f"table {table}: row {row} refers to a row of {parent} that is lost"
+                )
+    finally:
+        connection.close()
+    return problems[:20]
+
+
+def copy_to(path: Path, target: Path) -> None:
+    """A copy of one moment of the database, also while a coordinator writes it.
+
+    `target` is one whole file without a log beside it, of the newest format.
+    """
+    source = open_read_only(path)
+    try:
+        with storage_errors(target):
+            copy = sqlite3.connect(target, isolation_level=None)
+            try:
+                source.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE").fetchall()
+            finally:
+                copy.close()
+    finally:
+        source.close()
+
+
+def files_of(path: Path) -> list[Path]:
+    """The database's file and those that SQLite keeps beside it."""
+    return [p for p in (path, Path(f"{path}-wal"), Path(f"{path}-shm")) if p.exists()]
+
+
+class DatabaseDamaged(StorageError):
+    """The file is no database any more, or parts of it are lost."""
+
+    def __init__(self, path: Path, detail: str) -> None:
+        self.detail = detail
+        super().__init__(
+            f"the run's database {path} is damaged ({detail}); "
+            f"`swarm-coordinator verify {shlex.quote(str(path.parent))}` says what the run can go "
+            f"on with"
+        )
 
 
 @contextlib.contextmanager
@@ -139,7 +182,7 @@ def translate(path: Path, error: Exception) -> StorageError:
             f"nothing that was acknowledged is lost"
         )
     if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        return damaged(path, str(error))
+        return DatabaseDamaged(path, str(error))
     if name.startswith("SQLITE_BUSY"):
         return StorageError(
             f"{path} has been locked by another program for {BUSY_TIMEOUT_SECONDS:.0f} s; "

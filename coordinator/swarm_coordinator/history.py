@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
+from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
 from swarm_coordinator.sql import Connection
 from swarm_shared.types import PeerId, StageIndex, Step
@@ -82,28 +81,22 @@ class History:
         return self.restored.heldout_loss
 
 
-def history(database: Path) -> History:
+def history(place: Place) -> History:
     """Everything the run's database tells. StorageError when there is none or it is damaged."""
-    connection = open_read_only(database)
-    try:
-        with storage_errors(database):
-            # One transaction: all parts show the same moment, whatever is written meanwhile.
-            connection.execute("BEGIN")
-            return History(
-                restored=read_restored(connection),
-                steps=_steps(connection),
-                contributions=_contributions(connection),
-                links=_links(connection),
-                peers=tuple(
-                    KnownPeer(PeerId(row[0]), *row[1:])
-                    for row in connection.execute(
-                        "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
-                    )
-                ),
-                notes=_notes(connection),
-            )
-    finally:
-        connection.close()
+    with reading(place) as connection:
+        return History(
+            restored=read_restored(connection),
+            steps=_steps(connection),
+            contributions=_contributions(connection),
+            links=_links(connection),
+            peers=tuple(
+                KnownPeer(PeerId(row[0]), *row[1:])
+                for row in connection.execute(
+                    "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
+                )
+            ),
+            notes=_notes(connection),
+        )
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
@@ -135,7 +128,8 @@ def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
 
 def _contributions(connection: Connection) -> tuple[Contribution, ...]:
     rows = connection.execute(
-        "SELECT p.peer, p.name, s.stage, count(*), sum(s.microbatches), sum(s.tokens) "
+        "SELECT p.peer, p.name, s.stage, count(*), "
+        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
         "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
         "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"

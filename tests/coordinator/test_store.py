@@ -260,7 +260,7 @@ def test_history_reads_beside_a_running_writer(tmp_path: Path) -> None:
 def test_a_file_that_is_no_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "run.sqlite3"
     path.write_bytes(b"this is no database at all" * 100)
-    with pytest.raises(StorageError, match=r"run\.sqlite3 is damaged .*move it away"):
+    with pytest.raises(StorageError, match=r"run\.sqlite3 is damaged .*swarm-coordinator verify"):
         SqliteStore.open(path)
     with pytest.raises(StorageError, match="is damaged"):
         history(path)
