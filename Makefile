@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-attacks test-nat fuzz check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-attacks test-durability test-nat fuzz check format bench bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -15,6 +15,7 @@ help:
 	@echo "make test     unit and integration tests (ARGS are pytest's)"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, and other slow tests"
+	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
@@ -36,6 +37,10 @@ test: setup-dev
 
 test-attacks: setup-dev
 	@$(PY) -m pytest -m attacks $(ARGS)
+
+# The seed of a failing run is printed: KILL_SEED=N make test-durability repeats it.
+test-durability: setup-dev
+	@$(PY) -m pytest -m durability $(ARGS)
 
 test-nat: setup-dev
 	@$(PY) -m pytest -m nat $(ARGS)
