@@ -23,9 +23,8 @@ from pathlib import Path, PurePosixPath
 from pydantic import Field, ValidationError, field_validator
 
 from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.database import check_pages, copy_to
 from swarm_coordinator.events import CheckpointRecord
-from swarm_coordinator.places import is_there, reading
+from swarm_coordinator.places import check_pages, copy_to, is_there, reading
 from swarm_coordinator.records import read_checkpoints, read_restored
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.stored_run import load_manifest, place_of

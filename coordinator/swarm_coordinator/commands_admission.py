@@ -36,7 +36,6 @@ from swarm_coordinator.commands_run import RUN_DIR, quoted, run_addresses
 from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.status import printable
-from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import (
     load_identity,
     load_manifest,
@@ -44,6 +43,7 @@ from swarm_coordinator.stored_run import (
     place_of,
     read_book,
 )
+from swarm_coordinator.stores import open_store
 from swarm_coordinator.summary import table
 from swarm_shared.clock import wall
 from swarm_shared.errors import (
@@ -107,7 +107,7 @@ def _carry_out(folder: RunFolder, request: Request) -> dict[str, Any]:
 
 async def _carry_out_alone(folder: RunFolder, request: Request) -> dict[str, Any]:
     settings, organiser = load_settings(folder), load_identity(folder).peer_id
-    store = SqliteStore.open(folder.database)
+    store = open_store(place_of(folder))
     try:
         administration = Administration(
             folder, settings.admission.mode, organiser, store.admission(), store.write, wall

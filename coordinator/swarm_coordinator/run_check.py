@@ -14,9 +14,9 @@ from pathlib import Path
 
 from swarm_coordinator.backup import find_backup
 from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.database import DatabaseDamaged, check_pages
+from swarm_coordinator.database import DatabaseDamaged
 from swarm_coordinator.events import CheckpointRecord
-from swarm_coordinator.places import Place, is_there, reading
+from swarm_coordinator.places import Place, check_pages, is_there, reading
 from swarm_coordinator.records import read_checkpoints, read_restored
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_manifest, load_settings, place_of

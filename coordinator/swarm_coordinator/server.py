@@ -114,10 +114,20 @@ async def serve(service: Service) -> None:
     """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on."""
     coordinator = Coordinator(service)
     try:
-        await coordinator.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep_leading, service.store)
+            await coordinator.run()
+            nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         # Tasks run side by side, and the first error ends them all: that one is the cause.
         raise first_cause(group) from group
+
+
+async def _keep_leading(store: Store) -> None:
+    """From before the first word to anybody until after the last."""
+    while store.renew_seconds is not None:
+        await trio.sleep(store.renew_seconds)
+        await store.renew()
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -315,6 +325,8 @@ class Coordinator:
     async def _consume(self) -> None:
         """Take events in order until the core says Stopped."""
         async for event in self._events:
+            # Who was frozen and has lost the run meanwhile must not say another word.
+            await self._service.store.hold()
             if isinstance(event, PeerAttached):
                 refusal = self._admission.refusal(event.peer)
                 if refusal is not None:  # since its hello was answered

@@ -79,6 +79,16 @@ class Store(Protocol):
     def close(self) -> None:
         """Write what was posted and let go of the files."""
 
+    @property
+    def renew_seconds(self) -> float | None:
+        """How often `renew` is to be called; None where nobody else could lead."""
+
+    async def renew(self) -> None:
+        """Go on leading. LeadershipError when another coordinator has taken over."""
+
+    async def hold(self) -> None:
+        """Returns at once while this coordinator leads for sure; else it asks, as `renew` does."""
+
 
 class Database(Protocol):
     """An open database with room for one transaction at a time; used from one thread only."""
@@ -174,6 +184,16 @@ class WriterStore:
             self._closed = True
             self._jobs.put(None)
             self._thread.join()
+
+    @property
+    def renew_seconds(self) -> float | None:
+        return None
+
+    async def renew(self) -> None:
+        return
+
+    async def hold(self) -> None:
+        return
 
     def _insertion(self, record: Record) -> Callable[[Connection], None]:
         generation, now = self._generation, self._clock()

@@ -10,10 +10,10 @@ from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission
 from swarm_coordinator.corpus import read_shard_index
 from swarm_coordinator.events import Restored
-from swarm_coordinator.places import Place, is_there, reading
+from swarm_coordinator.places import Place, PostgresqlPlace, is_there, reading
 from swarm_coordinator.records import read_restored
 from swarm_coordinator.run_folder import RunFolder, read_bytes
-from swarm_coordinator.settings import RunSettings, parse_run_toml, settings_differences
+from swarm_coordinator.settings import SQLITE, RunSettings, parse_run_toml, settings_differences
 from swarm_shared.errors import ConfigurationError, ProtocolError, StorageError
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest
@@ -55,7 +55,10 @@ def load_manifest(folder: RunFolder) -> Manifest:
 
 def place_of(folder: RunFolder) -> Place:
     """Where the run's database is, as run.toml says."""
-    return folder.database
+    settings = load_settings(folder).coordinator
+    if settings.store == SQLITE:
+        return folder.database
+    return PostgresqlPlace(settings.store, settings.lease_seconds)
 
 
 def read_book(folder: RunFolder) -> AdmissionBook:
