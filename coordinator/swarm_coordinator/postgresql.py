@@ -238,6 +238,44 @@ def _copy_rows(source: Connection, target: Connection, begin: str | None) -> Non
         target.execute("COMMIT")
 
 
+# ---------------------------------------------------------------- who leads
+
+LEADER = """
+SELECT holder FROM leadership
+WHERE expires_at > clock_timestamp()
+AND EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = backend AND backend_start = backend_started)
+"""
+"""A lease ends with its time, or with the connection of who holds it: without that one nothing can
+be written, and a coordinator that has lost it ends."""
+
+
+class LeaderWatch:
+    """Looks at the lease again and again, over one connection for as long as that lasts."""
+
+    def __init__(self, place: PostgresqlPlace) -> None:
+        self._place = place
+        self._raw: psycopg.Connection[tuple[Any, ...]] | None = None
+
+    def leader(self) -> str | None:
+        """Who leads; None when nobody does. StorageError while the server cannot be had."""
+        try:
+            with storage_errors(self._place):
+                if self._raw is None:
+                    self._raw = connect(self._place)
+                if _format(self._raw) == 0:
+                    return None
+                row = self._raw.execute(LEADER).fetchone()
+        except StorageError:
+            self.close()
+            raise
+        return None if row is None else str(row[0])
+
+    def close(self) -> None:
+        if self._raw is not None:
+            self._raw.close()
+            self._raw = None
+
+
 # ---------------------------------------------------------------- errors
 
 
@@ -260,14 +298,15 @@ def explain(place: PostgresqlPlace, error: Exception) -> StorageError:
             f"the disk of {place} is full; free some space there and start again, nothing that "
             "was acknowledged is lost"
         )
-    if isinstance(error, (errors.InvalidPassword, errors.InvalidAuthorizationSpecification)):
+    # What ends a connection before it is one comes without a class of its own.
+    if "authentication failed" in words or "no pg_hba.conf entry" in words:
         return StorageError(f"{place} does not let this user in ({words}); check the address")
+    if isinstance(error, psycopg.OperationalError) and "does not exist" in words:
+        return StorageError(f"{words}; make the database or the user that {place} names")
     if isinstance(error, errors.InsufficientPrivilege):
         return StorageError(
             f"this user may not write to {place} ({words}); let it own a database for this run"
         )
-    if isinstance(error, errors.InvalidCatalogName):
-        return StorageError(f"{words} on the server of {place}; make it with `createdb`")
     if isinstance(error, (psycopg.OperationalError, psycopg.InterfaceError)):
         return StorageError(
             f"{place} cannot be reached, or ended the connection ({words}); start again when it "

@@ -17,20 +17,18 @@ from collections.abc import Callable
 import psycopg
 
 from swarm_coordinator.places import PostgresqlPlace
-from swarm_coordinator.postgresql import PostgresqlConnection, connect, explain, open_for_writing
+from swarm_coordinator.postgresql import (
+    LEADER,
+    PostgresqlConnection,
+    connect,
+    explain,
+    open_for_writing,
+)
 from swarm_coordinator.records import Record, begin_generation, insert
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.store import WriterStore
 from swarm_shared.clock import Clock, wall
 from swarm_shared.errors import LeadershipError, SwarmError, UsageError
-
-_LEADER = """
-SELECT holder FROM leadership
-WHERE expires_at > clock_timestamp()
-AND EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = backend AND backend_start = backend_started)
-"""
-"""Who leads. A lease ends with its time, or with the connection of who holds it: without that one
-nothing can be written, and a coordinator that has lost it ends."""
 
 
 def boot_seconds() -> float:
@@ -123,7 +121,7 @@ class PostgresqlStore(WriterStore):
         """Who leads now; None when the place is free."""
 
         def look(connection: Connection) -> str | None:
-            row = connection.execute(_LEADER).fetchone()
+            row = connection.execute(LEADER).fetchone()
             return None if row is None else str(row[0])
 
         return self._ask(look)
@@ -136,7 +134,7 @@ class PostgresqlStore(WriterStore):
         def lead(connection: Connection) -> int:
             # Waits for a transaction of the former leader; the server ends a frozen one's session.
             highest = connection.execute("SELECT generation FROM leadership FOR UPDATE").fetchone()
-            leader = connection.execute(_LEADER).fetchone()
+            leader = connection.execute(LEADER).fetchone()
             if leader is not None and not self._generation:
                 raise LeadershipError(
                     f"the coordinator on {leader[0]} serves this run; start this one with "
@@ -194,7 +192,7 @@ class PostgresqlStore(WriterStore):
     def _refuse_beside_a_leader(self, connection: Connection) -> None:
         """A command must not write what the coordinator at work would not hear of."""
         connection.execute("SELECT generation FROM leadership FOR UPDATE")
-        leader = connection.execute(_LEADER).fetchone()
+        leader = connection.execute(LEADER).fetchone()
         if leader is not None:
             raise UsageError(
                 f"the coordinator on {leader[0]} serves this run; give the command there, in the "

@@ -144,6 +144,11 @@ class WriterStore:
         return self
 
     @property
+    def leads(self) -> bool:
+        """Whether it was given a generation: no other coordinator has a right to write then."""
+        return self._generation > 0
+
+    @property
     def failures(self) -> int:
         """Posted records that could not be written."""
         return self._failures

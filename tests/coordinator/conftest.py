@@ -4,7 +4,8 @@ gives tests a place for a run's database: a file, or a database on a server of t
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,15 @@ def postgresql() -> Iterator[postgresql_kit.Server]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Place]:
+    """Each call another one."""
     if request.param == "sqlite":
-        return tmp_path / "run.sqlite3"
+        numbers = count(1)
+        return lambda: tmp_path / f"run-{next(numbers)}.sqlite3"
     server: postgresql_kit.Server = request.getfixturevalue("postgresql")
-    return server.place()
+    return server.place
+
+
+@pytest.fixture
+def place(new_place: Callable[[], Place]) -> Place:
+    return new_place()

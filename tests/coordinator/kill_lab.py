@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import ClassVar
 
 import trio
 from pydantic import TypeAdapter
@@ -45,6 +46,7 @@ from swarm_coordinator.records import read_restored
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.store import Store
 from swarm_coordinator.verification import Shape, check_database, read_decision
+from swarm_shared.errors import LeadershipError
 
 BOUNDARIES = ("begin", "written", "committed", "answered")
 
@@ -63,18 +65,22 @@ class Dead(Exception):
 
 @dataclass
 class Kill:
-    """When a child dies: at the nth passing of a boundary, or so long after a question."""
+    """When a child dies: at the nth passing of a boundary, or in the middle of the nth decision,
+    after a share of the time that decisions take."""
 
     boundary: str | None = None
     passing: int = 1
-    after_seconds: float | None = None
+    after_share: float | None = None
 
 
 class StoreProcess:
     """A forked child that has opened the store and does one thing after the other."""
 
+    typical_seconds: ClassVar[float] = 0.002
+    """Of a decision, as measured: it depends on the machine, the store and what else runs."""
+
     def __init__(self, open_store: OpenStore, kill: Kill) -> None:
-        self._kill = kill
+        self._kill, self._decisions = kill, 0
         here, there = os.pipe(), os.pipe()
         self.pid = os.fork()
         if not self.pid:
@@ -89,12 +95,18 @@ class StoreProcess:
 
     def ask(self, what: str, content: object = None) -> int:
         """Its answer; Dead when it was killed before or while it worked."""
+        self._decisions += what in DECISIONS
+        share = self._kill.after_share if self._decisions == self._kill.passing else None
+        asked_at = time.perf_counter()
         try:
             self._questions.write(json.dumps([what, content]) + "\n")
-            if self._kill.after_seconds is not None and what in DECISIONS:
-                time.sleep(self._kill.after_seconds)
+            if share is not None and what in DECISIONS:
+                time.sleep(share * self.typical_seconds)
                 os.kill(self.pid, signal.SIGKILL)
             answer = self._answers.readline()
+            if share is None and what in DECISIONS:
+                taken = time.perf_counter() - asked_at
+                StoreProcess.typical_seconds += 0.2 * (taken - self.typical_seconds)
         except BrokenPipeError:
             answer = ""
         if not answer.endswith("\n"):
@@ -135,7 +147,7 @@ def _child(open_store: OpenStore, questions: int, answers: int, kill: Kill) -> N
                 what, content = json.loads(line)
                 answer = 0
                 if what == "generation":
-                    answer = store.next_generation()
+                    answer = _lead(store)
                 else:
                     store.post(Note(f"about to write a {what}"))
                     trio.run(store.write, DECISIONS[what].validate_python(content))
@@ -156,6 +168,15 @@ def _in_order(decision: Decision | None) -> Decision | None:
 
 def _comparable(restored: Restored) -> Restored:
     return replace(restored, last_applied=_in_order(restored.last_applied))  # type: ignore[arg-type]
+
+
+def _lead(store: Store) -> int:
+    """As soon as a server has noticed that the one before is dead."""
+    while True:
+        try:
+            return store.next_generation()
+        except LeadershipError:
+            time.sleep(0.005)
 
 
 class Killed(Exception):
@@ -296,12 +317,12 @@ class RandomKills:
 
     rng: random.Random
     left: int
-    longest_seconds: float = 0.004
 
     def __call__(self) -> Kill:
         if not self.left:
             return Kill()
         self.left -= 1
+        passing = self.rng.randint(1, 3)
         if self.rng.random() < 0.15:
-            return Kill(self.rng.choice(BOUNDARIES), self.rng.randint(1, 3))
-        return Kill(after_seconds=self.rng.random() * self.longest_seconds)
+            return Kill(self.rng.choice(BOUNDARIES), passing)
+        return Kill(None, passing, after_share=1.5 * self.rng.random())
