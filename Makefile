@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-runs test-attacks test-nat fuzz check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-nat fuzz check format bench bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-runs whole runs under churn, minutes each"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, and other slow tests"
+	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
@@ -40,6 +41,10 @@ test-runs: setup-dev
 
 test-attacks: setup-dev
 	@$(PY) -m pytest -m attacks $(ARGS)
+
+# The seed of a failing run is printed: KILL_SEED=N make test-durability repeats it.
+test-durability: setup-dev
+	@$(PY) -m pytest -m durability $(ARGS)
 
 test-nat: setup-dev
 	@$(PY) -m pytest -m nat $(ARGS)

@@ -6,8 +6,6 @@ column (revoked, removed, lifted), never deleted, so that who could take part wh
 
 from __future__ import annotations
 
-import sqlite3
-
 from swarm_coordinator.admission_book import (
     AdmissionBook,
     AdmissionRecord,
@@ -19,11 +17,11 @@ from swarm_coordinator.admission_book import (
     TokenCreated,
     TokenRevoked,
 )
-from swarm_coordinator.database import ADMISSION_SCHEMA, schema_version
+from swarm_coordinator.sql import Connection
 from swarm_shared.types import PeerId
 
 
-def insert_admission(connection: sqlite3.Connection, record: AdmissionRecord, now: float) -> None:
+def insert_admission(connection: Connection, record: AdmissionRecord, now: float) -> None:
     match record:
         case TokenCreated(token, secret_sha256, note, uses, expires_at):
             connection.execute(
@@ -66,11 +64,9 @@ def insert_admission(connection: sqlite3.Connection, record: AdmissionRecord, no
             )
 
 
-def read_admission(connection: sqlite3.Connection) -> AdmissionBook:
-    """The book as its rows tell it; empty for a database that an older release has written."""
+def read_admission(connection: Connection) -> AdmissionBook:
+    """The book as its rows tell it."""
     book = AdmissionBook()
-    if schema_version(connection) < ADMISSION_SCHEMA:
-        return book
     for token, secret, note, uses, expires_at, created_at, revoked_at in connection.execute(
         "SELECT id, secret_sha256, note, uses, expires_at, created_at, revoked_at FROM tokens "
         "ORDER BY id"
@@ -93,7 +89,7 @@ def read_admission(connection: sqlite3.Connection) -> AdmissionBook:
     return book
 
 
-def read_seen_since(connection: sqlite3.Connection, since: float) -> dict[PeerId, float]:
+def read_seen_since(connection: Connection, since: float) -> dict[PeerId, float]:
     """Peers that were given a certificate at that time or later, and when at the latest."""
     return {
         PeerId(peer): last_seen

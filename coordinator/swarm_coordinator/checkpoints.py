@@ -12,6 +12,7 @@ decision (`checkpointing`), fetching is `swarm_shared.transfer`'s.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -182,6 +183,20 @@ class CheckpointFolder:
         for stage in summary.stages:
             _verify_file(folder / stage.file, stage.bytes, stage.sha256)
         return summary.record()
+
+    def set_aside(self, version: int) -> Path:
+        """Move a damaged checkpoint out of the way, so that an older one is used; where to."""
+        folder = self.folder(version)
+        for number in itertools.count():
+            aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
+            if not aside.exists():
+                break
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        sync_folder(self._root)
+        return aside
 
     def stage_files(self, version: int) -> list[Path]:
         return [self.folder(version) / stage_file_name(stage) for stage in range(self._stages)]

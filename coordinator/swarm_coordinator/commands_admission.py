@@ -33,11 +33,17 @@ from swarm_coordinator.administration import (
 )
 from swarm_coordinator.admission_records import read_admission, read_seen_since
 from swarm_coordinator.commands_run import RUN_DIR, quoted, run_addresses
-from swarm_coordinator.database import open_read_only, storage_errors
+from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.status import printable
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_identity, load_manifest, load_settings, read_book
+from swarm_coordinator.stored_run import (
+    load_identity,
+    load_manifest,
+    load_settings,
+    place_of,
+    read_book,
+)
+from swarm_coordinator.stores import open_store
 from swarm_coordinator.summary import table
 from swarm_shared.clock import wall
 from swarm_shared.errors import (
@@ -101,7 +107,7 @@ def _carry_out(folder: RunFolder, request: Request) -> dict[str, Any]:
 
 async def _carry_out_alone(folder: RunFolder, request: Request) -> dict[str, Any]:
     settings, organiser = load_settings(folder), load_identity(folder).peer_id
-    store = SqliteStore.open(folder.database)
+    store = open_store(place_of(folder))
     try:
         administration = Administration(
             folder, settings.admission.mode, organiser, store.admission(), store.write, wall
@@ -138,15 +144,12 @@ def _peer_named(folder: RunFolder, text: str) -> PeerId:
 
 
 def _known_peers(folder: RunFolder) -> set[PeerId]:
-    if not folder.database.exists():
+    place = place_of(folder)
+    if not is_there(place):
         return set()
-    connection = open_read_only(folder.database)
-    try:
-        with storage_errors(folder.database):
-            book = read_admission(connection)
-            return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
-    finally:
-        connection.close()
+    with reading(place) as connection:
+        book = read_admission(connection)
+        return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
 
 
 # ---------------------------------------------------------------- token

@@ -13,12 +13,12 @@ from typing import Any
 import click
 
 from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import CheckpointRecord
 from swarm_coordinator.history import HistoryStep, steps_document
+from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.records import read_checkpoints
 from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.stored_run import load_manifest, place_of
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import StorageError, UsageError
 from swarm_shared.manifest import Manifest
@@ -61,14 +61,11 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
 
 def _known(folder: RunFolder) -> dict[Version, CheckpointRecord] | None:
     """Checkpoints of the run's own history; None, for any, when its database is lost."""
-    if not folder.database.exists():
+    place = place_of(folder)
+    if not is_there(place):
         return None
-    connection = open_read_only(folder.database)
-    try:
-        with storage_errors(folder.database):
-            return {record.version: record for record in read_checkpoints(connection)}
-    finally:
-        connection.close()
+    with reading(place) as connection:
+        return {record.version: record for record in read_checkpoints(connection)}
 
 
 def _check_out(out: Path) -> None:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,26 +22,29 @@ import trio
 
 from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_address
 from swarm_coordinator.administration import admission_document, standing_token
-from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
 from swarm_coordinator.history import history, steps_document
-from swarm_coordinator.records import read_restored
+from swarm_coordinator.places import Place, PostgresqlPlace
+from swarm_coordinator.run_check import check_start, refuse_damage
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import (
     DEFAULT_PRESET,
     RunSettings,
     parse_override,
 )
+from swarm_coordinator.standby import wait_for_turn
 from swarm_coordinator.status import finite, read_status, status_lines
 from swarm_coordinator.stored_run import (
     changed_settings,
     load_identity,
     load_manifest,
     load_settings,
+    place_of,
     read_book,
+    read_progress,
 )
 from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import ConfigurationError, NetworkError, UsageError
+from swarm_shared.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import PRESETS
@@ -120,51 +124,72 @@ def init_command(
 @click.command("start")
 @RUN_DIR
 @click.option("--port", type=click.IntRange(1, 65_535), help="Listen on this TCP port.")
-def start_command(run_dir: Path, port: int | None) -> None:
+@click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait while another coordinator serves the run, and take over when it ends.",
+)
+def start_command(run_dir: Path, port: int | None, standby: bool) -> None:
     """Serve the run in RUN_DIR and print the invite. Ctrl-C stops it in order."""
-    from swarm_coordinator.server import Service, serve
-    from swarm_coordinator.store import SqliteStore
-
     folder = RunFolder.open(run_dir)
     with folder.lock():
-        settings, manifest = load_settings(folder), load_manifest(folder)
-        restored = _stored_progress(folder)
-        manifest = _follow_settings(folder, settings, manifest, restored)
-        if restored is not None and _is_over(restored, manifest):
-            _say_finished(folder, restored)
-            return
-        _log_to(folder.log / "coordinator.log")
-        identity = load_identity(folder)
-        store = SqliteStore.open(folder.database)
-        try:
-            service = Service(
-                folder=folder,
-                settings=settings,
-                manifest=manifest,
-                identity=identity,
-                store=store,
-                report=_report,
-                port=port,
-                on_serving=_say_serving(folder, settings, manifest),
+        place = place_of(folder)
+        remote = isinstance(place, PostgresqlPlace)
+        if standby and not remote:
+            raise UsageError(
+                "--standby needs a database that both coordinators reach; set [coordinator] store "
+                "in run.toml to the address of a PostgreSQL server"
             )
-            trio.run(serve, service)
-        finally:
-            store.close()
-        end = _stored_progress(folder)
-        if end is not None and _is_over(end, manifest):
-            _say_finished(folder, end)
+        _log_to(folder.log / "coordinator.log")
+        while True:
+            if isinstance(place, PostgresqlPlace):
+                trio.run(partial(wait_for_turn, place, _report, stand_by=standby))
+            if _serve(folder, place, port, standby):
+                return
 
 
-def _stored_progress(folder: RunFolder) -> Restored | None:
-    """What the database says, if there is one yet."""
-    if not folder.database.exists():
-        return None
-    connection = open_read_only(folder.database)
+def _serve(folder: RunFolder, place: Place, port: int | None, standby: bool) -> bool:
+    """Until its end. False when another one that stood by was quicker to take over."""
+    from swarm_coordinator.server import Service, serve
+    from swarm_coordinator.stores import open_store
+
+    settings, manifest = load_settings(folder), load_manifest(folder)
+    checkpoint, check = check_start(folder, manifest)
+    if standby and check.findings:
+        # Nobody is there to decide, and volunteers hold newer state than any checkpoint.
+        _report(f"taking over all the same: {check.sentence}")
+    else:
+        refuse_damage(check)
+    restored = read_progress(folder)
+    manifest = _follow_settings(folder, settings, manifest, restored)
+    if restored is not None and _is_over(restored, manifest):
+        _say_finished(folder, restored)
+        return True
+    identity = load_identity(folder)
+    store = open_store(place)
     try:
-        with storage_errors(folder.database):
-            return read_restored(connection)
+        service = Service(
+            folder=folder,
+            settings=settings,
+            manifest=manifest,
+            identity=identity,
+            store=store,
+            report=_report,
+            port=port,
+            verified=checkpoint,
+            on_serving=_say_serving(folder, settings, manifest),
+        )
+        trio.run(serve, service)
+    except LeadershipError:
+        if standby and not store.leads:
+            return False
+        raise
     finally:
-        connection.close()
+        store.close()
+    end = read_progress(folder)
+    if end is not None and _is_over(end, manifest):
+        _say_finished(folder, end)
+    return True
 
 
 def _follow_settings(
@@ -275,7 +300,7 @@ def refresh_command(run_dir: Path) -> None:
     from swarm_coordinator.initialise_run import refresh_manifest
 
     folder = RunFolder.open(run_dir)
-    restored = _stored_progress(folder)
+    restored = read_progress(folder)
     if restored is not None and restored.version > 0:
         raise ConfigurationError(f"the run has applied {restored.version} steps already")
     refresh_manifest(folder)
@@ -379,7 +404,7 @@ def _lock_holder(folder: RunFolder) -> int | None:
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def history_command(run_dir: Path, as_json: bool) -> None:
     """Print every applied step of the run in RUN_DIR, also while its coordinator is down."""
-    found = history(RunFolder.open(run_dir).database)
+    found = history(place_of(RunFolder.open(run_dir)))
     if as_json:
         click.echo(json.dumps(steps_document(found.steps)))
         return

@@ -267,3 +267,7 @@ class Restored:
     checkpoint: CheckpointRecord | None
     finished: bool
     heldout_loss: float | None
+    rolled_back: bool = False
+    """Whether a version's number may also mean a state of a history that was given up."""
+    on_branch: frozenset[PeerId] = frozenset()
+    """After a roll-back: who has counted in a step since, and so holds no state of before."""

@@ -7,14 +7,13 @@ writes. Superseded rows, those that a rollback took out, are left out.
 from __future__ import annotations
 
 import math
-import sqlite3
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from swarm_coordinator.database import open_read_only, storage_errors
 from swarm_coordinator.events import Restored
+from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
+from swarm_coordinator.sql import Connection
 from swarm_shared.types import PeerId, StageIndex, Step
 
 HISTORY_FORMAT = 1
@@ -82,28 +81,22 @@ class History:
         return self.restored.heldout_loss
 
 
-def history(database: Path) -> History:
+def history(place: Place) -> History:
     """Everything the run's database tells. StorageError when there is none or it is damaged."""
-    connection = open_read_only(database)
-    try:
-        with storage_errors(database):
-            # One transaction: all parts show the same moment, whatever is written meanwhile.
-            connection.execute("BEGIN")
-            return History(
-                restored=read_restored(connection),
-                steps=_steps(connection),
-                contributions=_contributions(connection),
-                links=_links(connection),
-                peers=tuple(
-                    KnownPeer(PeerId(row[0]), *row[1:])
-                    for row in connection.execute(
-                        "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
-                    )
-                ),
-                notes=_notes(connection),
-            )
-    finally:
-        connection.close()
+    with reading(place) as connection:
+        return History(
+            restored=read_restored(connection),
+            steps=_steps(connection),
+            contributions=_contributions(connection),
+            links=_links(connection),
+            peers=tuple(
+                KnownPeer(PeerId(row[0]), *row[1:])
+                for row in connection.execute(
+                    "SELECT peer, name, first_seen, last_seen FROM peers ORDER BY id"
+                )
+            ),
+            notes=_notes(connection),
+        )
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
@@ -122,7 +115,7 @@ def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
     }
 
 
-def _steps(connection: sqlite3.Connection) -> tuple[HistoryStep, ...]:
+def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
     rows = connection.execute(
         "SELECT step, loss, tokens, seconds, written_at FROM applied_steps "
         "WHERE superseded_by IS NULL ORDER BY step"
@@ -133,12 +126,13 @@ def _steps(connection: sqlite3.Connection) -> tuple[HistoryStep, ...]:
     )
 
 
-def _contributions(connection: sqlite3.Connection) -> tuple[Contribution, ...]:
+def _contributions(connection: Connection) -> tuple[Contribution, ...]:
     rows = connection.execute(
-        "SELECT p.peer, p.name, s.stage, count(*), sum(s.microbatches), sum(s.tokens) "
+        "SELECT p.peer, p.name, s.stage, count(*), "
+        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
         "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
         "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
-        "GROUP BY s.peer, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, s.peer"
+        "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
     )
     return tuple(
         Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
@@ -146,7 +140,7 @@ def _contributions(connection: sqlite3.Connection) -> tuple[Contribution, ...]:
     )
 
 
-def _links(connection: sqlite3.Connection) -> tuple[LinkTotal, ...]:
+def _links(connection: Connection) -> tuple[LinkTotal, ...]:
     rows = connection.execute(
         "SELECT p.peer, l.remote, l.protocol, l.sent_before + l.sent, "
         "l.received_before + l.received FROM links l JOIN peers p ON p.id = l.reporter "
@@ -158,7 +152,7 @@ def _links(connection: sqlite3.Connection) -> tuple[LinkTotal, ...]:
     )
 
 
-def _notes(connection: sqlite3.Connection) -> tuple[HistoryNote, ...]:
+def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
     rows = connection.execute(
         "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
         "ORDER BY n.id"

@@ -7,9 +7,9 @@ transactions and errors are the callers' (`store` writes, `history` reads).
 from __future__ import annotations
 
 import math
-import sqlite3
 from dataclasses import dataclass
 
+from swarm_coordinator import journal
 from swarm_coordinator.admission_book import AdmissionRecord
 from swarm_coordinator.admission_records import insert_admission
 from swarm_coordinator.events import (
@@ -23,6 +23,7 @@ from swarm_coordinator.events import (
     StageShare,
     StoredStage,
 )
+from swarm_coordinator.sql import Connection
 from swarm_shared.messages import LinkBytes
 from swarm_shared.types import PeerId, StageIndex, Step, Version
 
@@ -43,40 +44,63 @@ class LinksSeen:
     links: tuple[LinkBytes, ...]
 
 
+_RECENT_STEPS = 200
+"""A peer that has the run's version and did not count in one of so many steps starts over."""
+
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
     | Note | PeerSeen | LinksSeen | AdmissionRecord
 )  # fmt: skip
 
 
-def insert(connection: sqlite3.Connection, record: Record, generation: int, now: float) -> None:
+def begin_generation(connection: Connection, now: float, above: int = 0) -> int:
+    """A number above all earlier ones and `above`: of this start, for as long as it lasts."""
+    highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
+        0
+    ]
+    generation = max(int(highest), above) + 1
+    connection.execute(
+        "INSERT INTO generations (generation, started_at) VALUES (?, ?)", (generation, now)
+    )
+    journal.append(connection, "start", generation, generation, None)
+    return generation
+
+
+def insert(connection: Connection, record: Record, generation: int, now: float) -> None:
     match record:
         case AppliedStep():
-            _insert_step(connection, record, generation, now)
+            row = _insert_step(connection, record, generation, now)
+            journal.append(connection, "step", row, generation, record)
         case RolledBack():
-            _insert_rollback(connection, record, generation, now)
+            row = _insert_rollback(connection, record, generation, now)
+            journal.append(connection, "rollback", row, generation, record)
         case CheckpointRecord():
-            _insert_checkpoint(connection, record, generation, now)
+            row = _insert_checkpoint(connection, record, generation, now)
+            journal.append(connection, "checkpoint", row, generation, record)
         case EvaluationRecord(version, heldout_loss, tokens):
-            connection.execute(
+            row = connection.execute(
                 "INSERT INTO evaluations (version, heldout_loss, tokens, written_at) "
-                "VALUES (?, ?, ?, ?)",
+                "VALUES (?, ?, ?, ?) RETURNING id",
                 (version, heldout_loss, tokens, now),
-            )
+            ).fetchone()[0]
+            journal.append(connection, "evaluation", row, generation, record)
         case RunFinished(version):
-            connection.execute(
-                "INSERT INTO finishes (version, written_at) VALUES (?, ?)", (version, now)
-            )
+            row = connection.execute(
+                "INSERT INTO finishes (version, written_at) VALUES (?, ?) RETURNING id",
+                (version, now),
+            ).fetchone()[0]
+            journal.append(connection, "finish", row, generation, record)
         case Note(text, peer):
-            row = None if peer is None else _peer_row(connection, peer, now)
+            known = None if peer is None else _peer_row(connection, peer, now)
             connection.execute(
-                "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (row, text, now)
+                "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (known, text, now)
             )
         case PeerSeen(peer, name):
             connection.execute(
-                "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?1, ?2, ?3, ?3) "
-                "ON CONFLICT (peer) DO UPDATE SET last_seen = ?3, name = coalesce(?2, name)",
-                (peer, name, now),
+                "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (peer) DO UPDATE SET last_seen = excluded.last_seen, "
+                "name = coalesce(excluded.name, peers.name)",
+                (peer, name, now, now),
             )
         case LinksSeen():
             _insert_links(connection, record, now)
@@ -84,25 +108,22 @@ def insert(connection: sqlite3.Connection, record: Record, generation: int, now:
             insert_admission(connection, record, now)
 
 
-def _peer_row(connection: sqlite3.Connection, peer: PeerId, now: float) -> int:
+def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
     connection.execute(
-        "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?1, ?2, ?2) "
+        "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?, ?, ?) "
         "ON CONFLICT (peer) DO NOTHING",
-        (peer, now),
+        (peer, now, now),
     )
     return int(connection.execute("SELECT id FROM peers WHERE peer = ?", (peer,)).fetchone()[0])
 
 
-def _insert_step(
-    connection: sqlite3.Connection, record: AppliedStep, generation: int, now: float
-) -> None:
-    cursor = connection.execute(
+def _insert_step(connection: Connection, record: AppliedStep, generation: int, now: float) -> int:
+    row: int = connection.execute(
         "INSERT INTO applied_steps (step, attempt, loss, tokens, seconds, global_norm, "
-        "learning_rate, generation, written_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "learning_rate, generation, written_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
         (record.step, record.attempt, record.loss, record.tokens, record.seconds,
          record.global_norm, record.learning_rate, generation, now),
-    )  # fmt: skip
-    row = cursor.lastrowid
+    ).fetchone()[0]  # fmt: skip
     connection.executemany(
         "INSERT INTO shares (applied_step, peer, stage, microbatches, tokens) "
         "VALUES (?, ?, ?, ?, ?)",
@@ -112,15 +133,17 @@ def _insert_step(
             for share in record.shares
         ],
     )  # fmt: skip
+    return row
 
 
 def _insert_rollback(
-    connection: sqlite3.Connection, record: RolledBack, generation: int, now: float
-) -> None:
-    row = connection.execute(
-        "INSERT INTO rollbacks (version, reason, generation, written_at) VALUES (?, ?, ?, ?)",
+    connection: Connection, record: RolledBack, generation: int, now: float
+) -> int:
+    row: int = connection.execute(
+        "INSERT INTO rollbacks (version, reason, generation, written_at) VALUES (?, ?, ?, ?) "
+        "RETURNING id",
         (record.version, record.reason, generation, now),
-    ).lastrowid
+    ).fetchone()[0]
     for table, column in (
         ("applied_steps", "step"), ("checkpoints", "version"), ("evaluations", "version"),
         ("finishes", "version"),
@@ -129,29 +152,33 @@ def _insert_rollback(
             f"UPDATE {table} SET superseded_by = ? WHERE {column} > ? AND superseded_by IS NULL",
             (row, record.version),
         )
+    return row
 
 
 def _insert_checkpoint(
-    connection: sqlite3.Connection, record: CheckpointRecord, generation: int, now: float
-) -> None:
-    row = connection.execute(
-        "INSERT INTO checkpoints (version, generation, written_at) VALUES (?, ?, ?)",
+    connection: Connection, record: CheckpointRecord, generation: int, now: float
+) -> int:
+    row: int = connection.execute(
+        "INSERT INTO checkpoints (version, generation, written_at) VALUES (?, ?, ?) RETURNING id",
         (record.version, generation, now),
-    ).lastrowid
+    ).fetchone()[0]
     connection.executemany(
         "INSERT INTO checkpoint_stages (checkpoint, stage, item, bytes, sha256) "
         "VALUES (?, ?, ?, ?, ?)",
         [(row, stage.stage, stage.item, stage.bytes, stage.sha256) for stage in record.stages],
     )
+    return row
 
 
-def _insert_links(connection: sqlite3.Connection, record: LinksSeen, now: float) -> None:
+def _insert_links(connection: Connection, record: LinksSeen, now: float) -> None:
     reporter = _peer_row(connection, record.reporter, now)
     connection.executemany(
         "INSERT INTO links (reporter, remote, protocol, sent, received, written_at) "
         "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
-        "sent_before = sent_before + iif(excluded.sent < sent, sent, 0), "
-        "received_before = received_before + iif(excluded.received < received, received, 0), "
+        "sent_before = links.sent_before + "
+        "CASE WHEN excluded.sent < links.sent THEN links.sent ELSE 0 END, "
+        "received_before = links.received_before + "
+        "CASE WHEN excluded.received < links.received THEN links.received ELSE 0 END, "
         "sent = excluded.sent, received = excluded.received, written_at = excluded.written_at",
         [
             (reporter, link.remote, link.protocol, link.sent, link.received, now)
@@ -163,7 +190,7 @@ def _insert_links(connection: sqlite3.Connection, record: LinksSeen, now: float)
 # ---------------------------------------------------------------- what a restart begins from
 
 
-def read_restored(connection: sqlite3.Connection) -> Restored:
+def read_restored(connection: Connection) -> Restored:
     """The run as its live rows tell it; also used by commands that only read."""
     generation = connection.execute(
         "SELECT coalesce(max(generation), 0) FROM generations"
@@ -182,6 +209,11 @@ def read_restored(connection: sqlite3.Connection) -> Restored:
         "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)
     ).fetchone()
     checkpoints = read_checkpoints(connection)
+    on_branch = connection.execute(
+        "SELECT DISTINCT p.peer FROM applied_steps a JOIN shares s ON s.applied_step = a.id "
+        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL AND a.step > ?",
+        (max(base[0], version - _RECENT_STEPS) if base else version,),
+    ).fetchall()
     return Restored(
         generation=int(generation),
         version=Version(version),
@@ -189,10 +221,12 @@ def read_restored(connection: sqlite3.Connection) -> Restored:
         checkpoint=checkpoints[0] if checkpoints else None,
         finished=finished is not None,
         heldout_loss=number(evaluation[0]) if evaluation else None,
+        rolled_back=base is not None,
+        on_branch=frozenset(PeerId(peer) for (peer,) in on_branch),
     )
 
 
-def read_checkpoints(connection: sqlite3.Connection) -> list[CheckpointRecord]:
+def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:
     """Checkpoints that belong to the run's history, the newest first, the last word per version."""
     found: dict[int, CheckpointRecord] = {}
     for row, version in connection.execute(
@@ -212,19 +246,28 @@ def read_checkpoints(connection: sqlite3.Connection) -> list[CheckpointRecord]:
     return list(found.values())
 
 
-def _last_applied(connection: sqlite3.Connection) -> AppliedStep | None:
+def _last_applied(connection: Connection) -> AppliedStep | None:
     row = connection.execute(
-        "SELECT id, step, attempt, loss, tokens, seconds, global_norm, learning_rate "
-        "FROM applied_steps WHERE superseded_by IS NULL ORDER BY step DESC LIMIT 1"
+        "SELECT id FROM applied_steps WHERE superseded_by IS NULL ORDER BY step DESC LIMIT 1"
+    ).fetchone()
+    return None if row is None else read_step(connection, row[0])
+
+
+def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
+    """One applied step, whether it still counts or was rolled back."""
+    row = connection.execute(
+        "SELECT step, attempt, loss, tokens, seconds, global_norm, learning_rate "
+        "FROM applied_steps WHERE id = ?",
+        (row_id,),
     ).fetchone()
     if row is None:
         return None
     shares = connection.execute(
         "SELECT p.peer, s.stage, s.microbatches, s.tokens FROM shares s "
         "JOIN peers p ON p.id = s.peer WHERE s.applied_step = ? ORDER BY s.stage, s.peer",
-        (row[0],),
+        (row_id,),
     ).fetchall()
-    _, step, attempt, loss, tokens, seconds, global_norm, learning_rate = row
+    step, attempt, loss, tokens, seconds, global_norm, learning_rate = row
     return AppliedStep(
         step=Step(step),
         attempt=attempt,

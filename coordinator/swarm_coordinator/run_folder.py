@@ -98,8 +98,11 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> RunFolder:
-        """An existing run folder; UsageError if it is none, StorageError if part of it is lost."""
+    def open(cls, path: Path, *, complete: bool = True) -> RunFolder:
+        """An existing run folder; UsageError if it is none, StorageError if part of it is lost.
+
+        Not `complete`: for whoever wants to know what is lost.
+        """
         folder = cls(path)
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
@@ -113,7 +116,7 @@ class RunFolder:
                 "`swarm-coordinator init NEW_FOLDER`"
             )
         for part in (folder.settings, folder.manifest, folder.organiser_key, folder.data):
-            if not part.exists():
+            if complete and not part.exists():
                 raise StorageError(
                     f"the run folder {path} has lost its {part.name}; restore it from a copy"
                 )
@@ -157,6 +160,23 @@ class RunFolder:
             return False
         finally:
             os.close(descriptor)
+
+    def set_database_aside(self) -> list[Path]:
+        """Move a damaged database out of the way, with the files that SQLite keeps beside it."""
+        beside = [Path(f"{self.database}{suffix}") for suffix in ("", "-wal", "-shm")]
+        number = 1
+        while (aside := self.path / f"damaged-{number}-{self.database.name}").exists():
+            number += 1
+        moved: list[Path] = []
+        for path in beside:
+            if path.exists():
+                target = aside.with_name(aside.name + path.name.removeprefix(self.database.name))
+                try:
+                    path.rename(target)
+                except OSError as error:
+                    raise storage_error(path, error) from error
+                moved.append(target)
+        return moved
 
     def remembered_port(self) -> int | None:
         """The port picked at the first start, which invites name."""

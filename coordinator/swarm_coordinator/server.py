@@ -29,6 +29,7 @@ from swarm_coordinator.admission_desk import AdmissionDesk
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.control import Control, control_limits
 from swarm_coordinator.events import (
+    CheckpointRecord,
     CheckpointStored,
     CloseSession,
     Command,
@@ -46,6 +47,7 @@ from swarm_coordinator.events import (
     StopRequested,
     Tick,
 )
+from swarm_coordinator.generations import generation_floor
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.reports import Reports
 from swarm_coordinator.run_folder import RunFolder, read_bytes
@@ -103,6 +105,8 @@ class Service:
     clock: Clock = monotonic
     wall_clock: Clock = wall
     renew_after_seconds: float = RENEW_AFTER_SECONDS
+    verified: CheckpointRecord | None = None
+    """The newest checkpoint, where it has been read and hashed already."""
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
 
 
@@ -110,10 +114,20 @@ async def serve(service: Service) -> None:
     """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on."""
     coordinator = Coordinator(service)
     try:
-        await coordinator.run()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep_leading, service.store)
+            await coordinator.run()
+            nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         # Tasks run side by side, and the first error ends them all: that one is the cause.
         raise first_cause(group) from group
+
+
+async def _keep_leading(store: Store) -> None:
+    """From before the first word to anybody until after the last."""
+    while store.renew_seconds is not None:
+        await trio.sleep(store.renew_seconds)
+        await store.renew()
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -242,14 +256,17 @@ class Coordinator:
     async def _restore(self) -> Restored:
         """What the store remembers, with a checkpoint whose every byte is there."""
         service = self._service
-        generation = service.store.next_generation()
-        restored = service.store.restore()
+        before = service.store.restore()
         known = {record.version: record for record in service.store.checkpoints()}
-        lost = generation == 1 and restored.version == 0 and not known
+        lost = before.generation == 0 and bool(self._checkpoints.versions())
+        service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
+        restored = service.store.restore()
         await anyio.to_thread.run_sync(self._checkpoints.give_up_all)
-        found = await anyio.to_thread.run_sync(
-            lambda: self._checkpoints.latest_valid(self._note, None if lost else known)
-        )
+        found = service.verified
+        if found is None or found.version not in known:
+            found = await anyio.to_thread.run_sync(
+                lambda: self._checkpoints.latest_valid(self._note, None if lost else known)
+            )
         if lost and found is not None:
             # The database was moved away or lost: the checkpoint is a new base for the run.
             reason = f"the database is new, the run goes on from its checkpoint of {found.version}"
@@ -308,6 +325,8 @@ class Coordinator:
     async def _consume(self) -> None:
         """Take events in order until the core says Stopped."""
         async for event in self._events:
+            # Who was frozen and has lost the run meanwhile must not say another word.
+            await self._service.store.hold()
             if isinstance(event, PeerAttached):
                 refusal = self._admission.refusal(event.peer)
                 if refusal is not None:  # since its hello was answered

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.corpus import PYTHON_STDLIB
+from swarm_coordinator.places import SCHEMES
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import LimitsConfig, Manifest, OptimizerConfig, TrainingConfig
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Preset, preset
@@ -25,6 +26,7 @@ from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Pr
 FILE_NAME = "run.toml"
 DEFAULT_PRESET = "tiny"
 DEFAULT_SEED = 1
+SQLITE = "sqlite"
 
 
 class RunSection(FrozenModel):
@@ -86,6 +88,19 @@ class CheckpointSection(FrozenModel):
     keep: int = Field(default=3, ge=1)
 
 
+class CoordinatorSection(FrozenModel):
+    store: str = SQLITE
+    lease_seconds: float = Field(default=5.0, ge=1, le=600)
+
+    @model_validator(mode="after")
+    def _known_store(self) -> Self:
+        if self.store != SQLITE and not self.store.startswith(SCHEMES):
+            raise ValueError(
+                f'store must be "{SQLITE}" or an address like "postgresql://user@host/database"'
+            )
+        return self
+
+
 class AdmissionSection(FrozenModel):
     mode: AdmissionMode = "open"
 
@@ -103,6 +118,7 @@ class RunSettings(FrozenModel):
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionSection = AdmissionSection()
+    coordinator: CoordinatorSection = CoordinatorSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -122,6 +138,7 @@ _SECTIONS: dict[str, type[FrozenModel]] = {
     "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
     "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
+    "coordinator": CoordinatorSection,
 }  # fmt: skip
 
 

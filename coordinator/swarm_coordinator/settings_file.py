@@ -34,6 +34,7 @@ _SECTIONS: dict[str, str] = {
     "checkpoint": "Saved states, from which a run continues after everything is gone.",
     "limits": "Bounds that every peer keeps to, so that nobody decides over its memory. (fixed)",
     "admission": "Who may join.",
+    "coordinator": "Where it keeps what it must not forget.",
 }
 
 _SETTINGS: dict[str, str] = {
@@ -86,6 +87,10 @@ _SETTINGS: dict[str, str] = {
     "limits.round_stall_seconds": "An all-reduce without progress for so long has failed.",
     "limits.lease_seconds": "Time a trainer has for a microbatch.",
     "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
+    "coordinator.store": '"sqlite", in this folder; or "postgresql://user@host/database", a '
+    "database of the run's own on a server, with which coordinators stand in for each other.",
+    "coordinator.lease_seconds": "With PostgreSQL: a coordinator that is silent for so long has "
+    "lost the run to one that stands by.",
     "admission.mode": '"open": whoever has the invite. "token": whoever has an invite with a valid '
     'token (`swarm-coordinator token`). "allow-list": peers that are on the list '
     "(`swarm-coordinator allow`).",

@@ -9,9 +9,11 @@ from __future__ import annotations
 from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission
 from swarm_coordinator.corpus import read_shard_index
-from swarm_coordinator.database import open_read_only, storage_errors
+from swarm_coordinator.events import Restored
+from swarm_coordinator.places import Place, PostgresqlPlace, is_there, reading
+from swarm_coordinator.records import read_restored
 from swarm_coordinator.run_folder import RunFolder, read_bytes
-from swarm_coordinator.settings import RunSettings, parse_run_toml, settings_differences
+from swarm_coordinator.settings import SQLITE, RunSettings, parse_run_toml, settings_differences
 from swarm_shared.errors import ConfigurationError, ProtocolError, StorageError
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest
@@ -51,16 +53,30 @@ def load_manifest(folder: RunFolder) -> Manifest:
         ) from error
 
 
+def place_of(folder: RunFolder) -> Place:
+    """Where the run's database is, as run.toml says."""
+    settings = load_settings(folder).coordinator
+    if settings.store == SQLITE:
+        return folder.database
+    return PostgresqlPlace(settings.store, settings.lease_seconds)
+
+
 def read_book(folder: RunFolder) -> AdmissionBook:
     """What was decided about admission, beside a running coordinator as well."""
-    if not folder.database.exists():
+    place = place_of(folder)
+    if not is_there(place):
         return AdmissionBook()
-    connection = open_read_only(folder.database)
-    try:
-        with storage_errors(folder.database):
-            return read_admission(connection)
-    finally:
-        connection.close()
+    with reading(place) as connection:
+        return read_admission(connection)
+
+
+def read_progress(folder: RunFolder) -> Restored | None:
+    """What the database says of the run, if there is one yet."""
+    place = place_of(folder)
+    if not is_there(place):
+        return None
+    with reading(place) as connection:
+        return read_restored(connection)
 
 
 def changed_settings(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> list[str]:

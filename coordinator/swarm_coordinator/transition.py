@@ -106,6 +106,8 @@ def begin(
         lease_counter=restored.generation * NUMBERS_PER_GENERATION,
         # A run whose steps were raised after its end is evaluated again at its new end.
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
+        rolled_back=restored.rolled_back,
+        on_branch=set(restored.on_branch),
         revoked=dict(revoked or {}),
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
     )

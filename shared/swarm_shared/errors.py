@@ -12,9 +12,10 @@
     │   └── LinkTimeout                      the other side did not answer in time
     ├── AdmissionError             exit 9    the run refuses this peer, or the peer is banned
     ├── VersionError               exit 10   the two sides speak different versions
-    └── ProtocolError              exit 11   the remote side sent something that is not allowed
-        ├── FrameError                       a frame that is too long, cut short or not decodable
-        └── SignatureError                   a signature, certificate or hash that does not hold
+    ├── ProtocolError              exit 11   the remote side sent something that is not allowed
+    │   ├── FrameError                       a frame that is too long, cut short or not decodable
+    │   └── SignatureError                   a signature, certificate or hash that does not hold
+    └── LeadershipError            exit 12   another coordinator serves this run
 
 A message says what was seen, what is needed and what to do. The command line prints it as one
 sentence and exits with `exit_code`; a traceback never reaches a user for any of these.
@@ -105,3 +106,9 @@ class FrameError(ProtocolError):
 
 class SignatureError(ProtocolError):
     """A signature, certificate or hash that does not hold."""
+
+
+class LeadershipError(SwarmError):
+    """Another coordinator serves this run, or has taken it over."""
+
+    exit_code = 12

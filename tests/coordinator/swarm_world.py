@@ -73,6 +73,7 @@ class SimStore:
     heldout_loss: float | None = None
     finished: int | None = None
     base: int = 0
+    rolled_back: bool = False
 
     @property
     def version(self) -> int:
@@ -89,7 +90,7 @@ class SimStore:
         elif isinstance(record, RunFinished):
             self.finished = record.version
         elif isinstance(record, RolledBack):
-            self.base = record.version
+            self.base, self.rolled_back = record.version, True
             for table in (self.applied, self.checkpoints):
                 for number in [n for n in table if n > record.version]:
                     del table[number]
@@ -97,6 +98,7 @@ class SimStore:
 
     def restore(self, generation: int) -> Restored:
         newest = max(self.checkpoints, default=None)
+        since = [step for number, step in self.applied.items() if number > self.base]
         return Restored(
             generation=generation,
             version=Version(self.version),
@@ -104,7 +106,10 @@ class SimStore:
             checkpoint=None if newest is None else self.checkpoints[newest],
             finished=self.finished is not None,
             heldout_loss=self.heldout_loss,
-        )
+            rolled_back=self.rolled_back,
+            on_branch=frozenset(share.peer for step in since for share in step.shares)
+            if self.rolled_back else frozenset(),
+        )  # fmt: skip
 
 
 class World(Network):

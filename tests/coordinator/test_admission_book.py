@@ -24,8 +24,7 @@ from swarm_coordinator.admission_book import (
     hash_of,
 )
 from swarm_coordinator.admission_records import insert_admission, read_admission, read_seen_since
-from swarm_coordinator.database import MIGRATIONS, migrate, open_for_writing, schema_version
-from swarm_coordinator.history import history
+from swarm_coordinator.database import migrate, open_for_writing
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
 from swarm_shared.errors import AdmissionError
@@ -249,40 +248,6 @@ def test_what_was_decided_survives_the_coordinator(tmp_path: Path) -> None:
     kept = b"".join(file.read_bytes() for file in tmp_path.iterdir())
     assert hash_of("a long secret").encode() in kept
     assert b"a long secret" not in kept
-
-
-def test_a_database_of_the_release_before_is_opened_and_brought_up_to_date(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "run.sqlite3"
-    old = sqlite3.connect(path, isolation_level=None)
-    migrate(old, path, MIGRATIONS[:1])
-    old.execute("INSERT INTO generations VALUES (4, ?)", (NOW,))
-    old.execute(
-        "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, 'anna', ?, ?)",
-        (ANNA, NOW, NOW),
-    )
-    old.close()
-    reading = sqlite3.connect(path)
-    assert read_admission(reading) == AdmissionBook()  # without writing to it
-    assert schema_version(reading) == 1
-    reading.close()
-
-    store = SqliteStore.open(path)
-    assert store.next_generation() == 5
-    assert store.admission() == AdmissionBook()
-    assert store.seen_since(NOW) == {ANNA: NOW}
-
-    async def main() -> None:
-        await store.write(PeerBanned(ANNA, ""))
-
-    trio.run(main)
-    assert store.admission().bans.keys() == {ANNA}
-    store.close()
-    assert [p.name for p in history(path).peers] == ["anna"]
-    connection = open_for_writing(path)
-    assert schema_version(connection) == len(MIGRATIONS)
-    connection.close()
 
 
 def test_a_second_ban_of_a_peer_replaces_the_first_and_both_stay_written(tmp_path: Path) -> None:

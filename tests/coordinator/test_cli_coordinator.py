@@ -129,7 +129,7 @@ def test_wrong_words_exit_with_2(
         (lambda f: f.organiser_key.unlink(), "start", 7, "has lost its organiser.key"),
         (lambda f: f.organiser_key.chmod(0o644), "start", 3, "chmod 600"),
         (lambda f: f.database.write_bytes(b"x" * 9000), "start", 7, "is damaged"),
-        (lambda f: f.database.write_bytes(b"x" * 9000), "history", 7, "move it away"),
+        (lambda f: f.database.write_bytes(b"x" * 9000), "history", 7, "swarm-coordinator verify"),
         (lambda f: None, "history", 7, "has not been started"),
         (lambda f: f.database.touch(), "history", 7, "has not been started"),
         (lambda f: announce(f, "example.org:4001"), "start", 3, "[network] announce"),

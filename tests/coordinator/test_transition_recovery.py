@@ -5,6 +5,7 @@ from __future__ import annotations
 from swarm_bench import Bench
 
 from swarm_coordinator.events import (
+    Restored,
     RolledBack,
     Send,
 )
@@ -19,7 +20,7 @@ from swarm_shared.messages import (
     SyncFailed,
     Welcome,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 
 def lost_stage() -> Bench:
@@ -126,6 +127,17 @@ def test_after_a_roll_back_the_same_version_of_the_old_history_is_not_taken_for_
     assert bench.run.version == 3
     bench.attach("b0", stage=0, version=3)
     assert not bench.sent("b0", Welcome)[0].keep, "its version 3 is the one that was given up"
+    bench.attach("a0", stage=0, version=3)
+    assert bench.sent("a0", Welcome)[0].keep
+
+
+def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
+    last = Bench.applied_step(3, attempt=7)
+    bench = Bench(
+        Restored(2, Version(3), last, None, False, None, True, frozenset({PeerId("a0")}))
+    )  # fmt: skip
+    bench.attach("b0", stage=1, version=3)
+    assert not bench.sent("b0", Welcome)[0].keep, "it did not count in a step since the roll-back"
     bench.attach("a0", stage=0, version=3)
     assert bench.sent("a0", Welcome)[0].keep
 

@@ -1,0 +1,90 @@
+"""Run folders with a past, made without a coordinator: a database and checkpoints that belong."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from swarm_coordinator.checkpoints import CheckpointFolder
+from swarm_coordinator.events import AppliedStep, CheckpointRecord, StageShare
+from swarm_coordinator.records import Record
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.store import SqliteStore, Store
+from swarm_coordinator.stored_run import load_manifest
+from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.types import PeerId, StageIndex, Step, Version
+
+ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
+STAGES, MICROBATCHES = 2, 2
+
+
+def step(number: int, attempt: int = 1, loss: float = 2.0) -> AppliedStep:
+    """Every microbatch once in every stage."""
+    shares = (
+        StageShare(ANNA, StageIndex(0), 1, 16), StageShare(BERT, StageIndex(0), 1, 16),
+        StageShare(BERT, StageIndex(1), 2, 32),
+    )  # fmt: skip
+    return AppliedStep(
+        Step(number), attempt, loss + 1 / number, 32, 0.5, math.sqrt(number), 1e-3, shares
+    )
+
+
+def checkpoints_of(folder: RunFolder, keep: int = 3) -> CheckpointFolder:
+    manifest = load_manifest(folder)
+    return CheckpointFolder(
+        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=keep
+    )
+
+
+def put_checkpoint(
+    folder: RunFolder, version: int, bytes_per_stage: int = 5000
+) -> CheckpointRecord:
+    """Its files in the folder, as the coordinator fetches them; the record is for the store."""
+    checkpoints = checkpoints_of(folder)
+    files: dict[StageIndex, tuple[int, str]] = {}
+    for number in range(STAGES):
+        content = f"stage {number} at {version};".encode() * (bytes_per_stage // 16)
+        checkpoints.partial_path(version, number).write_bytes(content)
+        files[StageIndex(number)] = (len(content), hashlib.sha256(content).hexdigest())
+    return checkpoints.complete(Version(version), files)
+
+
+def write(store: Store, *records: Record) -> None:
+    async def main() -> None:
+        for record in records:
+            await store.write(record)
+
+    trio.run(main)
+
+
+def one_start(folder: RunFolder, *records: Record) -> int:
+    """A coordinator that came, wrote this and went; its generation."""
+    store = SqliteStore.open(folder.database)
+    try:
+        generation = store.next_generation()
+        trio.run(partial(_write_all, store, records))
+    finally:
+        store.close()
+    return generation
+
+
+async def _write_all(store: Store, records: tuple[Record, ...]) -> None:
+    for record in records:
+        await store.write(record)
+
+
+def with_a_past(folder: RunFolder) -> RunFolder:
+    """Steps 1 to 5 over two starts, checkpoints of 2 and 4."""
+    one_start(folder, step(1), step(2), put_checkpoint(folder, 2), step(3))
+    one_start(folder, step(4), put_checkpoint(folder, 4), step(5))
+    return folder
+
+
+def flip_byte(path: Path, offset: int = 100) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0x40
+    path.write_bytes(content)

@@ -1,0 +1,228 @@
+"""What every store does, whatever is behind it: durable when it says so, append-only."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+
+from swarm_coordinator.events import (
+    AppliedStep,
+    CheckpointRecord,
+    EvaluationRecord,
+    Note,
+    RolledBack,
+    RunFinished,
+    StageShare,
+    StoredStage,
+)
+from swarm_coordinator.history import history, steps_document
+from swarm_coordinator.places import Place, reading
+from swarm_coordinator.records import LinksSeen, PeerSeen
+from swarm_coordinator.stores import open_store
+from swarm_shared.errors import StorageError
+from swarm_shared.messages import LinkBytes
+from swarm_shared.types import PeerId, StageIndex, Step, Version
+
+ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
+
+
+def step(number: int, loss: float = 2.0) -> AppliedStep:
+    return AppliedStep(
+        step=Step(number), attempt=1, loss=loss, tokens=64, seconds=0.5, global_norm=1.5,
+        learning_rate=1e-3,
+        shares=(
+            StageShare(ANNA, StageIndex(0), 3, 48), StageShare(BERT, StageIndex(0), 1, 16),
+            StageShare(BERT, StageIndex(1), 4, 64),
+        ),
+    )  # fmt: skip
+
+
+def checkpoint(version: int) -> CheckpointRecord:
+    name = f"checkpoints/step-{version:08d}/stage-0.safetensors"
+    return CheckpointRecord(Version(version), (StoredStage(StageIndex(0), name, 10, "ab" * 32),))
+
+
+def write_all(place: Place, *records: object) -> None:
+    store = open_store(place)
+    store.next_generation()
+
+    async def main() -> None:
+        for record in records:
+            await store.write(record)  # type: ignore[arg-type]
+
+    trio.run(main)
+    store.close()
+
+
+def test_a_new_store_begins_at_version_zero_of_generation_one(place: Place) -> None:
+    store = open_store(place)
+    assert store.next_generation() == 1
+    restored = store.restore()
+    store.close()
+    assert (restored.generation, restored.version, restored.finished) == (1, 0, False)
+    assert restored.last_applied is None
+    assert restored.checkpoint is None
+    assert restored.heldout_loss is None
+
+
+def test_every_start_gets_a_generation_of_its_own(place: Place) -> None:
+    seen = []
+    for _ in range(3):
+        store = open_store(place)
+        seen.append(store.next_generation())
+        store.close()
+    assert seen == [1, 2, 3]
+
+
+def test_what_was_written_is_restored(place: Place) -> None:
+    write_all(
+        place, step(1), step(2), checkpoint(2), step(3, 1.5),
+        EvaluationRecord(Version(3), 1.75, 640), RunFinished(Version(3)),
+    )  # fmt: skip
+    store = open_store(place)
+    restored = store.restore()
+    store.close()
+    assert restored.version == 3
+    assert restored.last_applied == step(3, 1.5)
+    assert restored.checkpoint == checkpoint(2)
+    assert restored.finished
+    assert restored.heldout_loss == 1.75
+
+
+def test_the_evaluation_of_a_former_end_is_not_that_of_a_run_whose_steps_were_raised(
+    place: Place,
+) -> None:
+    write_all(place, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
+    assert history(place).restored.heldout_loss is None
+
+
+def test_a_rollback_supersedes_later_rows_and_deletes_none(place: Place) -> None:
+    write_all(
+        place, step(1), step(2), checkpoint(2), step(3), checkpoint(3), RunFinished(Version(3)),
+        RolledBack(Version(2), "every peer of stage 0 is gone"), step(3, 1.25),
+    )  # fmt: skip
+    found = history(place)
+    assert [(s.step, s.loss) for s in found.steps] == [(1, 2.0), (2, 2.0), (3, 1.25)]
+    assert found.restored.checkpoint == checkpoint(2)
+    assert not found.restored.finished
+    with reading(place) as connection:
+        assert connection.execute("SELECT count(*) FROM applied_steps").fetchone()[0] == 4
+
+
+def test_after_a_rollback_those_who_counted_since_are_known_to_be_of_the_new_history(
+    place: Place,
+) -> None:
+    write_all(place, step(1), step(2))
+    assert not history(place).restored.rolled_back
+    write_all(place, RolledBack(Version(1), "gone"))
+    found = history(place).restored
+    assert (found.rolled_back, found.on_branch) == (True, frozenset())
+    write_all(place, step(2))
+    assert history(place).restored.on_branch == {ANNA, BERT}
+
+
+def test_a_rollback_without_steps_is_the_base_of_a_run_whose_database_was_lost(
+    place: Place,
+) -> None:
+    write_all(place, checkpoint(7), RolledBack(Version(7), "the database was lost"))
+    restored = history(place).restored
+    assert restored.version == 7
+    assert restored.checkpoint == checkpoint(7)
+
+
+def test_the_same_step_cannot_be_applied_twice(place: Place) -> None:
+    store = open_store(place)
+    store.next_generation()
+
+    async def main() -> None:
+        await store.write(step(1))
+        with pytest.raises(StorageError, match="refused a change"):
+            await store.write(step(1, 3.0))
+        await store.write(step(2))
+
+    trio.run(main)
+    assert store.restore().version == 2
+    store.close()
+
+
+def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: Place) -> None:
+    store = open_store(place)
+    store.next_generation()
+    outcomes: dict[str, object] = {}
+
+    async def write(name: str, record: AppliedStep) -> None:
+        try:
+            await store.write(record)
+            outcomes[name] = "written"
+        except StorageError as error:
+            outcomes[name] = error
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(1, 20):
+                nursery.start_soon(write, str(number), step(number))
+            nursery.start_soon(write, "again", step(1))
+
+    trio.run(main)
+    assert len([o for o in outcomes.values() if o == "written"]) == 19
+    assert len([o for o in outcomes.values() if isinstance(o, StorageError)]) == 1
+    assert store.restore().version == 19
+    store.close()
+
+
+def test_a_loss_that_is_not_a_number_is_kept_as_such(place: Place) -> None:
+    write_all(place, step(1, float("nan")))
+    found = history(place)
+    assert steps_document(found.steps)["steps"] == [
+        {"step": 1, "loss": None, "tokens": 64, "seconds": 0.5}
+    ]
+
+
+def test_posted_records_are_there_after_close(place: Place) -> None:
+    store = open_store(place, clock=lambda: 1000.0)
+    store.next_generation()
+    store.post(PeerSeen(ANNA, "anna"))
+    store.post(PeerSeen(ANNA))
+    store.post(Note("hello", ANNA))
+    store.close()
+    found = history(place)
+    assert [(p.peer, p.name, p.first_seen) for p in found.peers] == [(ANNA, "anna", 1000.0)]
+    assert [(n.text, n.peer, n.written_at) for n in found.notes] == [("hello", ANNA, 1000.0)]
+
+
+def test_link_bytes_add_up_over_a_volunteers_restarts(place: Place) -> None:
+
+    def seen(sent: int, received: int) -> LinksSeen:
+        return LinksSeen(
+            ANNA, (LinkBytes(remote=BERT, protocol="/stage", sent=sent, received=received),)
+        )
+
+    write_all(place, seen(100, 10), seen(250, 20), seen(30, 5))
+    (link,) = history(place).links
+    assert (link.reporter, link.remote, link.sent, link.received) == (ANNA, BERT, 280, 25)
+
+
+def test_contributions_sum_the_live_steps(place: Place) -> None:
+    write_all(place, step(1), step(2), RolledBack(Version(1), "gone"), step(2))
+    found = {(c.peer, c.stage): (c.steps, c.microbatches) for c in history(place).contributions}
+    assert found == {(ANNA, 0): (2, 6), (BERT, 0): (2, 2), (BERT, 1): (2, 8)}
+
+
+def test_history_reads_beside_a_running_writer(place: Place) -> None:
+    store = open_store(place)
+    store.next_generation()
+
+    async def main() -> None:
+        await store.write(step(1))
+        assert len(history(place).steps) == 1
+        await store.write(step(2))
+        assert len(history(place).steps) == 2
+
+    trio.run(main)
+    store.close()
+    assert len(history(place).steps) == 2
+
+
+def test_a_run_that_was_never_started_has_no_history(place: Place) -> None:
+    with pytest.raises(StorageError, match="has not been started"):
+        history(place)
