@@ -67,9 +67,16 @@ def join(
     relay: bool,
 ) -> None:
     """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
+    from swarm_client import faults
     from swarm_client.daemon import JoinOptions
     from swarm_client.daemon import join as run
 
+    injector = faults.activate(name or "", daemon_pid=os.getpid())
+    if injector is not None:
+        from swarm_client.fault_network import install
+
+        injector.drop_network = install().begin
+        say("FAULT INJECTION IS ON: this volunteer will fail on purpose")
     options = JoinOptions(
         invite=invite,
         home=home,

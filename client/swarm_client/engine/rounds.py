@@ -13,7 +13,9 @@ from typing import Protocol
 
 import trio
 
+from swarm_client import faults
 from swarm_client.engine.holding import Holding
+from swarm_client.faults import Phase
 from swarm_client.worker.errors import WorkerDied
 from swarm_shared.errors import SwarmError
 from swarm_shared.manifest import Manifest
@@ -140,8 +142,10 @@ class Rounds:
         failed = await self._reconcile(close)
         if failed is not None:
             return failed
+        faults.cut(Phase.ALL_REDUCE, close.step)
         for reduction in close.reductions:
             await self._averager.reduce(holding, close.step, close.attempt, reduction)
+        faults.cut(Phase.NORM, close.step)
         norm = await worker.norm(close.step, self._manifest.tokens_per_step)
         if not norm.finite:
             return RoundReport(
@@ -188,6 +192,7 @@ class Rounds:
             log.warning("told to apply step %s, which is not averaged here", apply.step)
             self._out_of_step()
             return
+        faults.cut(Phase.APPLY, apply.step)
         done = await holding.worker.apply(
             apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
         )
