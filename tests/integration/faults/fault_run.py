@@ -1,0 +1,204 @@
+"""One real run that many faults befall, one after the other, each at its own step and peer.
+
+Processes take seconds to start, so that a run carries a list of cases: for each, the stages are
+staffed again, a fault is planned for a step that is still to come, and the run goes on past it.
+What happened is kept per case; at the end the run is stopped and compared with the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from integration.real_run import PATIENCE_SECONDS, Run, reference
+from swarm_client.faults import PLAN_VARIABLE, Action, Phase, fired_path
+from swarm_coordinator.processes import Child, wait_until
+
+TINY: dict[str, object] = {
+    "model__hidden_size": 32,
+    "model__intermediate_size": 64,
+    "model__layers": 3,
+    "model__heads": 2,
+    "model__key_value_heads": 1,
+    "model__sequence_length": 32,
+    "training__microbatches_per_step": 12,
+    "training__sequences_per_microbatch": 2,
+    "training__evaluation_microbatches": 0,
+    "optimizer__learning_rate": 3e-4,
+    "limits__heartbeat_seconds": 0.5,
+    "limits__dead_after_seconds": 4.0,
+    "limits__receipt_interval_seconds": 0.2,
+    "limits__round_stall_seconds": 3.0,
+    "limits__lease_seconds": 20.0,
+    "limits__join_hold_seconds": 20.0,
+    "checkpoint__every_steps": 1000,
+}
+"""Steps of a fraction of a second: what is measured here is whether, not how fast."""
+
+STEPS = 2000
+"""More than any run here reaches: it is stopped when its cases are through."""
+
+WHOLE_STAGE = 3
+"""Peers of a stage: a majority is there when one of them differs."""
+
+CASE_SECONDS = 90.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`action` at `phase`, by some peer of `stage`, or by a newcomer to it."""
+
+    action: Action
+    phase: Phase
+    stage: int = 0
+    seconds: float = 0.0
+    newcomer: bool = False
+    dies: bool = False
+    """The volunteer does not come back by itself, and another one takes its place."""
+    notes: tuple[str, ...] = ()
+    """Words that the coordinator must say about it."""
+    id: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.id or f"{self.action}-{self.phase}".replace(" ", "-")
+
+
+@dataclass
+class Outcome:
+    case: Case
+    fired_step: int = 0
+    problem: str = ""
+    version_before: int = 0
+    version_after: int = 0
+    said: list[str] = field(default_factory=list)
+
+
+class FaultRun:
+    """`carry` the cases, then `finish`."""
+
+    def __init__(self, run: Run, stages: int) -> None:
+        self.run = run
+        self.stages = stages
+        self.plan = run.folder.path.parent / "faults.json"
+        self.invite = ""
+        self.outcomes: dict[str, Outcome] = {}
+        self.stopped_at = 0
+        self.end_problem = ""
+        self._planned: list[dict[str, Any]] = []
+        self._write_plan()
+        run.swarm.environment[PLAN_VARIABLE] = str(self.plan)
+
+    # ---- the swarm
+
+    def start(self, peers: int = WHOLE_STAGE) -> None:
+        self.invite = self.run.swarm.start_coordinator()
+        for _ in range(peers):
+            for stage in range(self.stages):
+                self.run.swarm.start_volunteer(self.invite, stage)
+        self.wait_staffed(peers)
+
+    def status(self) -> dict[str, Any]:
+        return dict(self.run.swarm.status())
+
+    def ready_names(self, stage: int) -> list[str]:
+        return [
+            peer["name"]
+            for peer in self.status().get("peers", [])
+            if peer["stage"] == stage and peer["phase"] == "ready"
+        ]
+
+    def wait_staffed(self, peers: int = WHOLE_STAGE) -> None:
+        def whole() -> bool:
+            return all(len(self.ready_names(stage)) >= peers for stage in range(self.stages))
+
+        wait_until(whole, self.run.swarm.children, PATIENCE_SECONDS, "every stage to be staffed")
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.run.swarm.volunteers if child.name == name)
+
+    def notes(self) -> list[str]:
+        seen = self.run.swarm.history()
+        return [note.text for note in seen.notes] if seen is not None else []
+
+    # ---- cases
+
+    def carry(self, cases: Sequence[Case]) -> None:
+        """One after the other; a case that goes wrong does not keep the others from being tried."""
+        for case in cases:
+            outcome = self.outcomes[case.name] = Outcome(case)
+            try:
+                self._carry(case, outcome)
+            except Exception as error:  # noqa: BLE001  reported by the case's own test
+                outcome.problem = f"{type(error).__name__}: {error}"
+
+    def _carry(self, case: Case, outcome: Outcome) -> None:
+        self.wait_staffed(WHOLE_STAGE - (1 if case.newcomer else 0))
+        said = len(self.notes())
+        outcome.version_before = self.run.version()
+        if case.newcomer:
+            victim = f"volunteer-{len(self.run.swarm.volunteers) + 1}"
+            self._plan(case, victim, None)
+            self.run.swarm.start_volunteer(self.invite, case.stage)
+        else:
+            victim = self.ready_names(case.stage)[0]
+            self._plan(case, victim, outcome.version_before + 3)
+        if case.dies:
+            self.run.swarm.excuse(self.child(victim))
+        self._wait(lambda: fired_path(self.plan, case.name).exists(), "the fault to happen")
+        fired = json.loads(fired_path(self.plan, case.name).read_text())
+        outcome.fired_step = fired["step"]
+        self._wait(
+            lambda: self.run.version() > outcome.fired_step + 1,
+            f"step {outcome.fired_step + 2}",
+        )
+        if case.dies:
+            self._wait(lambda: self.child(victim).exit_code() is not None, f"{victim} to be dead")
+            if not case.newcomer:
+                self.run.swarm.start_volunteer(self.invite, case.stage)
+        outcome.version_after = self.run.version()
+        outcome.said = self.notes()[said:]
+
+    def _wait(self, ready: Any, what: str) -> None:
+        wait_until(ready, self.run.swarm.children, CASE_SECONDS, what)
+
+    def _plan(self, case: Case, victim: str, step: int | None) -> None:
+        fault = {
+            "id": case.name, "peer": victim, "phase": case.phase, "action": case.action,
+            "step": step, "seconds": case.seconds,
+        }  # fmt: skip
+        self._planned.append(fault)
+        self._write_plan()
+
+    def _write_plan(self) -> None:
+        new = self.plan.with_suffix(".new")
+        new.write_text(json.dumps({"faults": self._planned}))
+        new.replace(self.plan)
+
+    # ---- the end
+
+    def finish(self) -> None:
+        """Stop the run with a checkpoint of the version it has reached."""
+        coordinator = self.run.swarm.coordinator
+        assert coordinator is not None
+        for child in self.run.swarm.children.started:
+            self.run.swarm.excuse(child)
+        coordinator.signal(signal.SIGINT)
+        if coordinator.wait(60) != 0:
+            self.end_problem = f"the coordinator {coordinator.describe_exit()}"
+        self.run.swarm.children.end(10.0)
+        self.stopped_at = self.run.version()
+
+    def assert_losses_equal_reference(self, first: int, last: int) -> None:
+        losses = self.run.losses()
+        expected = self._expected()
+        assert losses[first:last] == pytest.approx(expected.losses[first:last], rel=1e-4)
+
+    def _expected(self) -> Any:
+        manifest = self.run.manifest.model_dump_json()
+        return reference(manifest, str(self.run.folder.data), self.stopped_at)
