@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -123,9 +124,13 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
 
 
 def say(text: str) -> None:
-    """One event, one line, with the time of day."""
+    """One event, one line, with the time of day.
+
+    Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
+    """
     now = datetime.datetime.now().strftime("%H:%M:%S")
-    click.echo(f"{now}  {text}")
+    with contextlib.suppress(OSError):
+        click.echo(f"{now}  {text}")
 
 
 def main() -> None:

@@ -84,6 +84,7 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.heldout_loss = None
     run.step = None
     run.snapshots.clear()
+    run.prints.clear()
     run.pending_checkpoint = None
     run.checkpoint_failed = (version, 0, 0.0)
     run.lost_since.clear()

@@ -62,6 +62,7 @@ from swarm_shared.messages import (
     Heartbeat,
     Leaving,
     MaskRequest,
+    NotFinite,
     PeerRecord,
     Ready,
     RoundReport,
@@ -214,7 +215,9 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Applied):
         closing.applied(run, peer, message, now)
     elif isinstance(message, Ready):
-        membership.ready(run, peer, message.stage, message.version, now)
+        membership.ready(run, peer, message, now)
+    elif isinstance(message, NotFinite):
+        membership.not_finite(run, peer, message, now)
     elif isinstance(message, SyncFailed):
         membership.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
@@ -409,7 +412,13 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
                 "microbatches_per_second": peer.microbatches_per_second,
                 "queued": peer.queued,
                 "silent_seconds": round(now - peer.last_heard, 1),
+                **_mark_of(run, peer),
             }
             for peer in run.peers.values()
         ],
     }
+
+
+def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
+    mark = run.marks.get(peer.peer)
+    return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}

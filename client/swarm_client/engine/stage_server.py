@@ -28,6 +28,7 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Backward,
     Forward,
+    NotFinite,
     RefusalReason,
     StageCancel,
     StageHello,
@@ -82,7 +83,10 @@ class StageServer:
         holding: Callable[[], Holding | None],
         next_stage: Callable[[], Downstream | None],
         gate: Gate,
+        tell: Callable[[NotFinite], None] = lambda _: None,
     ) -> None:
+        """`tell` takes word to the coordinator of what went wrong at this very peer."""
+        self._tell = tell
         self._membership = membership
         self._holding = holding
         self._next_stage = next_stage
@@ -208,6 +212,9 @@ class StageServer:
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
+            training = message.mode == "train"
+            if training and isinstance(error, RequestFailed) and error.code == "not_finite":
+                self._tell(NotFinite(step=message.step, microbatch=message.microbatch))
             over = not holding.works_on(message.step)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))

@@ -23,6 +23,7 @@ from swarm_client.worker import protocol
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.steps import StepRunner
+from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.manifest import Manifest
 
@@ -210,7 +211,10 @@ class ComputeLoop:
             case protocol.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
                 faults.spoil(Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer)
-                return protocol.RoundPrepared(request=number, microbatches=microbatches)
+                return protocol.RoundPrepared(
+                    request=number, microbatches=microbatches,
+                    finite=is_finite(self._memory.gradients),
+                )  # fmt: skip
             case protocol.Norm():
                 self._strike_result(Phase.NORM, request.step)
                 norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
