@@ -340,8 +340,10 @@ class StageWorker:
         reason = ""
         try:
             while (answer := await self._child.link.receive()) is not None:
-                computed = isinstance(answer, protocol.ForwardDone | protocol.BackwardDone)
-                self._liveness.answered(answer.seconds if computed else None)
+                computed = None
+                if isinstance(answer, protocol.ForwardDone | protocol.BackwardDone):
+                    computed = answer.seconds
+                self._liveness.answered(computed)
                 waiter = self._waiters.pop(answer.request, None)
                 if waiter is None:
                     continue
