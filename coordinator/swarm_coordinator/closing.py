@@ -331,30 +331,25 @@ def finish_when_applied(run: RunState, now: float) -> None:
 def _compare_replicas(
     run: RunState, stage: StageIndex, prints: dict[PeerId, tuple[str, float]], now: float
 ) -> None:
-    """Replicas on like devices are equal to the bit, on unlike ones within rounding."""
-    of_device: dict[str, list[str]] = {}
-    for peer_id, (digest, _) in prints.items():
-        peer = run.peers.get(peer_id)
-        if peer is not None:
-            of_device.setdefault(peer.device, []).append(digest)
-    usual = {device: _majority(digests) for device, digests in of_device.items()}
+    """Replicas on like devices are equal to the bit, on unlike ones within rounding.
+
+    Which devices are alike, nobody can tell from their names. Who has agreed with the majority
+    before is like them, so that a later difference is a fault of its own.
+    """
+    digest_of_most, count = Counter(digest for digest, _ in prints.values()).most_common(1)[0]
+    majority = digest_of_most if 2 * count > len(prints) and count > 1 else None
     (_, majority_norm), _ = Counter(prints.values()).most_common(1)[0]
     agreed: set[str] = set()
     for peer_id, (digest, norm) in prints.items():
         peer = run.peers.get(peer_id)
         if peer is None:
             continue
-        expected = usual[peer.device]
         near = math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE)
-        if near and expected in (None, digest):
-            agreed.add(digest)
-        else:
+        if digest == majority:
+            peer.like_the_majority = True
+        elif not near or (majority is not None and peer.like_the_majority):
             run.mark(peer, f"its parameters of stage {stage} differed from the majority's")
             membership.resync(run, peer, "its parameters differed from the majority's", now)
+            continue
+        agreed.add(digest)
     run.prints[stage] = frozenset(agreed)
-
-
-def _majority(digests: list[str]) -> str | None:
-    """What more than half of them say; None when nobody knows who is right."""
-    digest, count = Counter(digests).most_common(1)[0]
-    return digest if 2 * count > len(digests) else None

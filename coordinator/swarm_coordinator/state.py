@@ -94,6 +94,11 @@ class StepState:
     """Sit this step out and are synced anew after it: they kept it from closing."""
     table: StepTable = field(default_factory=StepTable)
     leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    """Second leases of microbatches that lag at the end of the step (`hedging`)."""
+    mostly_done_at: float | None = None
+    """When most of the table was filled for the first time."""
+    hedge_not_before: float = 0.0
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
     """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)

@@ -24,6 +24,7 @@ from typing import assert_never
 from swarm_coordinator import (
     checkpointing,
     closing,
+    hedging,
     leaving,
     membership,
     progress,
@@ -283,6 +284,7 @@ def _collect(run: RunState, now: float) -> None:
         return
     if not progress.complete(run):
         progress.lease_open_microbatches(run, now)
+        hedging.hedge(run, now)
     elif now >= step.close_not_before and not (
         _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
     ):
@@ -328,6 +330,7 @@ def _evaluate(run: RunState, now: float) -> None:
         return
     if len(step.evaluations) < progress.microbatch_count(run):
         progress.lease_open_microbatches(run, now)
+        hedging.hedge(run, now)
         return
     tokens = sum(count for _, count in step.evaluations.values())
     loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
