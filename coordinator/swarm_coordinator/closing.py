@@ -230,6 +230,7 @@ def _decide(run: RunState, now: float) -> None:
     for stage, squares in sorted(reported.items()):
         own, tied = max(squares)
         if not all(_close(own, other[0]) and _close(tied, other[1]) for other in squares):
+            _mark_the_odd(run, stage)
             abort(run, f"replicas of stage {stage} averaged to different gradients", now)
             return
         total += own + (tied if stage == 0 else 0.0)
@@ -254,6 +255,19 @@ def _decide(run: RunState, now: float) -> None:
                 learning_rate=applied.learning_rate,
             ),
         )
+
+
+def _mark_the_odd(run: RunState, stage: StageIndex) -> None:
+    """Those that averaged to something else than most of their stage."""
+    assert run.step is not None
+    assert run.step.closing is not None
+    closing = run.step.closing
+    squares = {p: closing.reports[p] for p, of in closing.members.items() if of == stage}
+    usual, count = Counter(squares.values()).most_common(1)[0]
+    for peer_id, own in squares.items():
+        peer = run.peers.get(peer_id)
+        if peer is not None and own != usual and 2 * count > len(squares):
+            run.mark(peer, "it averaged to another gradient than the others of its stage")
 
 
 def _close(one: float, other: float) -> bool:

@@ -77,8 +77,8 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
         number = progress.grant(run, step, trainer, microbatches, len(driving))
         for microbatch in microbatches:
             step.hedges[microbatch] = LeaseState(number, trainer, now)
+    if grants:
         run.note(
-            f"{len(microbatches)} microbatch(es) of step {step.step} lag; {short(trainer)} drives "
-            "them as well",
-            trainer,
+            f"{sum(map(len, grants.values()))} microbatch(es) of step {step.step} lag: "
+            f"{', '.join(short(trainer) for trainer in grants)} drive them as well"
         )
