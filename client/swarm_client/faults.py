@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import resource
 import signal
@@ -41,6 +42,10 @@ from swarm_shared.model_config import FrozenModel
 PLAN_VARIABLE = "SWARM_FAULTS"
 PEER_VARIABLE = "SWARM_FAULTS_PEER"
 """Set by the daemon for its workers, which do not know whose they are."""
+
+
+ANYBODY = "*"
+"""Of the first peer that gets there: who saves a checkpoint, or moves, is the run's choice."""
 
 
 class Phase(StrEnum):
@@ -89,7 +94,7 @@ SPOILING = frozenset({Action.CORRUPT, Action.NAN})
 class Fault(FrozenModel):
     id: str
     peer: str
-    """The name that the volunteer was given on its command line."""
+    """The name that the volunteer was given on its command line, or ANYBODY."""
     phase: Phase
     action: Action
     step: int | None = None
@@ -137,7 +142,7 @@ class Injector:
             fault
             for fault in self._faults
             if fault.phase is phase
-            and fault.peer == self._peer
+            and fault.peer in (self._peer, ANYBODY)
             and (fault.step is None or fault.step == step)
         ]
 
@@ -161,7 +166,7 @@ class Injector:
         if fired.exists():
             return False
         own = fired.with_name(f"{fired.name}.{os.getpid()}")
-        record = {"pid": os.getpid(), "step": step, "at": time.monotonic()}
+        record = {"peer": self._peer, "pid": os.getpid(), "step": step, "at": time.monotonic()}
         own.write_text(json.dumps(record))
         try:
             os.link(own, fired)
@@ -250,6 +255,18 @@ def spoil(phase: Phase, step: int | None, tensor: memoryview | None) -> None:
         active.spoil(phase, step, tensor)
 
 
+def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
+    """Here a file of tensors may be altered in place: its last number is."""
+    if active is not None:
+        with (
+            path.open("r+b") as file,
+            mmap.mmap(file.fileno(), 0) as content,
+            memoryview(content) as whole,
+            whole[-4:] as last,
+        ):
+            active.spoil(phase, step, last)
+
+
 def fired_path(plan: Path, fault_id: str) -> Path:
     """The file that a fault leaves when it happens."""
     return plan.with_name(f"{plan.name}.{fault_id}.fired")
@@ -262,12 +279,12 @@ def _say(what: str) -> None:
 
 
 def _alter(action: Action, tensor: memoryview) -> None:
-    octets = tensor.cast("B")
-    if action is Action.NAN:
-        octets[:4] = b"\xff" * 4  # one float32, two of half its size: all ones is no number
-        return
-    (value,) = struct.unpack_from("<f", octets)
-    struct.pack_into("<f", octets, 0, value + 1.0)
+    with tensor.cast("B") as octets:
+        if action is Action.NAN:
+            octets[:4] = b"\xff" * 4  # one float32, two of half its size: all ones is no number
+            return
+        (value,) = struct.unpack_from("<f", octets)
+        struct.pack_into("<f", octets, 0, value + 1.0)
 
 
 def _fill_disk(seconds: float) -> None:

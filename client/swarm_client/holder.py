@@ -153,6 +153,7 @@ class Holder:
             f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
             f"{len(assignment.holders)} peer(s)"
         )
+        faults.spoil_file(Phase.STATE_DOWNLOAD, assignment.version + 1, path)
         try:
             return (await worker.load_state(path, assignment.version)).digest
         finally:

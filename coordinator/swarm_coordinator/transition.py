@@ -385,7 +385,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
     return {
         "run": run.manifest.name,
         "phase": run.phase.value,
-        "waiting_for": run.waiting_reason if run.phase is RunPhase.WAITING else "",
+        "waiting_for": _waiting_for(run),
         "generation": run.generation,
         "version": run.version,
         "steps": run.manifest.training.steps,
@@ -425,3 +425,12 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
 def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
     mark = run.marks.get(peer.peer)
     return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}
+
+
+def _waiting_for(run: RunState) -> str:
+    if run.phase is RunPhase.WAITING:
+        return run.waiting_reason
+    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
+        names = ", ".join(str(stage) for stage in sorted(run.lost_since))
+        return f"somebody to hold stage {names}, which has lost every peer"
+    return ""

@@ -68,6 +68,7 @@ class Downstream:
         ask_mask: AskMask,
         nursery: trio.Nursery,
         depth: int = 1,
+        latency: Latency | None = None,
     ) -> None:
         """`depth` is how many stages there are from this one to the last."""
         self.stage = stage
@@ -81,7 +82,7 @@ class Downstream:
         self._opening: dict[PeerId, trio.Event] = {}
         self._capacity_changed = trio.Event()
         self._depth = depth
-        self._latency = Latency()
+        self._latency = latency or Latency()
         self._queueing = 0
         """Parcels for which nobody has had room yet."""
         self.resent = 0

@@ -43,7 +43,11 @@ MAXIMUM_HEDGES = 2
 class Latency:
     """How long answers take from one sender to one stage."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, least_seconds: float = LEAST_SECONDS, unknown_seconds: float = UNKNOWN_SECONDS
+    ) -> None:
+        self._least_seconds = least_seconds
+        self._unknown_seconds = unknown_seconds
         self._mean: float | None = None
         self._deviation = 0.0
 
@@ -56,9 +60,9 @@ class Latency:
 
     def is_usual(self, seconds: float, depth: int) -> bool:
         """Whether an answer through `depth` stages may well take that long."""
-        least = LEAST_SECONDS + PER_STAGE_SECONDS * (depth - 1)
+        least = self._least_seconds + PER_STAGE_SECONDS * (depth - 1)
         if self._mean is None:
-            return seconds < max(least, UNKNOWN_SECONDS)
+            return seconds < max(least, self._unknown_seconds)
         return seconds < max(least, self._mean + DEVIATIONS * self._deviation)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from integration.real_run import PATIENCE_SECONDS, Run, reference
-from swarm_client.faults import PLAN_VARIABLE, Action, Phase, fired_path
+from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
 from swarm_coordinator.processes import Child, wait_until
 
 TINY: dict[str, object] = {
@@ -26,7 +26,7 @@ TINY: dict[str, object] = {
     "model__heads": 2,
     "model__key_value_heads": 1,
     "model__sequence_length": 32,
-    "training__microbatches_per_step": 12,
+    "training__microbatches_per_step": 8,
     "training__sequences_per_microbatch": 2,
     "training__evaluation_microbatches": 0,
     "optimizer__learning_rate": 3e-4,
@@ -36,7 +36,7 @@ TINY: dict[str, object] = {
     "limits__round_stall_seconds": 3.0,
     "limits__lease_seconds": 20.0,
     "limits__join_hold_seconds": 20.0,
-    "checkpoint__every_steps": 1000,
+    "checkpoint__every_steps": 16,
 }
 """Steps of a fraction of a second: what is measured here is whether, not how fast."""
 
@@ -44,7 +44,10 @@ STEPS = 2000
 """More than any run here reaches: it is stopped when its cases are through."""
 
 WHOLE_STAGE = 3
-"""Peers of a stage: a majority is there when one of them differs."""
+"""Peers of a stage at the start: a majority is there when one of them differs."""
+
+ENOUGH = 2
+"""Peers of a stage without which no case begins, so that the run can go on when one dies."""
 
 CASE_SECONDS = 90.0
 
@@ -58,15 +61,21 @@ class Case:
     stage: int = 0
     seconds: float = 0.0
     newcomer: bool = False
-    dies: bool = False
-    """The volunteer does not come back by itself, and another one takes its place."""
-    notes: tuple[str, ...] = ()
+    anybody: bool = False
+    """Whoever gets there first: the run chooses who saves a checkpoint."""
+    peers: int = ENOUGH
+    says: str = ""
     """Words that the coordinator must say about it."""
-    id: str = ""
 
     @property
     def name(self) -> str:
-        return self.id or f"{self.action}-{self.phase}".replace(" ", "-")
+        length = f"-{self.seconds:g}s" if self.seconds else ""
+        return f"{self.action}{length}-at-{self.phase}".replace(" ", "-")
+
+    @property
+    def dies(self) -> bool:
+        """The volunteer does not come back by itself, and another one takes its place."""
+        return self.action is Action.KILL
 
 
 @dataclass
@@ -138,31 +147,41 @@ class FaultRun:
                 outcome.problem = f"{type(error).__name__}: {error}"
 
     def _carry(self, case: Case, outcome: Outcome) -> None:
-        self.wait_staffed(WHOLE_STAGE - (1 if case.newcomer else 0))
+        swarm = self.run.swarm
+        self.wait_staffed(case.peers - case.newcomer)
         said = len(self.notes())
         outcome.version_before = self.run.version()
-        if case.newcomer:
-            victim = f"volunteer-{len(self.run.swarm.volunteers) + 1}"
-            self._plan(case, victim, None)
-            self.run.swarm.start_volunteer(self.invite, case.stage)
+        excused = list(swarm.children.excused)
+        if case.anybody:
+            every = self.run.manifest.checkpoint_steps
+            self._plan(case, ANYBODY, every * ((outcome.version_before + 2) // every + 1))
+        elif case.newcomer:
+            self._plan(case, f"volunteer-{len(swarm.volunteers) + 1}", None)
+            swarm.start_volunteer(self.invite, case.stage)
         else:
-            victim = self.ready_names(case.stage)[0]
-            self._plan(case, victim, outcome.version_before + 3)
+            self._plan(case, self.ready_names(case.stage)[0], outcome.version_before + 3)
         if case.dies:
-            self.run.swarm.excuse(self.child(victim))
+            for child in swarm.volunteers:
+                swarm.excuse(child)
         self._wait(lambda: self._has_fired(case), "the fault to happen")
         fired = json.loads(fired_path(self.plan, case.name).read_text())
-        outcome.fired_step = fired["step"]
+        outcome.fired_step, victim = fired["step"], self.child(fired["peer"])
+        swarm.children.excused[:] = excused
+        if case.dies:
+            swarm.excuse(victim)
+            stage = self._stage_of(victim)
+            swarm.start_volunteer(self.invite, stage)
         self._wait(
-            lambda: self.run.version() > outcome.fired_step + 1,
-            f"step {outcome.fired_step + 2}",
+            lambda: self.run.version() > outcome.fired_step + 1, f"step {outcome.fired_step + 2}"
         )
         if case.dies:
-            self._wait(lambda: self.child(victim).exit_code() is not None, f"{victim} to be dead")
-            if not case.newcomer:
-                self.run.swarm.start_volunteer(self.invite, case.stage)
+            self._wait(lambda: victim.exit_code() is not None, f"{victim.name} to be dead")
         outcome.version_after = self.run.version()
         outcome.said = self.notes()[said:]
+
+    def _stage_of(self, volunteer: Child) -> int:
+        words = [str(word) for word in volunteer.popen.args]  # type: ignore[union-attr]
+        return int(words[words.index("--stage") + 1])
 
     def _has_fired(self, case: Case) -> bool:
         """Whether it has happened. A peer that got no such work in its step gets another step."""
@@ -171,7 +190,8 @@ class FaultRun:
         step = self._planned[-1]["step"]
         version = self.run.version()
         if step is not None and version > step:
-            self._planned[-1]["step"] = version + 3
+            every = self.run.manifest.checkpoint_steps if case.anybody else 1
+            self._planned[-1]["step"] = every * ((version + 2) // every + 1)
             self._write_plan()
         return False
 
@@ -205,11 +225,15 @@ class FaultRun:
         self.run.swarm.children.end(10.0)
         self.stopped_at = self.run.version()
 
-    def assert_losses_equal_reference(self, first: int, last: int) -> None:
-        losses = self.run.losses()
-        expected = self._expected()
-        assert losses[first:last] == pytest.approx(expected.losses[first:last], rel=1e-4)
+    def check(self, case: Case) -> None:
+        """It struck where it should, the run went on, and no loss of these steps differs."""
+        outcome = self.outcomes[case.name]
+        assert outcome.problem == ""
+        assert outcome.version_before <= outcome.fired_step <= outcome.version_after - 1
+        assert [note for note in outcome.said if case.says in note] or not case.says
+        steps = slice(outcome.version_before, outcome.version_after)
+        assert self.run.losses()[steps] == pytest.approx(self._expected()[steps], rel=1e-4)
 
-    def _expected(self) -> Any:
+    def _expected(self) -> tuple[float, ...]:
         manifest = self.run.manifest.model_dump_json()
-        return reference(manifest, str(self.run.folder.data), self.stopped_at)
+        return reference(manifest, str(self.run.folder.data), self.stopped_at).losses
