@@ -7,9 +7,10 @@ whenever it has changed, so that one run can carry many cases:
     {"faults": [{"id": "a", "peer": "volunteer-3", "step": 4, "phase": "forward",
                  "action": "freeze", "seconds": 8}]}
 
-A fault happens once, to the first process of that peer that reaches the phase of that step, and
-leaves a file PLAN.ID.fired before it does anything. `step` is the step that the peer works on
-(version + 1); for a checkpoint, the version that is saved; without one, the first that comes.
+Unless it says otherwise, a fault happens once, to the first process of that peer that reaches the
+phase of that step, and leaves a file PLAN.ID.fired before it does anything. `step` is the step that
+the peer works on (version + 1); for a checkpoint, the version that is saved; without one, the first
+that comes.
 
 Three calls mark the places: `strike` where a process may die, stand still or lose its disk or
 clock, `cut` where the daemon, which alone has a network, may lose that, and `spoil` where a tensor
@@ -99,6 +100,8 @@ class Fault(FrozenModel):
     action: Action
     step: int | None = None
     seconds: float = 0.0
+    again: bool = False
+    """Every time, and without a word or a file: a delay then is a slow device."""
 
 
 class _Plan(FrozenModel):
@@ -162,6 +165,8 @@ class Injector:
 
     def _claim(self, fault: Fault, step: int | None) -> bool:
         """Whether this process is the first; the file is whole before it has its name."""
+        if fault.again:
+            return True
         fired = fired_path(self._plan, fault.id)
         if fired.exists():
             return False

@@ -134,7 +134,12 @@ class Holder:
                 self._install(worker, assignment, nursery)
                 volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
                 volunteer.report(f"holding stage {stage} at version {assignment.version}")
-                died = await worker.wait_died()
+                try:
+                    died = await worker.wait_died()
+                finally:
+                    # Tasks of others' links, which outlive this nursery, send through it.
+                    if self.next_stage is not None:
+                        self.next_stage.close()
                 nursery.cancel_scope.cancel()
             return died
         raise AssertionError("unreachable: the worker's context swallows nothing")

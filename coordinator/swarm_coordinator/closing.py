@@ -124,6 +124,7 @@ def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
     if message.reset:
         for held in step.table.held_by(peer.peer):
             del step.table[held]
+            run.work.cleared += 1
     for microbatch in message.missing:
         if stage is not None:
             cell_key = (microbatch, stage)

@@ -119,7 +119,12 @@ def commit(run: RunState, receipt: Receipt) -> bool:
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
         # Somebody else was first. The close tells this peer what it may count.
-        return step.table[cell].peer == receipt.peer
+        known = step.table[cell].peer == receipt.peer
+        if not known and (cell, receipt.peer) not in step.duplicates:
+            step.duplicates.add((cell, receipt.peer))
+            run.work.duplicated += 1
+        return known
+    run.work.counted += 1
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
     return True
 
@@ -145,6 +150,7 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
         return
     for cell in step.table.held_by(peer):
         del step.table[cell]
+        run.work.cleared += 1
     for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
         del step.hedges[microbatch]
     for microbatch in [m for m, lease in step.leases.items() if lease.trainer == peer]:

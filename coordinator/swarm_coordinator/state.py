@@ -22,7 +22,7 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.moving import Moving, Rebalancing
 from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally
-from swarm_coordinator.step_table import Cell, StepTable
+from swarm_coordinator.step_table import Cell, CellKey, StepTable
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     CoordinatorMessage,
@@ -96,6 +96,8 @@ class StepState:
     leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     """Second leases of microbatches that lag at the end of the step (`hedging`)."""
+    duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
+    """Cells that somebody has counted besides the one whose cell it is."""
     mostly_done_at: float | None = None
     """When most of the table was filled for the first time."""
     hedge_not_before: float = 0.0
@@ -151,6 +153,18 @@ class Mark:
 
 
 @dataclass(slots=True)
+class WorkDone:
+    """Microbatches times stages since this start of the coordinator: what faults have cost."""
+
+    counted: int = 0
+    """Entered in a table, those that were cleared again included."""
+    duplicated: int = 0
+    """Counted by a second peer too, which took it out again."""
+    cleared: int = 0
+    """Lost with the peer that had counted it, and so to be computed once more."""
+
+
+@dataclass(slots=True)
 class RunState:
     manifest: Manifest
     manifest_envelope: str
@@ -191,6 +205,7 @@ class RunState:
     revoked_dirty: bool = False
     """Somebody was revoked or reinstated since the last roster."""
     waiting_reason: str = ""
+    work: WorkDone = field(default_factory=WorkDone)
     marks: dict[PeerId, Mark] = field(default_factory=dict)
     """Kept when a peer goes: it comes back as what it was."""
     prints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
@@ -357,6 +372,7 @@ __all__ = [
     "RunState",
     "Snapshots",
     "StepState",
+    "WorkDone",
     "display",
     "short",
 ]

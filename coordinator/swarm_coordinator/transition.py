@@ -395,6 +395,11 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
         "loss": last.loss if last is not None else None,
         "tokens_per_second": last.tokens / last.seconds if last and last.seconds > 0 else None,
         "heldout_loss": run.heldout_loss,
+        "work": {
+            "counted": run.work.counted,
+            "duplicated": run.work.duplicated,
+            "cleared": run.work.cleared,
+        },
         "checkpoint_version": run.checkpoint.version if run.checkpoint else None,
         "uptime_seconds": now - run.started_at,
         "healthy": all(run.ready_peers(stage) for stage in run.stage_indices),

@@ -131,6 +131,15 @@ async def test_a_microbatch_that_nobody_answers_is_given_up_when_its_step_is_ove
             await trio.sleep(0.01)
 
 
+async def test_a_sender_that_has_given_its_stage_up_opens_no_more_links() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        downstream = w.downstream(sender, 1)
+        downstream.close()
+        with pytest.raises(MicrobatchAbandoned):
+            await downstream.send(parcel(), lambda: True)
+        assert last.worker.forwards == []
+
+
 def test_what_is_late_follows_from_what_is_usual() -> None:
     latency = Latency()
     assert latency.is_usual(UNKNOWN_SECONDS - 1, depth=1)

@@ -83,6 +83,7 @@ class Downstream:
         self._capacity_changed = trio.Event()
         self._depth = depth
         self._latency = latency or Latency()
+        self._closed = False
         self._queueing = 0
         """Parcels for which nobody has had room yet."""
         self.resent = 0
@@ -215,6 +216,8 @@ class Downstream:
     async def _choose(self, still_wanted: Callable[[], bool], besides: Collection[PeerId]) -> Edge:
         """An edge with a free credit to one of the others, opened if need be; waits for one."""
         while True:
+            if self._closed:
+                raise MicrobatchAbandoned("this peer has given its stage up")
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over")
             members = self._members()
@@ -274,6 +277,8 @@ class Downstream:
             stream = await self._open_stream(record)
             try:
                 edge = await greet(stream, self._hello())
+                if self._closed:
+                    raise LinkClosed("this peer has given its stage up meanwhile")
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await stream.reset()
@@ -303,6 +308,8 @@ class Downstream:
             self._notify()
 
     def close(self) -> None:
+        """Before the nursery ends: nothing more is sent, and what is on its way comes back."""
+        self._closed = True
         for edge in list(self._edges.values()):
             edge.fail(LinkClosed("this peer closes its links"))
 

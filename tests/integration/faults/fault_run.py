@@ -169,7 +169,7 @@ class FaultRun:
         swarm.children.excused[:] = excused
         if case.dies:
             swarm.excuse(victim)
-            stage = self._stage_of(victim)
+            stage = self.stage_of(victim)
             swarm.start_volunteer(self.invite, stage)
         self._wait(
             lambda: self.run.version() > outcome.fired_step + 1, f"step {outcome.fired_step + 2}"
@@ -179,13 +179,13 @@ class FaultRun:
         outcome.version_after = self.run.version()
         outcome.said = self.notes()[said:]
 
-    def _stage_of(self, volunteer: Child) -> int:
+    def stage_of(self, volunteer: Child) -> int:
         words = [str(word) for word in volunteer.popen.args]  # type: ignore[union-attr]
         return int(words[words.index("--stage") + 1])
 
     def _has_fired(self, case: Case) -> bool:
         """Whether it has happened. A peer that got no such work in its step gets another step."""
-        if fired_path(self.plan, case.name).exists():
+        if self.has_fired(case.name):
             return True
         step = self._planned[-1]["step"]
         version = self.run.version()
@@ -198,10 +198,29 @@ class FaultRun:
     def _wait(self, ready: Any, what: str) -> None:
         wait_until(ready, self.run.swarm.children, CASE_SECONDS, what)
 
+    def plan_for_anybody(self, name: str, phase: Phase, action: Action, seconds: float) -> None:
+        """The first peer that reaches the phase from now on."""
+        self._plan_fault(name, ANYBODY, phase, action, None, seconds)
+
+    def plan_for(
+        self, name: str, peer: str, phase: Phase, action: Action, seconds: float = 0.0
+    ) -> None:
+        """That peer, the next time it reaches the phase."""
+        self._plan_fault(name, peer, phase, action, None, seconds)
+
+    def has_fired(self, name: str) -> bool:
+        return fired_path(self.plan, name).exists()
+
     def _plan(self, case: Case, victim: str, step: int | None) -> None:
+        self._plan_fault(case.name, victim, case.phase, case.action, step, case.seconds)
+
+    def _plan_fault(
+        self, name: str, victim: str, phase: Phase, action: Action, step: int | None,
+        seconds: float,
+    ) -> None:  # fmt: skip
         fault = {
-            "id": case.name, "peer": victim, "phase": case.phase, "action": case.action,
-            "step": step, "seconds": case.seconds,
+            "id": name, "peer": victim, "phase": phase, "action": action, "step": step,
+            "seconds": seconds,
         }  # fmt: skip
         self._planned.append(fault)
         self._write_plan()
