@@ -7,7 +7,8 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-nat fuzz check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat fuzz \
+        check format bench bench-faults bench-net clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -17,10 +18,12 @@ help:
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, and other slow tests"
 	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
+	@echo "make test-faults faults on purpose: a table of them, random ones, a stage that is lost"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
+	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
 	@echo "make clean    remove what the above have made, except runs"
 
@@ -46,6 +49,9 @@ test-attacks: setup-dev
 test-durability: setup-dev
 	@$(PY) -m pytest -m durability $(ARGS)
 
+test-faults: setup-dev
+	@$(PY) -m pytest -m faults $(ARGS)
+
 test-nat: setup-dev
 	@$(PY) -m pytest -m nat $(ARGS)
 
@@ -64,6 +70,9 @@ format: setup-dev
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)
+
+bench-faults: setup-dev
+	@$(PY) -m benchmarks.faults $(ARGS)
 
 # The lab of namespaces lies with the tests.
 bench-net: setup-dev

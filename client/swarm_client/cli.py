@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -67,9 +68,16 @@ def join(
     relay: bool,
 ) -> None:
     """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
+    from swarm_client import faults
     from swarm_client.daemon import JoinOptions
     from swarm_client.daemon import join as run
 
+    injector = faults.activate(name or "", daemon_pid=os.getpid())
+    if injector is not None:
+        from swarm_client.fault_network import install
+
+        injector.drop_network = install().begin
+        say("FAULT INJECTION IS ON: this volunteer will fail on purpose")
     options = JoinOptions(
         invite=invite,
         home=home,
@@ -116,9 +124,13 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
 
 
 def say(text: str) -> None:
-    """One event, one line, with the time of day."""
+    """One event, one line, with the time of day.
+
+    Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
+    """
     now = datetime.datetime.now().strftime("%H:%M:%S")
-    click.echo(f"{now}  {text}")
+    with contextlib.suppress(OSError):
+        click.echo(f"{now}  {text}")
 
 
 def main() -> None:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import trio
 
+from swarm_client import faults
 from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import RoundMessage, Rounds
+from swarm_client.faults import Phase
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import WorkerDied
 from swarm_client.worker.spare import SpareWorker
@@ -33,6 +35,11 @@ GRAPH_SHARE = 0.5
 
 WORKER_BACKOFF_SECONDS = 2.0
 """Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
+
+
+def _strike_download(assignment: AssignStage) -> None:
+    faults.cut(Phase.STATE_DOWNLOAD, assignment.version + 1)
+    faults.strike(Phase.STATE_DOWNLOAD, assignment.version + 1)
 
 
 class Holder:
@@ -55,7 +62,11 @@ class Holder:
 
     async def take(self, assignment: AssignStage) -> None:
         """Give up what is held and start on the assignment."""
+        moves = self.holding is not None and self.holding.stage != assignment.stage
         await self.drop()
+        if moves:
+            faults.cut(Phase.STAGE_MIGRATION, assignment.version + 1)
+            faults.strike(Phase.STAGE_MIGRATION, assignment.version + 1)
         self._volunteer.snapshots.forget()
         self._scope, self._ended = trio.CancelScope(), trio.Event()
         self._nursery.start_soon(self._hold, assignment, self._scope, self._ended)
@@ -123,7 +134,12 @@ class Holder:
                 self._install(worker, assignment, nursery)
                 volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
                 volunteer.report(f"holding stage {stage} at version {assignment.version}")
-                died = await worker.wait_died()
+                try:
+                    died = await worker.wait_died()
+                finally:
+                    # Tasks of others' links, which outlive this nursery, send through it.
+                    if self.next_stage is not None:
+                        self.next_stage.close()
                 nursery.cancel_scope.cancel()
             return died
         raise AssertionError("unreachable: the worker's context swallows nothing")
@@ -136,12 +152,13 @@ class Holder:
             return worker.configured.digest
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
-            volunteer.membership.run, lambda _done, _all: None,
+            volunteer.membership.run, lambda _done, _all: _strike_download(assignment),
         )  # fmt: skip
         volunteer.report(
             f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
             f"{len(assignment.holders)} peer(s)"
         )
+        faults.spoil_file(Phase.STATE_DOWNLOAD, assignment.version + 1, path)
         try:
             return (await worker.load_state(path, assignment.version)).digest
         finally:

@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import trio
 
+from swarm_client import faults
 from swarm_client.engine.holding import Holding
+from swarm_client.faults import Phase
 from swarm_client.home import Home, snapshot_item
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards, verify_shard
@@ -78,6 +80,8 @@ class Snapshots:
                 )
             )
             return
+        faults.cut(Phase.CHECKPOINT, request.version)
+        faults.spoil_file(Phase.CHECKPOINT, request.version, path)
         self._served[item] = path
         while len(self._served) > KEPT_SNAPSHOTS:
             oldest = next(iter(self._served))

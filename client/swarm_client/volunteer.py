@@ -166,7 +166,7 @@ class Volunteer:
         self.gate = Gate(invite.run_id, invite.organiser, self.roster)
         server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
-            self.gate,
+            self.gate, self.send,
         )  # fmt: skip
         self.stage_server = server
         self.snapshots.clear()
@@ -222,9 +222,11 @@ class Volunteer:
             await stream.reset()
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
+        assert self.membership is not None
         return Downstream(
-            stage, self.roster, self.stage_hello, self.open_stage_stream, self._masks.ask, nursery
-        )
+            stage, self.roster, self.stage_hello, self.open_stage_stream, self._masks.ask, nursery,
+            depth=self.membership.manifest.stage_count - stage,
+        )  # fmt: skip
 
     # ---- sessions
 

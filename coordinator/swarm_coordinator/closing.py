@@ -85,16 +85,36 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         return
     if not message.ok:
         _take_back(run, peer, message)
-    if step.closing is None or run.phase is not RunPhase.CLOSING:
+    if step.closing is None or peer.peer not in step.closing.members:
         return  # another member's failure ended this attempt already
-    if peer.peer not in step.closing.members:
+    if run.phase is RunPhase.APPLYING and not message.ok:
+        _cannot_apply(run, peer, message, now)
+    elif run.phase is not RunPhase.CLOSING:
         return
-    if not message.ok:
+    elif not message.ok:
         _attempt_failed(run, peer, message, now)
-        return
+    else:
+        _averaged(run, peer, message, now)
+
+
+def _averaged(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
     step.closing.reports[peer.peer] = (message.own_squared, message.tied_squared)
     if step.closing.reports.keys() == step.closing.members.keys():
         _decide(run, now)
+
+
+def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    """The step is decided and this member cannot take it: the others go on, it is synced anew."""
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
+    del step.closing.members[peer.peer]
+    run.mark(peer, f"it could not apply step {step.step}: {message.reason}")
+    membership.resync(run, peer, f"it could not apply step {step.step}", now)
+    finish_when_applied(run, now)
 
 
 def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
@@ -104,6 +124,7 @@ def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
     if message.reset:
         for held in step.table.held_by(peer.peer):
             del step.table[held]
+            run.work.cleared += 1
     for microbatch in message.missing:
         if stage is not None:
             cell_key = (microbatch, stage)
@@ -120,6 +141,13 @@ def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: f
     # who cries so again and again keeps the step from closing, whatever the truth of it.
     excused = message.carrier_failed and step.excuses < MAXIMUM_EXCUSES
     step.excuses += excused
+    if message.not_finite and message.reset:
+        own = "the sum of its gradients was not finite"
+        if membership.replace_state(run, peer, own, now):
+            abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}", now)
+            return
+    elif message.not_finite:
+        run.mark(peer, "what came of averaging was not finite at it")
     if not excused and not (message.culprit is not None and _blame(run, message.culprit, 1, now)):
         _blame(run, peer.peer, 1, now)
     abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
@@ -203,6 +231,7 @@ def _decide(run: RunState, now: float) -> None:
     for stage, squares in sorted(reported.items()):
         own, tied = max(squares)
         if not all(_close(own, other[0]) and _close(tied, other[1]) for other in squares):
+            _mark_the_odd(run, stage)
             abort(run, f"replicas of stage {stage} averaged to different gradients", now)
             return
         total += own + (tied if stage == 0 else 0.0)
@@ -213,6 +242,7 @@ def _decide(run: RunState, now: float) -> None:
     run.commands.append(Persist(applied))
     run.version = Version(step.step)
     run.last_applied = applied
+    run.prints.clear()
     run.phase = RunPhase.APPLYING
     step.closing.decided_at = now
     rebalancing.switch(run, step.closing)
@@ -226,6 +256,19 @@ def _decide(run: RunState, now: float) -> None:
                 learning_rate=applied.learning_rate,
             ),
         )
+
+
+def _mark_the_odd(run: RunState, stage: StageIndex) -> None:
+    """Those that averaged to something else than most of their stage."""
+    assert run.step is not None
+    assert run.step.closing is not None
+    closing = run.step.closing
+    squares = {p: closing.reports[p] for p, of in closing.members.items() if of == stage}
+    usual, count = Counter(squares.values()).most_common(1)[0]
+    for peer_id, own in squares.items():
+        peer = run.peers.get(peer_id)
+        if peer is not None and own != usual and 2 * count > len(squares):
+            run.mark(peer, "it averaged to another gradient than the others of its stage")
 
 
 def _close(one: float, other: float) -> bool:
@@ -290,6 +333,7 @@ def finish_when_applied(run: RunState, now: float) -> None:
     prints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
     for member, stage in closing.members.items():
         prints.setdefault(stage, {})[member] = closing.applied[member]
+    run.prints.clear()
     for stage, of_stage in sorted(prints.items()):
         _compare_replicas(run, stage, of_stage, now)
     membership.version_changed(run, now)
@@ -302,13 +346,25 @@ def finish_when_applied(run: RunState, now: float) -> None:
 def _compare_replicas(
     run: RunState, stage: StageIndex, prints: dict[PeerId, tuple[str, float]], now: float
 ) -> None:
-    if len(set(prints.values())) <= 1:
-        return
+    """Replicas on like devices are equal to the bit, on unlike ones within rounding.
+
+    Which devices are alike, nobody can tell from their names. Who has agreed with the majority
+    before is like them, so that a later difference is a fault of its own.
+    """
+    digest_of_most, count = Counter(digest for digest, _ in prints.values()).most_common(1)[0]
+    majority = digest_of_most if 2 * count > len(prints) and count > 1 else None
     (_, majority_norm), _ = Counter(prints.values()).most_common(1)[0]
-    for peer_id, (_, norm) in prints.items():
+    agreed: set[str] = set()
+    for peer_id, (digest, norm) in prints.items():
         peer = run.peers.get(peer_id)
         if peer is None:
             continue
-        if not math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE):
-            run.note(f"{short(peer_id)} of stage {stage} differs from the majority", peer_id)
+        near = math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE)
+        if digest == majority:
+            peer.like_the_majority = True
+        elif not near or (majority is not None and peer.like_the_majority):
+            run.mark(peer, f"its parameters of stage {stage} differed from the majority's")
             membership.resync(run, peer, "its parameters differed from the majority's", now)
+            continue
+        agreed.add(digest)
+    run.prints[stage] = frozenset(agreed)

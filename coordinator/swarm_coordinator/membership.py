@@ -24,7 +24,9 @@ from swarm_shared.messages import (
     Apply,
     AssignStage,
     Goodbye,
+    NotFinite,
     PeerRecord,
+    Ready,
     Refused,
     SaveSnapshot,
     SnapshotReady,
@@ -317,11 +319,24 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
         find_sources(run, now)
 
 
-def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, now: float) -> None:
+def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
+    """Whether a newcomer holds something else than the stage's holders do, after all checks."""
+    known = run.prints.get(message.stage)
+    if known is None or message.version != run.version or message.digest in known:
+        return False
+    run.mark(peer, f"what it holds of stage {message.stage} is not what the others hold")
+    return True
+
+
+def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
     """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    stage, version = message.stage, message.version
     moving = peer.moving
     if moving is not None and moving.stage == stage and _prepared(moving, version):
-        if version == run.version and run.phase in JOINING_PHASES:
+        if _differs(run, peer, message):
+            start_over(run, moving, now)
+            moving.ask_not_before = now + SYNC_RETRY_SECONDS
+        elif version == run.version and run.phase in JOINING_PHASES:
             _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
             moving.ready = True
         else:
@@ -333,6 +348,11 @@ def ready(run: RunState, peer: PeerState, stage: StageIndex, version: Version, n
         peer.source_asked = False
         _hold(run, peer, now)
         find_sources(run, now)
+        return
+    if _differs(run, peer, message):
+        peer.source_asked = False
+        peer.ask_not_before = now + SYNC_RETRY_SECONDS
+        run.snapshots.pop(stage, None)
         return
     if version > 0:
         _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
@@ -420,6 +440,40 @@ def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
     """A replica that differs is replaced from the others, never silently kept."""
     assert peer.stage is not None
     move(run, peer, peer.stage, reason, now)
+
+
+def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
+    """Mark a peer that computes wrongly and sync it anew; False when it is its stage's last.
+
+    The last one's state is all there is: what it counted is cleared by the caller, and it tries
+    again.
+    """
+    assert peer.stage is not None
+    run.mark(peer, reason)
+    if all(p is peer for p in run.ready_peers(peer.stage)):
+        return False
+    resync(run, peer, reason, now)
+    return True
+
+
+def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
+    """A peer got no numbers out of a microbatch. The first one is to blame for it, and if another
+    one gets none either, it is the model's doing."""
+    step = run.step
+    if step is None or message.step != step.step or peer.stage is None:
+        return
+    if run.phase is not RunPhase.COLLECT or not run.holds_current(peer):
+        return
+    cell = (message.microbatch, peer.stage)
+    first = step.not_finite.setdefault(cell, peer.peer)
+    if first != peer.peer:
+        run.note(
+            f"microbatch {message.microbatch} of step {message.step} is not finite in stage "
+            f"{peer.stage} at two peers: it is the model's doing or the data's",
+            peer.peer,
+        )
+        return
+    replace_state(run, peer, "what it computed was not finite", now)
 
 
 def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:

@@ -77,6 +77,8 @@ class PeerState:
     """The step it has averaged and still has to apply, since it missed the word to do so."""
     early_receipts: dict[MicrobatchIndex, Receipt] = field(default_factory=dict)
     """Told after a restart of the coordinator, before the step that they belong to began."""
+    like_the_majority: bool = False
+    """Its parameters were once equal, to the bit, to those of most replicas of its stage."""
     moving: Moving | None = None
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """As it was published last, unless something in it has changed since."""

@@ -8,6 +8,7 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection, Sequence
 
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.state import (
@@ -118,7 +119,12 @@ def commit(run: RunState, receipt: Receipt) -> bool:
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
         # Somebody else was first. The close tells this peer what it may count.
-        return step.table[cell].peer == receipt.peer
+        known = step.table[cell].peer == receipt.peer
+        if not known and (cell, receipt.peer) not in step.duplicates:
+            step.duplicates.add((cell, receipt.peer))
+            run.work.duplicated += 1
+        return known
+    run.work.counted += 1
     step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
     return True
 
@@ -144,9 +150,13 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
         return
     for cell in step.table.held_by(peer):
         del step.table[cell]
+        run.work.cleared += 1
+    for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
+        del step.hedges[microbatch]
     for microbatch in [m for m, lease in step.leases.items() if lease.trainer == peer]:
-        del step.leases[microbatch]
-        step.unsettled.add(microbatch)
+        if not _second_is_first(run, step, microbatch):
+            del step.leases[microbatch]
+            step.unsettled.add(microbatch)
     # Survivors report what they hold within one receipt interval; masks made sooner would let
     # stages that have the microbatch already count it again.
     step.close_not_before = max(
@@ -189,24 +199,47 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         return
     for receipt in event.receipts:
         commit(run, receipt)
-    lease = step.leases.get(event.microbatch)
-    if lease is None or lease.lease != event.lease or lease.trainer != event.peer:
+    lease, hedge = step.leases.get(event.microbatch), step.hedges.get(event.microbatch)
+    if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
+        del step.hedges[event.microbatch]
+        _take_evaluation(run, step, event)
+        return  # the first one is still on its way, and what becomes of it decides
+    if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
         return
-    if run.phase is RunPhase.EVALUATING:
-        loss_sum = event.evaluation_loss_sum
-        known = loss_sum is not None and abs(loss_sum) <= LARGEST_LOSS
-        if event.ok and loss_sum is not None and known and event.evaluation_tokens > 0:
-            step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
-        else:
-            _resolve(run, step, event.microbatch, lease, now)
+    if _take_evaluation(run, step, event):
+        return
+    if not event.ok and _second_is_first(run, step, event.microbatch):
         return
     _resolve(run, step, event.microbatch, lease, now)
+    if run.phase is RunPhase.EVALUATING:
+        return
     if not event.ok and missing_stages(run, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
             f"{short(event.peer)} and is leased again: {event.reason}",
             event.peer,
         )
+
+
+def _take_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
+    """Enter what a held-out microbatch gave, if it is that and gave something."""
+    loss_sum = event.evaluation_loss_sum
+    if run.phase is not RunPhase.EVALUATING or not event.ok or loss_sum is None:
+        return False
+    if abs(loss_sum) > LARGEST_LOSS or event.evaluation_tokens <= 0:
+        return False
+    step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
+    return True
+
+
+def _second_is_first(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
+    """The first lease has come to nothing: if there is a second one, that is the lease now."""
+    hedge = step.hedges.pop(microbatch, None)
+    if hedge is None:
+        return False
+    step.leases[microbatch] = hedge
+    heapq.heappush(step.lease_alarms, (_due_at(run, hedge), microbatch))
+    return True
 
 
 def _resolve(
@@ -230,7 +263,7 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
         return
     open_microbatches: list[MicrobatchIndex] = []
     for microbatch in sorted(step.unsettled):
-        if _is_done(run, microbatch):
+        if is_done(run, microbatch):
             continue
         lease = step.leases.get(microbatch)
         if lease is None or now >= _due_at(run, lease):
@@ -242,7 +275,8 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
         _grant(run, step, open_microbatches, now)
 
 
-def _is_done(run: RunState, microbatch: MicrobatchIndex) -> bool:
+def is_done(run: RunState, microbatch: MicrobatchIndex) -> bool:
+    """Whether a microbatch of the step is counted in every stage, or evaluated."""
     assert run.step is not None
     if run.phase is RunPhase.EVALUATING:
         return microbatch in run.step.evaluations
@@ -257,8 +291,8 @@ def _due_at(run: RunState, lease: LeaseState) -> float:
     return lease.granted_at + limits.lease_seconds
 
 
-def _loads(
-    run: RunState, step: StepState, granted: list[MicrobatchIndex]
+def loads(
+    run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
 ) -> list[tuple[int, int, PeerId]]:
     """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
     trainers = run.trainers()
@@ -266,7 +300,7 @@ def _loads(
     again = set(granted)
     for microbatch, lease in step.leases.items():
         driven = lease.resolved_at is None and lease.trainer in load
-        if driven and microbatch not in again and not _is_done(run, microbatch):
+        if driven and microbatch not in again and not is_done(run, microbatch):
             load[lease.trainer] += 1
     heap = [(load[trainer.peer], place, trainer.peer) for place, trainer in enumerate(trainers)]
     heapq.heapify(heap)
@@ -274,31 +308,44 @@ def _loads(
 
 
 def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float) -> None:
-    grants: dict[PeerId, list[LeasedMicrobatch]] = {}
-    loads = _loads(run, step, microbatches)
+    grants: dict[PeerId, list[MicrobatchIndex]] = {}
+    driving = loads(run, step, microbatches)
     for microbatch in microbatches:
-        load, place, trainer = loads[0]
-        heapq.heapreplace(loads, (load + 1, place, trainer))
-        accumulate = () if run.phase is RunPhase.EVALUATING else missing_stages(run, microbatch)
-        grants.setdefault(trainer, []).append(
-            LeasedMicrobatch(microbatch=microbatch, accumulate=accumulate)
-        )
-    in_flight = window(run, len(loads))
-    for trainer, leased in grants.items():
-        run.lease_counter += 1
-        for item in leased:
-            lease = step.leases[item.microbatch] = LeaseState(run.lease_counter, trainer, now)
-            heapq.heappush(step.lease_alarms, (_due_at(run, lease), item.microbatch))
-        run.send(
-            trainer,
-            Lease(
-                step=step.step,
-                lease=run.lease_counter,
-                mode="evaluate" if run.phase is RunPhase.EVALUATING else "train",
-                window=in_flight,
-                microbatches=tuple(leased),
+        load, place, trainer = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, trainer))
+        grants.setdefault(trainer, []).append(microbatch)
+    for trainer, granted in grants.items():
+        lease = grant(run, step, trainer, granted, len(driving))
+        for microbatch in granted:
+            step.leases[microbatch] = lease_of = LeaseState(lease, trainer, now)
+            step.hedges.pop(microbatch, None)
+            heapq.heappush(step.lease_alarms, (_due_at(run, lease_of), microbatch))
+
+
+def grant(
+    run: RunState, step: StepState, trainer: PeerId, microbatches: Sequence[MicrobatchIndex],
+    trainers: int,
+) -> int:  # fmt: skip
+    """Tell a trainer to drive these; the number of its lease."""
+    evaluating = run.phase is RunPhase.EVALUATING
+    run.lease_counter += 1
+    run.send(
+        trainer,
+        Lease(
+            step=step.step,
+            lease=run.lease_counter,
+            mode="evaluate" if evaluating else "train",
+            window=window(run, trainers),
+            microbatches=tuple(
+                LeasedMicrobatch(
+                    microbatch=microbatch,
+                    accumulate=() if evaluating else missing_stages(run, microbatch),
+                )
+                for microbatch in microbatches
             ),
-        )
+        ),
+    )
+    return run.lease_counter
 
 
 def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:

@@ -5,6 +5,8 @@ Part of the pure core (design: durability). Changes a RunState and queues comman
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from swarm_coordinator import membership
 from swarm_coordinator.events import Persist, RolledBack
 from swarm_coordinator.state import PeerState, RunPhase, RunState
@@ -29,6 +31,7 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     unheld = run.unheld()
     if not unheld and not run.lost_since:
         return
+    _tell(run, unheld)
     run.lost_since = {stage: run.lost_since.get(stage, now) for stage in sorted(unheld)}
     overdue = [stage for stage in run.lost_since if _overdue(run, stage, now)]
     if not overdue:
@@ -40,6 +43,15 @@ def recover_lost_stages(run: RunState, now: float) -> None:
     held = {p.stage for p in run.peers.values() if p.stage is not None}
     if all(stage in held for stage in run.stage_indices):
         _roll_back(run, overdue, now)
+
+
+def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
+    if not run.training_began:
+        return  # that nobody is there yet is no news
+    for stage in sorted(set(unheld) - run.lost_since.keys()):
+        run.note(f"stage {stage} has lost every peer: the run waits for somebody to hold it")
+    for stage in sorted(run.lost_since.keys() - set(unheld)):
+        run.note(f"stage {stage} is held again")
 
 
 def is_lost(run: RunState, now: float) -> bool:
@@ -84,6 +96,7 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.heldout_loss = None
     run.step = None
     run.snapshots.clear()
+    run.prints.clear()
     run.pending_checkpoint = None
     run.checkpoint_failed = (version, 0, 0.0)
     run.lost_since.clear()

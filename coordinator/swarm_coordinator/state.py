@@ -22,7 +22,7 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.moving import Moving, Rebalancing
 from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally
-from swarm_coordinator.step_table import Cell, StepTable
+from swarm_coordinator.step_table import Cell, CellKey, StepTable
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     CoordinatorMessage,
@@ -37,6 +37,10 @@ INITIAL = Version(0)
 
 RATE_TOLERANCE = 0.1
 """Others are told of a peer's rate again when it has changed by more than this share."""
+
+
+MAXIMUM_MARKS = 10_000
+"""Peers that something is remembered against; the oldest are forgotten first."""
 
 
 class RunPhase(StrEnum):
@@ -90,10 +94,19 @@ class StepState:
     """Sit this step out and are synced anew after it: they kept it from closing."""
     table: StepTable = field(default_factory=StepTable)
     leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    """Second leases of microbatches that lag at the end of the step (`hedging`)."""
+    duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
+    """Cells that somebody has counted besides the one whose cell it is."""
+    mostly_done_at: float | None = None
+    """When most of the table was filled for the first time."""
+    hedge_not_before: float = 0.0
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
     """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
     """A heap: when a lease may have run out, or a failed one has paused for long enough."""
+    not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
+    """At whom a microbatch first gave no numbers."""
     closing: Closing | None = None
     close_not_before: float = 0.0
     evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
@@ -128,6 +141,27 @@ class PendingCheckpoint:
     """In which attachment each holder was asked: the word is lost with it."""
     fetched: dict[StageIndex, str] = field(default_factory=dict)
     """stage → sha256 of the snapshot that the shell was told to fetch."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """What a peer has got wrong so far, whatever the cause; shown by `status`."""
+
+    times: int
+    reason: str
+    """The latest."""
+
+
+@dataclass(slots=True)
+class WorkDone:
+    """Microbatches times stages since this start of the coordinator: what faults have cost."""
+
+    counted: int = 0
+    """Entered in a table, those that were cleared again included."""
+    duplicated: int = 0
+    """Counted by a second peer too, which took it out again."""
+    cleared: int = 0
+    """Lost with the peer that had counted it, and so to be computed once more."""
 
 
 @dataclass(slots=True)
@@ -171,6 +205,11 @@ class RunState:
     revoked_dirty: bool = False
     """Somebody was revoked or reinstated since the last roster."""
     waiting_reason: str = ""
+    work: WorkDone = field(default_factory=WorkDone)
+    marks: dict[PeerId, Mark] = field(default_factory=dict)
+    """Kept when a peer goes: it comes back as what it was."""
+    prints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
+    """Digests that holders of each stage told of the run's version, as far as they are known."""
     commands: list[Command] = field(default_factory=list)
     _rows: dict[StageIndex, StageRow] = field(default_factory=dict)
 
@@ -184,6 +223,15 @@ class RunState:
 
     def note(self, text: str, peer: PeerId | None = None) -> None:
         self.commands.append(Note(text, peer))
+
+    def mark(self, peer: PeerState, reason: str) -> None:
+        """Remember against a peer what it got wrong, and say so."""
+        mark = self.marks.pop(peer.peer, None) or Mark(0, reason)
+        mark.times, mark.reason = mark.times + 1, reason
+        self.marks[peer.peer] = mark
+        if len(self.marks) > MAXIMUM_MARKS:
+            del self.marks[next(iter(self.marks))]
+        self.note(f"{display(peer)} is marked: {reason}", peer.peer)
 
     # ---- derived facts
 
@@ -313,6 +361,7 @@ __all__ = [
     "Cell",
     "Closing",
     "LeaseState",
+    "Mark",
     "Moving",
     "PeerPhase",
     "PeerState",
@@ -323,6 +372,7 @@ __all__ = [
     "RunState",
     "Snapshots",
     "StepState",
+    "WorkDone",
     "display",
     "short",
 ]

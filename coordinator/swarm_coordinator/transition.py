@@ -24,6 +24,7 @@ from typing import assert_never
 from swarm_coordinator import (
     checkpointing,
     closing,
+    hedging,
     leaving,
     membership,
     progress,
@@ -62,6 +63,7 @@ from swarm_shared.messages import (
     Heartbeat,
     Leaving,
     MaskRequest,
+    NotFinite,
     PeerRecord,
     Ready,
     RoundReport,
@@ -216,7 +218,9 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Applied):
         closing.applied(run, peer, message, now)
     elif isinstance(message, Ready):
-        membership.ready(run, peer, message.stage, message.version, now)
+        membership.ready(run, peer, message, now)
+    elif isinstance(message, NotFinite):
+        membership.not_finite(run, peer, message, now)
     elif isinstance(message, SyncFailed):
         membership.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
@@ -282,6 +286,7 @@ def _collect(run: RunState, now: float) -> None:
         return
     if not progress.complete(run):
         progress.lease_open_microbatches(run, now)
+        hedging.hedge(run, now)
     elif now >= step.close_not_before and not (
         _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
     ):
@@ -327,6 +332,7 @@ def _evaluate(run: RunState, now: float) -> None:
         return
     if len(step.evaluations) < progress.microbatch_count(run):
         progress.lease_open_microbatches(run, now)
+        hedging.hedge(run, now)
         return
     tokens = sum(count for _, count in step.evaluations.values())
     loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
@@ -381,7 +387,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
     return {
         "run": run.manifest.name,
         "phase": run.phase.value,
-        "waiting_for": run.waiting_reason if run.phase is RunPhase.WAITING else "",
+        "waiting_for": _waiting_for(run),
         "generation": run.generation,
         "version": run.version,
         "steps": run.manifest.training.steps,
@@ -391,6 +397,11 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
         "loss": last.loss if last is not None else None,
         "tokens_per_second": last.tokens / last.seconds if last and last.seconds > 0 else None,
         "heldout_loss": run.heldout_loss,
+        "work": {
+            "counted": run.work.counted,
+            "duplicated": run.work.duplicated,
+            "cleared": run.work.cleared,
+        },
         "checkpoint_version": run.checkpoint.version if run.checkpoint else None,
         "uptime_seconds": now - run.started_at,
         "healthy": all(run.ready_peers(stage) for stage in run.stage_indices),
@@ -411,7 +422,22 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
                 "microbatches_per_second": peer.microbatches_per_second,
                 "queued": peer.queued,
                 "silent_seconds": round(now - peer.last_heard, 1),
+                **_mark_of(run, peer),
             }
             for peer in run.peers.values()
         ],
     }
+
+
+def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
+    mark = run.marks.get(peer.peer)
+    return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}
+
+
+def _waiting_for(run: RunState) -> str:
+    if run.phase is RunPhase.WAITING:
+        return run.waiting_reason
+    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
+        names = ", ".join(str(stage) for stage in sorted(run.lost_since))
+        return f"somebody to hold stage {names}, which has lost every peer"
+    return ""

@@ -9,5 +9,11 @@ Clock = Callable[[], float]
 """Returns seconds; only differences mean anything."""
 
 monotonic: Clock = time.monotonic
-wall: Clock = time.time
-"""Seconds since the Unix epoch; used in certificates, never for measuring durations."""
+
+
+def wall() -> float:
+    """Seconds since the Unix epoch; used in certificates, never for measuring durations.
+
+    Looked up at every call, so that a test can set the clock of a whole process.
+    """
+    return time.time()

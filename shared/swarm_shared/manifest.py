@@ -84,7 +84,7 @@ class LimitsConfig(FrozenModel):
     """Bounds every peer enforces, so that no remote decides how much memory is taken."""
 
     heartbeat_seconds: float = Field(default=1.0, gt=0)
-    dead_after_seconds: float = Field(default=5.0, gt=0)
+    dead_after_seconds: float = Field(default=4.5, gt=0)
     """Silence after which a peer counts as dead."""
     receipt_interval_seconds: float = Field(default=0.5, gt=0)
     edge_credits: int = Field(default=4, ge=1, le=1024)

@@ -20,6 +20,7 @@ import trio.testing
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.gate import Gate
+from swarm_client.engine.hedging import Latency
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.roster import RosterView
@@ -167,7 +168,13 @@ class World:
         members = tuple(p.record for p in self.peers if p not in without)
         self.roster.replace(Roster(serial=1, peers=members))
 
-    def downstream(self, sender: Peer, stage: int, certificate: str | None = None) -> Downstream:
+    def downstream(
+        self,
+        sender: Peer,
+        stage: int,
+        certificate: str | None = None,
+        latency: Latency | None = None,
+    ) -> Downstream:
         async def ask(step: int, microbatch: int, suspect: str) -> tuple[int, ...]:
             self.masks.append((step, microbatch, suspect))
             return self.missing
@@ -185,6 +192,7 @@ class World:
             open_stream,
             ask,
             self.nursery,  # type: ignore[arg-type]
+            latency=latency,
         )
 
 

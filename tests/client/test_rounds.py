@@ -15,6 +15,7 @@ import trio
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import AveragingFailed, Rounds
+from swarm_client.worker.errors import RequestFailed
 from swarm_shared.identity import Identity
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
@@ -23,11 +24,13 @@ from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, 
 class Worker:
     held: set[int] = field(default_factory=set)
     can_uncommit: bool = True
+    finite: bool = True
+    can_apply: bool = True
     resets: int = 0
     applied: list[tuple[int, float]] = field(default_factory=list)
 
-    async def prepare_round(self, step: int) -> tuple[int, ...]:
-        return tuple(sorted(self.held))
+    async def prepare_round(self, step: int) -> SimpleNamespace:
+        return SimpleNamespace(microbatches=tuple(sorted(self.held)), finite=self.finite)
 
     async def uncommit(self, step: int, microbatches: tuple[int, ...]) -> bool:
         if self.can_uncommit:
@@ -44,6 +47,8 @@ class Worker:
     async def apply(
         self, step: int, step_tokens: int, global_norm: float, learning_rate: float
     ) -> SimpleNamespace:
+        if not self.can_apply:
+            raise RequestFailed("not_finite", "it holds a NaN by now")
         self.applied.append((step, global_norm))
         self.held.clear()
         return SimpleNamespace(version=step, digest="d", norm=1.0)
@@ -202,3 +207,26 @@ async def test_a_close_of_another_step_is_answered_and_not_taken_part_in() -> No
         s.close((0,), step=4)
         assert not (await report(s)).ok
         assert s.averager.rounds == []
+
+
+async def test_a_sum_that_is_not_finite_is_thrown_away_before_others_get_it() -> None:
+    async with scene(0, 3) as s:
+        s.worker.finite = False
+        s.close((0, 3))
+        answer = await report(s)
+        assert (answer.ok, answer.reset, answer.not_finite) == (False, True, True)
+        assert s.averager.rounds == []
+        assert s.holding.receipts.all() == ()
+
+
+async def test_a_step_that_cannot_be_applied_here_is_told_and_does_not_end_the_volunteer() -> None:
+    async with scene(0) as s:
+        s.close((0,))
+        assert (await report(s)).ok
+        s.worker.can_apply = False
+        s.apply()
+        answer = await report(s)
+        assert (answer.ok, answer.reset) == (False, True)
+        assert s.holding.averaged_attempt is None
+        s.close((0,), attempt=2)
+        assert (await report(s)).ok

@@ -243,7 +243,7 @@ def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
             output = await worker.forward(STEP, index, True, [inputs.tobytes()])
             bad = np.full(worker.sizes.output_bytes // 4, np.nan, np.float32)
             for _ in range(5):
-                assert await refused(worker.backward(output, bad.tobytes())) == "not_finite"
+                assert await refused(worker.backward(output, bad.tobytes())) == "bad_input"
             assert (await worker.accumulated()).microbatches == ()
             assert not (await prepared(worker)).any()
             with await worker.backward(output, np.ones_like(bad).tobytes()) as back:

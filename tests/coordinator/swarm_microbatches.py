@@ -21,14 +21,123 @@ from swarm_shared.messages import (
     Lease,
     LeasedMicrobatch,
     MaskRequest,
+    NotFinite,
+    PeerRecord,
 )
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+
+LATE_SECONDS = 1.0
+"""Less than any real sender waits: hedges are what is tested here."""
+
+MAXIMUM_HEDGES = 2
+
+
+class Race:
+    """One microbatch and those it was sent to, as the real client's `engine.hedging`. Nobody is
+    called off: what comes late has been counted, which is the harder case."""
+
+    def __init__(
+        self,
+        sender: Computing,
+        stage: int,
+        parcel: Parcel,
+        wanted: Callable[[], bool],
+        done: Callable[[Answer], None],
+    ) -> None:
+        self.sender, self.stage, self.parcel = sender, stage, parcel
+        self.wanted, self.done = wanted, done
+        self.settled = False
+        self.running = self.hedges = 0
+        self.at: dict[PeerId, float] = {}
+
+    def settle(self, answer: Answer) -> None:
+        if not self.settled:
+            self.settled = True
+            self.done(answer)
+
+    def lose(self) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self.settle(Answer("failed"))
+
+    def oversee(self) -> None:
+        if self.settled:
+            return
+        if not self.wanted():
+            self.settle(Answer("failed"))
+            return
+        now, world = self.sender.world.now, self.sender.world
+        late = self.at and now - max(self.at.values()) > LATE_SECONDS
+        if late and self.hedges < MAXIMUM_HEDGES and self.others():
+            self.hedges += 1
+            world.hedges += 1
+            if self.parcel.mode == "train":
+                suspect = max(self.at, key=self.at.__getitem__)
+                self.sender.ask_mask(self.parcel, suspect, self.masked)
+            else:
+                self.run(frozenset())
+        self.sender.later(0.25, self.oversee)
+
+    def masked(self, stages: frozenset[int] | None) -> None:
+        if stages is not None and not self.settled:
+            self.run(frozenset(s for s in stages if s >= self.stage))
+
+    def others(self) -> list[PeerRecord]:
+        roster = self.sender.roster
+        members = [r for r in (roster.peers if roster else ()) if r.stage == self.stage]
+        usable = [r for r in members if r.accepts_work] or members
+        return [r for r in usable if r.peer not in self.at]
+
+    def run(self, accumulate: frozenset[int]) -> None:
+        """One runner, to its end."""
+        sender, parcel, failures = self.sender, self.parcel, 0
+        self.running += 1
+
+        def attempt() -> None:
+            if self.settled or not self.wanted() or failures >= 5:
+                self.lose()
+                return
+            usable = self.others()
+            if not usable:
+                sender.later(0.3, attempt)
+                return
+            target = sender.world.rng.choice(usable).peer
+            request = Parcel(parcel.mode, parcel.step, parcel.microbatch, accumulate)
+            self.at[target] = sender.world.now
+            sender.world.request(sender, target, self.stage, request, lambda a: answered(a, target))
+
+        def answered(answer: Answer, target: PeerId) -> None:
+            nonlocal failures
+            self.at.pop(target, None)
+            if answer.state == "ok":
+                self.running -= 1
+                self.settle(answer)
+            elif answer.state in ("busy", "wrong_step"):
+                sender.later(0.1, attempt)
+            else:
+                failures += 1
+                if not self.wanted() or parcel.mode == "evaluate":
+                    sender.later(0.1, attempt)
+                else:
+                    sender.ask_mask(parcel, target, masked)
+
+        def masked(stages: frozenset[int] | None) -> None:
+            nonlocal accumulate
+            if stages is None:
+                self.lose()
+                return
+            accumulate = frozenset(s for s in stages if s >= self.stage)
+            attempt()
+
+        attempt()
 
 
 class Computing(PeerBase):
     # ---- the trainer
 
     def _drive_more(self) -> None:
+        if self.stalled:
+            return
         while self.waiting and self.driving < self.window:
             lease, leased = self.waiting.pop(0)
             if self.leaving or self.holding is None or lease.step != self.holding.version + 1:
@@ -62,9 +171,9 @@ class Computing(PeerBase):
     # ---- stage to stage
 
     def _send_on(self, stage: int, parcel: Parcel, done: Callable[[Answer], None]) -> None:
-        """Bring a microbatch to some peer of `stage`, again and again with masks if need be."""
-        holding, failures = self.holding, 0
-        accumulate = parcel.accumulate
+        """Bring a microbatch to some peer of `stage`, again and again with masks if need be, and
+        to a second one when the first one takes long."""
+        holding = self.holding
 
         def wanted() -> bool:
             return (
@@ -73,43 +182,11 @@ class Computing(PeerBase):
                 and holding.version + 1 == parcel.step
             )
 
-        def attempt() -> None:
-            if not wanted() or failures >= 5:
-                done(Answer("failed"))
-                return
-            members = [r for r in (self.roster.peers if self.roster else ()) if r.stage == stage]
-            usable = [r for r in members if r.accepts_work] or members
-            if not usable:
-                self.later(0.3, attempt)
-                return
-            target = self.world.rng.choice(usable).peer
-            request = Parcel(parcel.mode, parcel.step, parcel.microbatch, accumulate)
-            self.world.request(self, target, stage, request, lambda a: answered(a, target))
+        race = Race(self, stage, parcel, wanted, done)
+        race.run(parcel.accumulate)
+        race.oversee()
 
-        def answered(answer: Answer, target: PeerId) -> None:
-            nonlocal failures
-            if answer.state == "ok":
-                done(answer)
-            elif answer.state in ("busy", "wrong_step"):
-                self.later(0.1, attempt)
-            else:
-                failures += 1
-                if not wanted() or parcel.mode == "evaluate":
-                    self.later(0.1, attempt)
-                else:
-                    self._ask_mask(parcel, target, masked)
-
-        def masked(stages: frozenset[int] | None) -> None:
-            nonlocal accumulate
-            if stages is None:
-                done(Answer("failed"))
-                return
-            accumulate = frozenset(s for s in stages if s >= stage)
-            attempt()
-
-        attempt()
-
-    def _ask_mask(
+    def ask_mask(
         self, parcel: Parcel, suspect: PeerId, answer: Callable[[frozenset[int] | None], None]
     ) -> None:
         if self.link is None or not self.attached:
@@ -143,6 +220,13 @@ class Computing(PeerBase):
         entry = (sender, reply)
         self.serving.append(entry)
         last = stage == world.options.stages - 1
+        if self.gives_nan and parcel.mode == "train":
+            self.gives_nan = False
+            self.say(NotFinite(step=Step(parcel.step), microbatch=parcel.microbatch))
+            holding.in_flight -= 1
+            self.serving.remove(entry)
+            reply(Answer("failed"))
+            return
         count = (
             parcel.mode == "train"
             and stage in parcel.accumulate
@@ -171,18 +255,18 @@ class Computing(PeerBase):
             if self.holding is not holding:
                 finish(Answer("failed"))
             elif not last:
-                self._send_on(
-                    stage + 1, parcel, lambda a: self.later(self._compute(), lambda: backward(a))
-                )
+                self._send_on(stage + 1, parcel, lambda a: self._computed(lambda: backward(a)))
             elif parcel.mode == "evaluate":
                 finish(Answer("ok", (), heldout_loss(holding.version, parcel.microbatch)))
             else:
                 backward(Answer("ok"))
 
-        self.later(self._compute(), forward)
+        self._computed(forward)
 
-    def _compute(self) -> float:
-        return 0.01 + 0.05 * self.world.rng.random()
+    def _computed(self, action: Callable[[], None]) -> None:
+        """After a computation, if it comes to an end."""
+        seconds = self.slowness * (0.01 + 0.05 * self.world.rng.random())
+        self.later(seconds, lambda: self.stuck or action())
 
     def _accumulate(self, holding: Holding, parcel: Parcel, last: bool) -> None:
         loss = train_loss(parcel.step, parcel.microbatch) if last else None

@@ -110,6 +110,41 @@ class SimPeer(Averaging, Computing):
         """Its next parameters come out wrong."""
         self.differs = True
 
+    def slow(self, seconds: float) -> None:
+        """Its computations take a hundred times as long."""
+        self.slowness = 100.0
+        self.later(seconds, lambda: setattr(self, "slowness", 1.0))
+
+    def stick(self, _seconds: float) -> None:
+        """Its compute process answers nothing any more; the daemon ends it after a while."""
+        self.stuck = True
+        holding = self.holding
+
+        def end() -> None:
+            self.stuck = False
+            if self.holding is holding:
+                self.worker(0.0)
+
+        self.later(6.0, end)
+
+    def stall(self, seconds: float) -> None:
+        """As a trainer it drives nothing; as a stage server it works."""
+        self.stalled = True
+
+        def go_on() -> None:
+            self.stalled = False
+            self._drive_more()
+
+        self.later(4 * seconds, go_on)
+
+    def nan(self, _seconds: float) -> None:
+        """The next thing that it computes is not a number."""
+        self.gives_nan = True
+
+    def nan_sum(self, _seconds: float) -> None:
+        """The sum of its gradients will not be a number."""
+        self.sums_nan = True
+
     def move(self, _seconds: float) -> None:
         """Its router gave it another address."""
         self.address += 1

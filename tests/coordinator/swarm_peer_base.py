@@ -134,6 +134,8 @@ class PeerBase:
         self.averaging = False
         self.unsaving_until = -1.0
         self.differs = False
+        self.stuck = self.stalled = self.gives_nan = self.sums_nan = False
+        self.slowness = 1.0
         self._masks_asked = 0
 
     def parted_from(self, revoked: Container[PeerId]) -> None:

@@ -46,11 +46,17 @@ class Averaging(PeerBase):
                 self._failed(close, reason="nothing is prepared here")
                 return
             prepared.closing, prepared.averaged = close, None
-        if not self.wedged:
+        if not self.wedged and not self.stuck:
             self.later(0.05 * self.world.rng.random(), lambda: self._reconcile(holding, close))
 
     def _reconcile(self, holding: Holding, close: Close) -> None:
         if self.holding is not holding or holding.closing is not close:
+            return
+        if self.sums_nan:
+            self.sums_nan = False
+            holding.held.clear()
+            holding.unreported.clear()
+            self._failed(close, reset=True, not_finite=True, reason="a NaN")
             return
         extra = set(holding.held) - set(close.committed)
         missing = set(close.committed) - set(holding.held)

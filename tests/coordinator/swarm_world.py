@@ -134,6 +134,8 @@ class World(Network):
         self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
         """And since when: durable, as in the run's database."""
+        self.hedges = 0
+        """Microbatches that were sent to a second peer while the first one had them."""
         self.turned_away = 0
         """Requests of revoked peers that were refused."""
         self.disk_full_until = -1.0

@@ -281,7 +281,7 @@ def test_a_replica_that_differs_from_the_majority_is_synced_anew() -> None:
     commands = bench.apply("c0")
     assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
     assert {p.peer for p in bench.run.ready_peers(0)} == {"b0", "c0"}
-    assert any("differs" in note.text for note in bench.commands(Note, commands))
+    assert any("differed" in note.text for note in bench.commands(Note, commands))
 
 
 def test_an_unlike_device_may_differ_by_rounding() -> None:

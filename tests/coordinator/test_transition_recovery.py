@@ -5,14 +5,17 @@ from __future__ import annotations
 from swarm_bench import Bench
 
 from swarm_coordinator.events import (
+    Note,
     Restored,
     RolledBack,
     Send,
 )
 from swarm_coordinator.state import PeerPhase, RunPhase
+from swarm_coordinator.transition import status_of
 from swarm_shared.messages import (
     Applied,
     AssignStage,
+    Lease,
     Mask,
     MaskRequest,
     Ready,
@@ -158,3 +161,39 @@ def test_a_stage_that_nobody_holds_gets_a_peer_from_the_stage_that_can_spare_one
     bench.ready("x")
     bench.ready("z")
     assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
+    bench = lost_stage()
+    bench.tick(0.5)
+    assert "stage 1" in str(status_of(bench.run, bench.now)["waiting_for"])
+    bench.attach("a1", stage=1, version=3)
+    bench.tick(0.5)
+    assert status_of(bench.run, bench.now)["waiting_for"] == ""
+    notes = [note.text for note in bench.commands(Note, bench.log)]
+    assert "stage 1 has lost every peer: the run waits for somebody to hold it" in notes
+    assert "stage 1 is held again" in notes
+
+
+def test_what_the_other_stages_have_counted_is_not_counted_again_for_a_lost_stage() -> None:
+    """At a version that is stored, a newcomer takes the stage and only its cells are open."""
+    bench = Bench(checkpoint_steps=1, steps=9)
+    bench.join_all("a0", "a1")
+    bench.one_step()
+    bench.checkpoint()
+    bench.report("a0", 0, 1)
+    bench.report("a1", 0)
+    bench.lose("a1")
+    for microbatch, lease in list(bench.step().leases.items()):
+        bench.resolve(lease.trainer, microbatch, lease.lease, ok=False, reason="nobody is there")
+    bench.join("b1", 1)
+    commands = bench.tick(2.0)
+    leased = {
+        leased.microbatch: leased.accumulate
+        for peer in ("a0", "b1")
+        for lease in bench.sent(peer, Lease, commands)
+        for leased in lease.microbatches
+    }
+    assert leased == {0: (1,), 1: (1,)}
+    assert not bench.records(RolledBack)
+    assert bench.step().step == 2

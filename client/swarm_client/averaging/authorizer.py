@@ -12,12 +12,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-import time
 from collections import OrderedDict
 from typing import Any
 
 from swarm_client.averaging.protocol import ShowMembership
-from swarm_shared.clock import Clock
+from swarm_shared.clock import Clock, wall
 from swarm_shared.credentials import (
     CLOCK_SKEW_SECONDS,
     MAX_CREDENTIAL_BYTES,
@@ -42,7 +41,7 @@ logger = logging.getLogger(__name__)
 class RunAuthorizer:
     """Satisfies hivemind.utils.auth.AuthorizerBase. `show` must come before the first call."""
 
-    def __init__(self, p2pd_key: Identity, clock: Clock = time.time) -> None:
+    def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
         self._key = p2pd_key
         self._clock = clock
         self._membership: ShowMembership | None = None

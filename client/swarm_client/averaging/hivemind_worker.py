@@ -30,7 +30,7 @@ import anyio
 import anyio.abc
 from pydantic import BaseModel
 
-from swarm_client import shared_memory
+from swarm_client import faults, shared_memory
 from swarm_client.averaging import errors
 from swarm_client.averaging.authorizer import RunAuthorizer
 from swarm_client.averaging.daemon_link import DaemonLink
@@ -342,6 +342,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     descriptor: int = parser.parse_args().fd
     _become_child()
+    faults.activate(None, daemon_pid=os.getppid())
     logging.basicConfig(stream=sys.stderr, level=logging.INFO)
     asyncio.run(_run(descriptor))
 

@@ -35,6 +35,7 @@ import anyio.abc
 import anyio.to_thread
 import numpy as np
 
+from swarm_client import faults
 from swarm_client.averaging.carrier import Arrivals, Carrier
 from swarm_client.averaging.codec import (
     EncodedPiece,
@@ -121,7 +122,13 @@ async def all_reduce(
     return RoundReport(time.monotonic() - started, round_.links_report())
 
 
+def _strike(spec: RoundSpec) -> None:
+    if faults.active is not None:
+        faults.strike(faults.Phase.ALL_REDUCE, int(spec.round_id.split("/")[1]))
+
+
 def _copy_alone(spec: RoundSpec, source: Float32, result: Float32) -> None:
+    _strike(spec)
     try:
         check_finite(source)
     except NotFiniteError as error:
@@ -302,6 +309,7 @@ class _Round:
         for piece in range(part.pieces):
             start, stop = part.piece(piece)
             target_P = self._result[start:stop]
+            _strike(self.spec)
             nbytes = payload_bytes(stop - start, codec)
             header = await link.receive(Kind.SUM, piece=piece, payload_bytes=nbytes)
             if not exponent_is_valid(header.exponent, codec):

@@ -8,13 +8,14 @@ by sending the same tensor to another one and nothing upstream is computed again
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
 import trio
 
 from swarm_client.engine.edge import Buffer, Edge, EdgeAnswer, Stream, greet
 from swarm_client.engine.errors import EdgeRefused, MicrobatchAbandoned
+from swarm_client.engine.hedging import MAXIMUM_HEDGES, Latency, Race
 from swarm_client.engine.roster import RosterView
 from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.messages import (
@@ -35,6 +36,9 @@ STEP_PAUSE_SECONDS = 0.1
 
 MAXIMUM_ATTEMPTS = 8
 """Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
+
+OVERSEE_SECONDS = 0.25
+"""Between two looks at a microbatch that is on its way."""
 
 AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
 OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
@@ -63,34 +67,103 @@ class Downstream:
         open_stream: OpenStream,
         ask_mask: AskMask,
         nursery: trio.Nursery,
-        own_peer: PeerId | None = None,
+        depth: int = 1,
+        latency: Latency | None = None,
     ) -> None:
+        """`depth` is how many stages there are from this one to the last."""
         self.stage = stage
         self._roster = roster
         self._hello = hello
         self._open_stream = open_stream
         self._ask_mask = ask_mask
         self._nursery = nursery
-        self._own_peer = own_peer
         self._routing = InterleavedWeightedRoundRobin()
         self._edges: dict[PeerId, Edge] = {}
         self._opening: dict[PeerId, trio.Event] = {}
         self._capacity_changed = trio.Event()
+        self._depth = depth
+        self._latency = latency or Latency()
+        self._closed = False
+        self._queueing = 0
+        """Parcels for which nobody has had room yet."""
         self.resent = 0
         """Parcels that had to be sent again, for the record."""
+        self.hedged = 0
+        """Parcels that were sent to a second peer while the first one had not answered."""
 
     async def send(self, parcel: Parcel, still_wanted: Callable[[], bool]) -> EdgeAnswer:
         """Bring one microbatch to any peer of the stage and return with its gradient.
 
-        `still_wanted` is asked before every attempt; MicrobatchAbandoned when it says no or when
-        the attempts are used up.
+        One that takes much longer than usual is sent to another peer as well, and the first
+        answer wins. `still_wanted` is asked again and again; MicrobatchAbandoned when it says no
+        or when the attempts are used up.
         """
+        race = Race(trio.current_time())
+        async with trio.open_nursery() as nursery:
+            race.begin(nursery, self._deliver(race, parcel, parcel.accumulate, still_wanted))
+            await self._oversee(race, nursery, parcel, still_wanted)
+            nursery.cancel_scope.cancel()
+        return race.result()
+
+    async def _oversee(
+        self, race: Race, nursery: trio.Nursery, parcel: Parcel, still_wanted: Callable[[], bool]
+    ) -> None:
+        """Until there is an answer, nobody is left to give one, or nobody wants it any more."""
+        while True:
+            with trio.move_on_after(OVERSEE_SECONDS):
+                await race.decided.wait()
+            if race.decided.is_set():
+                return
+            if not still_wanted():
+                # Whoever holds it may never answer, and the next step needs what it takes up.
+                race.failed(MicrobatchAbandoned("the step is over"))
+                return
+            late = self._late(race)
+            if late is not None:
+                race.hedges += 1
+                race.begin(nursery, self._hedge(race, late, parcel, still_wanted))
+
+    def _late(self, race: Race) -> PeerId | None:
+        """Who should have answered by now, if somebody else could and nobody waits for those."""
+        if not race.at or self._queueing or race.hedges >= MAXIMUM_HEDGES:
+            return None
+        if self._latency.is_usual(trio.current_time() - max(race.at.values()), self._depth):
+            return None
+        others = self._roster.of_stage(self.stage).keys() - race.at.keys()
+        if not any(self._has_room(peer) for peer in others):
+            return None
+        return max(race.at, key=race.at.__getitem__)
+
+    async def _hedge(
+        self, race: Race, late: PeerId, parcel: Parcel, still_wanted: Callable[[], bool]
+    ) -> None:
+        self.hedged += 1
         accumulate = parcel.accumulate
-        failures = 0
-        while failures < MAXIMUM_ATTEMPTS:
-            edge = await self._choose(still_wanted)
+        if parcel.mode == "train":
             try:
-                return await self._attempt(edge, parcel, accumulate)
+                missing = await self._ask_mask(parcel.step, parcel.microbatch, late)
+            except MicrobatchAbandoned:
+                return  # the coordinator is away; the first one may still answer
+            accumulate = tuple(stage for stage in missing if stage >= self.stage)
+        # It gets nothing more until it has answered something.
+        self._routing.failed(late, trio.current_time())
+        await self._deliver(race, parcel, accumulate, still_wanted)
+
+    async def _deliver(
+        self,
+        race: Race,
+        parcel: Parcel,
+        accumulate: tuple[StageIndex, ...],
+        still_wanted: Callable[[], bool],
+    ) -> None:
+        """One runner of the race: to some peer, and to another one when that fails."""
+        failures = 0
+        reason: Exception | None = None
+        while failures < MAXIMUM_ATTEMPTS:
+            edge = await self._choose(still_wanted, race.at)
+            try:
+                race.won(await self._attempt(race, edge, parcel, accumulate))
+                return
             except EdgeRefused as refusal:
                 if refusal.reason is RefusalReason.BUSY:
                     await trio.sleep(BUSY_PAUSE_SECONDS)
@@ -98,7 +171,7 @@ class Downstream:
                 if refusal.reason is RefusalReason.WRONG_STEP:
                     await trio.sleep(STEP_PAUSE_SECONDS)
                     continue
-                reason: Exception = refusal
+                reason = refusal
             except (NetworkError, ProtocolError) as error:
                 reason = error
             failures += 1
@@ -115,7 +188,7 @@ class Downstream:
         )
 
     async def _attempt(
-        self, edge: Edge, parcel: Parcel, accumulate: tuple[StageIndex, ...]
+        self, race: Race, edge: Edge, parcel: Parcel, accumulate: tuple[StageIndex, ...]
     ) -> EdgeAnswer:
         header = Forward(
             request=0,
@@ -129,22 +202,28 @@ class Downstream:
         )
         in_flight = edge.in_flight + 1
         began = time.monotonic()
+        race.at[edge.peer] = trio.current_time()
         try:
             answer = await edge.request(header, (parcel.input, parcel.targets))
         finally:
+            del race.at[edge.peer]
             self._notify()
         total = time.monotonic() - began
+        self._latency.observe(total)
         self._routing.observe(edge.peer, seconds_per_microbatch(answer.header, total, in_flight))
         return answer
 
-    async def _choose(self, still_wanted: Callable[[], bool]) -> Edge:
-        """An edge with a free credit, opened if need be; waits until there is one."""
+    async def _choose(self, still_wanted: Callable[[], bool], besides: Collection[PeerId]) -> Edge:
+        """An edge with a free credit to one of the others, opened if need be; waits for one."""
         while True:
+            if self._closed:
+                raise MicrobatchAbandoned("this peer has given its stage up")
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over")
             members = self._members()
             self._routing.update(members)
-            usable = {p for p in members if p not in self._opening and self._has_room(p)}
+            free = members.keys() - self._opening.keys() - set(besides)
+            usable = {p for p in free if self._has_room(p)}
             now = trio.current_time()
             peer = self._routing.choose(now, usable)
             if peer is None:
@@ -181,8 +260,12 @@ class Downstream:
         """Until a credit is free, the roster has changed or a ban has ended."""
         ban_end = self._routing.next_ban_end(now)
         changed = self._capacity_changed
-        with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
-            await changed.wait()
+        self._queueing += 1
+        try:
+            with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
+                await changed.wait()
+        finally:
+            self._queueing -= 1
 
     def _notify(self) -> None:
         self._capacity_changed.set()
@@ -194,6 +277,8 @@ class Downstream:
             stream = await self._open_stream(record)
             try:
                 edge = await greet(stream, self._hello())
+                if self._closed:
+                    raise LinkClosed("this peer has given its stage up meanwhile")
             except BaseException:
                 with trio.CancelScope(shield=True):
                     await stream.reset()
@@ -223,6 +308,8 @@ class Downstream:
             self._notify()
 
     def close(self) -> None:
+        """Before the nursery ends: nothing more is sent, and what is on its way comes back."""
+        self._closed = True
         for edge in list(self._edges.values()):
             edge.fail(LinkClosed("this peer closes its links"))
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import time
 
 from swarm_client.engine.roster import RosterView
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.clock import Clock, monotonic, wall
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import AdmissionError
 from swarm_shared.messages import TransferHello
@@ -31,7 +30,7 @@ class Gate:
         run: RunId,
         organiser: PeerId,
         roster: RosterView,
-        wall_clock: Clock = time.time,
+        wall_clock: Clock = wall,
         clock: Clock = monotonic,
     ) -> None:
         self._run = run

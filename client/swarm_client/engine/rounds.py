@@ -13,8 +13,10 @@ from typing import Protocol
 
 import trio
 
+from swarm_client import faults
 from swarm_client.engine.holding import Holding
-from swarm_client.worker.errors import WorkerDied
+from swarm_client.faults import Phase
+from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_shared.errors import SwarmError
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -140,12 +142,14 @@ class Rounds:
         failed = await self._reconcile(close)
         if failed is not None:
             return failed
+        faults.cut(Phase.ALL_REDUCE, close.step)
         for reduction in close.reductions:
             await self._averager.reduce(holding, close.step, close.attempt, reduction)
+        faults.cut(Phase.NORM, close.step)
         norm = await worker.norm(close.step, self._manifest.tokens_per_step)
         if not norm.finite:
             return RoundReport(
-                step=close.step, attempt=close.attempt, ok=False,
+                step=close.step, attempt=close.attempt, ok=False, not_finite=True,
                 reason="the averaged gradient is not finite",
             )  # fmt: skip
         return RoundReport(
@@ -161,7 +165,8 @@ class Rounds:
         holding, worker = self._holding, self._holding.worker
         committed = set(close.committed)
         while True:
-            prepared = set(await worker.prepare_round(close.step))
+            round_ = await worker.prepare_round(close.step)
+            prepared = set(round_.microbatches)
             extra = tuple(sorted(prepared - committed))
             if not extra:
                 break
@@ -173,6 +178,14 @@ class Rounds:
                     reason=f"{len(extra)} extra microbatches could not be taken out again",
                 )  # fmt: skip
             holding.receipts.drop(extra)
+        if not round_.finite:
+            # Each of them was finite when it was added. Whatever happened since, none is trusted.
+            await worker.reset_accumulator()
+            holding.receipts.clear()
+            return RoundReport(
+                step=close.step, attempt=close.attempt, ok=False, reset=True, not_finite=True,
+                reason="the sum of its gradients is not finite",
+            )  # fmt: skip
         missing: tuple[MicrobatchIndex, ...] = tuple(sorted(committed - prepared))
         if missing:
             holding.receipts.drop(missing)
@@ -188,9 +201,21 @@ class Rounds:
             log.warning("told to apply step %s, which is not averaged here", apply.step)
             self._out_of_step()
             return
-        done = await holding.worker.apply(
-            apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
-        )
+        faults.cut(Phase.APPLY, apply.step)
+        try:
+            done = await holding.worker.apply(
+                apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
+            )
+        except RequestFailed as error:
+            # The others take the step. What is held here is of no use any more.
+            holding.averaged_attempt = None
+            self._send(
+                RoundReport(
+                    step=apply.step, attempt=apply.attempt, ok=False, reset=True,
+                    reason=str(error)[:500],
+                )
+            )  # fmt: skip
+            return
         holding.version = done.version
         holding.averaged_attempt = None
         holding.closing = False

@@ -14,11 +14,13 @@ from typing import Protocol
 
 import trio
 
+from swarm_client import faults
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
+from swarm_client.faults import Phase
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_client.worker.output import Output
 from swarm_shared.errors import AdmissionError, LinkClosed, ProtocolError
@@ -26,6 +28,7 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Backward,
     Forward,
+    NotFinite,
     RefusalReason,
     StageCancel,
     StageHello,
@@ -80,7 +83,10 @@ class StageServer:
         holding: Callable[[], Holding | None],
         next_stage: Callable[[], Downstream | None],
         gate: Gate,
+        tell: Callable[[NotFinite], None] = lambda _: None,
     ) -> None:
+        """`tell` takes word to the coordinator of what went wrong at this very peer."""
+        self._tell = tell
         self._membership = membership
         self._holding = holding
         self._next_stage = next_stage
@@ -194,8 +200,11 @@ class StageServer:
         self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
         holding.in_flight += 1
         try:
+            faults.cut(Phase.FORWARD, message.step)
             work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
             header, gradient = await work.run()
+            faults.cut(Phase.RECEIPT, message.step)
+            faults.strike(Phase.RECEIPT, message.step)
             try:
                 await stream.send(
                     encode(header), gradient.payload or b"", stall_seconds=STALL_SECONDS
@@ -203,6 +212,9 @@ class StageServer:
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
+            training = message.mode == "train"
+            if training and isinstance(error, RequestFailed) and error.code == "not_finite":
+                self._tell(NotFinite(step=message.step, microbatch=message.microbatch))
             over = not holding.works_on(message.step)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
@@ -310,6 +322,7 @@ class _Work:
                 ),
                 self._wanted,
             )  # fmt: skip
+            faults.cut(Phase.BACKWARD, message.step)
             began = time.monotonic()
             if memoryview(answer.payload).nbytes != worker.sizes.output_bytes:
                 raise MicrobatchAbandoned("the gradient that came back has another size")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 
+from swarm_client import faults
 from swarm_client.child import become_child, inherited_link
 from swarm_client.worker.protocol import worker_requests
 
@@ -13,6 +15,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True, help="inherited socket of the daemon")
     arguments = parser.parse_args()
     become_child()
+    faults.activate(None, daemon_pid=os.getppid())
     # Only now: importing torch takes seconds, in which the daemon may already have died.
     from swarm_client.worker.loop import serve
 

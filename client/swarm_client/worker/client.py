@@ -21,6 +21,7 @@ from swarm_client import shared_memory
 from swarm_client.child import Child
 from swarm_client.worker import protocol
 from swarm_client.worker.errors import RequestFailed, WorkerDied
+from swarm_client.worker.liveness import Liveness, Owes
 from swarm_client.worker.output import Buffer, Output, SlotPool
 from swarm_client.worker.sizes import StageSizes, stage_sizes
 from swarm_client.worker.spare import WorkerChild, worker_process
@@ -45,6 +46,11 @@ class _Waiter:
     answer: protocol.WorkerAnswer | None = None
     on_abandoned: Callable[[], None] | None = None
     abandoned: bool = False
+    patient: bool = False
+    """What it waits for takes as long as it takes."""
+
+
+_PATIENT = (protocol.Configure, protocol.SaveState, protocol.LoadState, protocol.AdoptFresh)
 
 
 class StageWorker:
@@ -67,6 +73,8 @@ class StageWorker:
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
         self._configured: protocol.Configured | None = None
+        self._liveness = Liveness()
+        self._hung = ""
         self._death: str | None = None
         self._dead = trio.Event()
 
@@ -172,10 +180,10 @@ class StageWorker:
         request = protocol.Accumulated(request=self._number())
         return await self._call(request, protocol.AccumulatedAre)
 
-    async def prepare_round(self, step: Step) -> tuple[MicrobatchIndex, ...]:
-        """Fill the `gradients` segment; returns the microbatches that are in it."""
+    async def prepare_round(self, step: Step) -> protocol.RoundPrepared:
+        """Fill the `gradients` segment; says which microbatches are in it."""
         request = protocol.PrepareRound(request=self._number(), step=step)
-        return (await self._call(request, protocol.RoundPrepared)).microbatches
+        return await self._call(request, protocol.RoundPrepared)
 
     async def norm(self, step: Step, step_tokens: int) -> protocol.NormDone:
         """Squared norms of the averaged gradient that is in the `result` segment."""
@@ -222,7 +230,7 @@ class StageWorker:
             self._outbox.send_nowait(message)
 
     async def _call(self, request: protocol.Numbered, expected: type[AnswerT]) -> AnswerT:
-        answer = await self._exchange(request, _Waiter())
+        answer = await self._exchange(request, _Waiter(patient=isinstance(request, _PATIENT)))
         if not isinstance(answer, expected):
             raise FrameError(
                 f"the stage worker answered {answer.kind!r} where {expected.__name__} was due; "
@@ -332,6 +340,10 @@ class StageWorker:
         reason = ""
         try:
             while (answer := await self._child.link.receive()) is not None:
+                computed = None
+                if isinstance(answer, protocol.ForwardDone | protocol.BackwardDone):
+                    computed = answer.seconds
+                self._liveness.answered(computed)
                 waiter = self._waiters.pop(answer.request, None)
                 if waiter is None:
                     continue
@@ -348,8 +360,19 @@ class StageWorker:
         self._child.kill()  # harmless if it is dead, as it should be: its socket has ended
         self._fail_everybody(status, reason)
 
+    async def _watch(self) -> None:
+        silent_seconds = await self._liveness.wait_hung(self._owes)
+        self._hung = f": it was ended after it had answered nothing for {silent_seconds:.0f} s"
+        self._child.kill()
+
+    def _owes(self) -> Owes:
+        if any(waiter.patient for waiter in self._waiters.values()):
+            return Owes.STORAGE
+        return Owes.COMPUTING if self._waiters else Owes.NOTHING
+
     def _fail_everybody(self, status: int | None, reason: str) -> None:
         how = "" if status is None else f" with exit status {status}"
+        how = self._hung or how
         self._death = (
             f"the compute process of stage {self.stage} has ended{how}{reason}; its log is "
             f"{self._child.log_path}"
@@ -407,6 +430,7 @@ async def open_worker(
             async with _quiet_nursery() as nursery:
                 nursery.start_soon(worker._receive_all)
                 nursery.start_soon(worker._send_all)
+                nursery.start_soon(worker._watch)
                 await worker._configure(
                     manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
                 )

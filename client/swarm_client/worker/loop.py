@@ -16,12 +16,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from swarm_client import shared_memory
+from swarm_client import faults, shared_memory
 from swarm_client.child import SyncLink
+from swarm_client.faults import Phase
 from swarm_client.worker import protocol
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.steps import StepRunner
+from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.manifest import Manifest
 
@@ -141,10 +143,12 @@ class ComputeLoop:
         result: ForwardResult | BackwardResult | float
         match request:
             case protocol.Forward():
+                faults.strike(Phase.FORWARD, request.step)
                 result = self._runner.forward(
                     request.request, request.step, request.microbatch, request.accumulate, payload
                 )
             case protocol.Backward():
+                faults.strike(Phase.BACKWARD, self._runner.version + 1)
                 result = self._runner.backward(request.forward, payload)
             case protocol.Evaluate():
                 result = self._runner.evaluate(payload)
@@ -160,6 +164,7 @@ class ComputeLoop:
         match result:
             case ForwardResult():
                 nbytes = self._write(result.output, request.slot)
+                self._spoil(Phase.FORWARD, request.slot, nbytes)
                 return protocol.ForwardDone(
                     request=request.request, nbytes=nbytes, seconds=self._clock() - started
                 )
@@ -167,6 +172,7 @@ class ComputeLoop:
                 nbytes = 0
                 if result.input_gradient is not None:
                     nbytes = self._write(result.input_gradient, request.slot)
+                    self._spoil(Phase.BACKWARD, request.slot, nbytes)
                 return protocol.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
                     loss_sum=result.loss_sum, seconds=self._clock() - started,
@@ -180,6 +186,10 @@ class ComputeLoop:
     def _write(self, tensor: Tensor, slot: int) -> int:
         host = self._runner.copier.to_host(tensor)
         return self._runner.codec.write(host, self._memory.slot(slot))
+
+    def _spoil(self, phase: Phase, slot: int, nbytes: int) -> None:
+        if faults.active is not None:
+            faults.spoil(phase, self._runner.version + 1, self._memory.slot(slot, nbytes))
 
     # ---- control
 
@@ -200,14 +210,20 @@ class ComputeLoop:
                 )
             case protocol.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
-                return protocol.RoundPrepared(request=number, microbatches=microbatches)
+                faults.spoil(Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer)
+                return protocol.RoundPrepared(
+                    request=number, microbatches=microbatches,
+                    finite=is_finite(self._memory.gradients),
+                )  # fmt: skip
             case protocol.Norm():
+                self._strike_result(Phase.NORM, request.step)
                 norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
                 return protocol.NormDone(
                     request=number, own_squared=norms.own, tied_squared=norms.tied,
                     finite=norms.finite,
                 )  # fmt: skip
             case protocol.Apply():
+                self._strike_result(Phase.APPLY, request.step)
                 print_ = self._steps.apply(
                     request.step, request.step_tokens, request.global_norm,
                     request.learning_rate, self._memory.result,
@@ -219,9 +235,15 @@ class ComputeLoop:
             case _:
                 return self._state(number, request)
 
+    def _strike_result(self, phase: Phase, step: int) -> None:
+        if faults.active is not None:
+            faults.strike(phase, step)
+            faults.spoil(phase, step, self._memory.result_segment.buffer)
+
     def _state(self, number: int, request: protocol.Numbered) -> protocol.Numbered:
         match request:
             case protocol.SaveState():
+                faults.strike(Phase.CHECKPOINT, request.version)
                 nbytes = self._steps.save(Path(request.path), request.version)
                 return protocol.StateSaved(request=number, path=request.path, nbytes=nbytes)
             case protocol.LoadState():

@@ -39,9 +39,9 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 SquaredNorm = Annotated[float, Field(ge=0)]
 
 FailureCode = Literal[
-    "not_finite",  # an output or a gradient holds an infinity or a NaN
+    "not_finite",  # an output or a gradient of this worker's holds an infinity or a NaN
     "out_of_memory",
-    "bad_input",  # a size, a token id or a number that cannot be
+    "bad_input",  # a size, a token id or a number that cannot be, as it came in
     "wrong_step",  # not the step (or version) that this worker is at
     "unknown_microbatch",  # Backward for what is not (any more) in flight
     "discarded",  # given up by the daemon before it was computed
@@ -261,6 +261,7 @@ class RoundPrepared(Numbered):
 
     kind: Literal["round_prepared"] = "round_prepared"
     microbatches: Microbatches
+    finite: bool = True
 
 
 class NormDone(Numbered):

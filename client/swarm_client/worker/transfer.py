@@ -110,7 +110,7 @@ class PayloadCodec:
         wire = torch.frombuffer(payload, dtype=self._dtype)
         if not is_finite(wire):
             raise RequestFailed(
-                "not_finite",
+                "bad_input",
                 f"{what} holds infinities or NaNs; the peer that sent it computes wrongly",
             )
         return wire.clone().view(*self._shape_BT, self._hidden_size)

@@ -131,6 +131,17 @@ class RoundReport(FrozenModel):
     carrier_failed: bool = False
     missing: Microbatches = ()
     reset: bool = False
+    not_finite: bool = False
+    """What was to be averaged, or came of it here, holds infinities or NaNs. With `reset` it was
+    this peer's own part."""
+
+
+class NotFinite(FrozenModel):
+    """A computation of this peer gave infinities or NaNs, from an input that had none."""
+
+    kind: Literal["not_finite"] = "not_finite"
+    step: Step
+    microbatch: MicrobatchIndex
 
 
 class Applied(FrozenModel):
@@ -182,7 +193,8 @@ class Leaving(FrozenModel):
 
 ClientMessage = Annotated[
     Hello | StageRequest | Heartbeat | Whereabouts | Receipts | LeaseResult | MaskRequest
-    | RoundReport | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed | Leaving,
+    | RoundReport | NotFinite | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed
+    | Leaving,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -8,12 +8,12 @@ machine sleeps with the one that does not.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Final
 
 import trio
 
+from swarm_shared.clock import Clock, wall
 from swarm_shared.network.reach import Interfaces
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class NetworkWatch:
         self,
         on_change: Callable[[], None],
         look: Callable[[], Interfaces] = Interfaces.of_this_machine,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Clock = wall,
     ) -> None:
         self._on_change = on_change
         self._look = look

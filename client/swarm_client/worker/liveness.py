@@ -1,0 +1,68 @@
+"""Whether a worker that owes an answer is still alive: one may be frozen, or stuck in a driver.
+
+Owns what counts as too long. The daemon's handle tells it of answers and asks it to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+
+import trio
+
+LOOK_SECONDS = 0.5
+"""Between two looks. A daemon that was frozen itself, or whose machine slept, counts that as one
+look: time in which nobody could answer is held against nobody."""
+
+HUNG_SECONDS = 5.0
+HUNG_TIMES = 20.0
+"""A worker that answers nothing for that long, and for so many times as long as its slowest
+computation took, has hung."""
+
+UNKNOWN_SECONDS = 120.0
+"""In place of both before its first computation has come back."""
+
+STORAGE_SECONDS = 900.0
+"""Where it reads or writes its state: gigabytes, on a disk that others use, too."""
+
+
+class Owes(Enum):
+    """What a worker has been asked for and not answered."""
+
+    NOTHING = auto()
+    COMPUTING = auto()
+    STORAGE = auto()
+    """Among other things: what follows waits for it."""
+
+
+class Liveness:
+    """Of one worker. Tell it of every answer."""
+
+    def __init__(self) -> None:
+        self._answers = 0
+        self._slowest_seconds: float | None = None
+
+    def answered(self, compute_seconds: float | None = None) -> None:
+        self._answers += 1
+        if compute_seconds is not None:
+            self._slowest_seconds = max(self._slowest_seconds or 0.0, compute_seconds)
+
+    async def wait_hung(self, owes: Callable[[], Owes]) -> float:
+        """Return when the worker has hung, with the seconds for which it has answered nothing."""
+        silent_seconds, answers = 0.0, self._answers
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            owed = owes()
+            if answers != self._answers or owed is Owes.NOTHING:
+                silent_seconds, answers = 0.0, self._answers
+                continue
+            silent_seconds += LOOK_SECONDS
+            if silent_seconds >= self._patience_seconds(owed):
+                return silent_seconds
+
+    def _patience_seconds(self, owed: Owes) -> float:
+        if owed is Owes.STORAGE:
+            return STORAGE_SECONDS
+        if self._slowest_seconds is None:
+            return UNKNOWN_SECONDS
+        return max(HUNG_SECONDS, HUNG_TIMES * self._slowest_seconds)

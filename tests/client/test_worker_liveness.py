@@ -1,0 +1,75 @@
+"""When a worker counts as hung, on a clock of the test's own."""
+
+from __future__ import annotations
+
+import trio
+import trio.testing
+
+from swarm_client.worker.liveness import (
+    HUNG_SECONDS,
+    HUNG_TIMES,
+    LOOK_SECONDS,
+    STORAGE_SECONDS,
+    UNKNOWN_SECONDS,
+    Liveness,
+    Owes,
+)
+
+
+def hung_after(liveness: Liveness, owes: Owes, limit_seconds: float = 2000.0) -> float | None:
+    """Virtual seconds until the worker counts as hung; None when it does not."""
+
+    async def main() -> float | None:
+        with trio.move_on_after(limit_seconds):
+            await liveness.wait_hung(lambda: owes)
+            return trio.current_time()
+        return None
+
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    began = clock.current_time()
+    ended = trio.run(main, clock=clock)
+    return None if ended is None else ended - began
+
+
+def answered(*seconds: float) -> Liveness:
+    liveness = Liveness()
+    for one in seconds:
+        liveness.answered(one)
+    return liveness
+
+
+def test_a_worker_that_owes_nothing_never_hangs() -> None:
+    assert hung_after(answered(0.1), Owes.NOTHING) is None
+
+
+def test_a_quick_worker_that_says_nothing_for_seconds_has_hung() -> None:
+    assert hung_after(answered(0.1, 0.05), Owes.COMPUTING) == HUNG_SECONDS
+
+
+def test_a_slow_worker_is_given_many_times_its_slowest_computation() -> None:
+    assert hung_after(answered(2.0, 0.1), Owes.COMPUTING) == 2.0 * HUNG_TIMES
+
+
+def test_nothing_is_known_before_the_first_computation_and_of_what_storage_takes() -> None:
+    assert hung_after(answered(), Owes.COMPUTING) == UNKNOWN_SECONDS
+    assert hung_after(answered(0.1), Owes.STORAGE) == STORAGE_SECONDS
+
+
+def test_an_answer_starts_the_count_anew() -> None:
+    liveness = answered(0.1)
+
+    async def main() -> float:
+        async with trio.open_nursery() as nursery:
+
+            async def go_on() -> None:
+                for _ in range(5):
+                    await trio.sleep(HUNG_SECONDS - 2 * LOOK_SECONDS)
+                    liveness.answered()
+
+            nursery.start_soon(go_on)
+            began = trio.current_time()
+            await liveness.wait_hung(lambda: Owes.COMPUTING)
+            return trio.current_time() - began
+
+    seconds = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
+    assert seconds > 5 * (HUNG_SECONDS - 2 * LOOK_SECONDS)

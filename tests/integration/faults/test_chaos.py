@@ -1,0 +1,158 @@
+"""Chaos with a seed: kills, freezes, partitions and a dead coordinator, whenever they come.
+
+The seed is printed and can be given as SWARM_CHAOS_SEED. When things happen depends on it, but
+also on how fast the machine is: a seed says what is tried, the run's log what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from integration.faults.fault_run import STEPS, TINY, FaultRun
+from swarm_client.faults import Action, Phase
+from swarm_coordinator.processes import Child
+
+pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
+
+SEED_VARIABLE = "SWARM_CHAOS_SEED"
+CHAOS_SECONDS = 75.0
+PAUSE_SECONDS = (1.0, 6.0)
+"""Between two faults."""
+PEERS = 2
+"""Of each stage: every kill is answered by a newcomer, as volunteers do come."""
+
+
+def seed_of_this_run() -> int:
+    given = os.environ.get(SEED_VARIABLE)
+    return int(given) if given else random.SystemRandom().randrange(2**31)
+
+
+class Chaos:
+    """What befalls one run, chosen by a seeded generator."""
+
+    def __init__(self, fault_run: FaultRun, seed: int) -> None:
+        self.fault_run = fault_run
+        self.random = random.Random(seed)
+        self.log: list[str] = []
+        self._faults = 0
+        self._thawing: list[threading.Timer] = []
+
+    def go_on_for(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        coordinator_dies_at = time.monotonic() + self.random.uniform(0.2, 0.6) * seconds
+        coordinator_died = False
+        while time.monotonic() < end:
+            if not coordinator_died and time.monotonic() >= coordinator_dies_at:
+                self.kill_coordinator()
+                coordinator_died = True
+            else:
+                self.random.choice([self.kill, self.freeze, self.partition, self.kill_somewhere])()
+            time.sleep(self.random.uniform(*PAUSE_SECONDS))
+        for timer in self._thawing:
+            timer.join()
+
+    def _say(self, text: str) -> None:
+        self.log.append(f"version {self.fault_run.run.version()}: {text}")
+
+    def _somebody(self) -> Child | None:
+        """One whose death leaves its stage somebody, so that the run need not start over."""
+        ready = [self.fault_run.ready_names(stage) for stage in range(self.fault_run.stages)]
+        names = [name for of_stage in ready if len(of_stage) > 1 for name in of_stage]
+        alive = [n for n in names if self.fault_run.child(n).exit_code() is None]
+        return self.fault_run.child(self.random.choice(alive)) if alive else None
+
+    def _replace(self, stage: int) -> None:
+        self.fault_run.run.swarm.start_volunteer(self.fault_run.invite, stage)
+
+    def kill(self) -> None:
+        victim = self._somebody()
+        if victim is not None:
+            self._say(f"kill {victim.name}")
+            self.fault_run.run.swarm.excuse(victim)
+            victim.kill()
+            self._replace(self.fault_run.stage_of(victim))
+
+    def kill_somewhere(self) -> None:
+        """At a phase, and not merely at some time."""
+        victim = self._somebody()
+        if victim is None:
+            return
+        phases = [Phase.FORWARD, Phase.RECEIPT, Phase.ALL_REDUCE, Phase.NORM, Phase.APPLY]
+        phase, self._faults = self.random.choice(phases), self._faults + 1
+        name = f"chaos-{self._faults}"
+        self._say(f"kill {victim.name} at its next {phase}")
+        self.fault_run.run.swarm.excuse(victim)
+        self.fault_run.plan_for(name, victim.name, phase, Action.KILL)
+        self._replace(self.fault_run.stage_of(victim))
+
+    def freeze(self) -> None:
+        victim, seconds = self._somebody(), self.random.choice([1.0, 3.0, 8.0])
+        if victim is None:
+            return
+        self._say(f"freeze {victim.name} for {seconds:g} s")
+        daemon = psutil.Process(victim.pid)
+        whole = [daemon, *daemon.children(recursive=True)]
+        for process in whole:
+            _signal(process, signal.SIGSTOP)
+
+        def thaw() -> None:
+            for process in whole:
+                _signal(process, signal.SIGCONT)
+
+        timer = threading.Timer(seconds, thaw)
+        timer.start()
+        self._thawing.append(timer)
+
+    def partition(self) -> None:
+        victim, seconds = self._somebody(), self.random.choice([1.0, 3.0, 8.0])
+        if victim is not None:
+            self._say(f"cut {victim.name} off for {seconds:g} s")
+            self._faults += 1
+            name = f"chaos-{self._faults}"
+            self.fault_run.plan_for(name, victim.name, Phase.FORWARD, Action.PARTITION, seconds)
+
+    def kill_coordinator(self) -> None:
+        swarm = self.fault_run.run.swarm
+        assert swarm.coordinator is not None
+        self._say("kill the coordinator")
+        swarm.excuse(swarm.coordinator)
+        swarm.coordinator.kill()
+        time.sleep(self.random.uniform(0.0, 4.0))
+        assert swarm.start_coordinator() == self.fault_run.invite
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def test_a_run_under_random_faults_computes_what_one_machine_would(
+    make_run: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed = seed_of_this_run()
+    with capsys.disabled():
+        print(f"\nchaos: {SEED_VARIABLE}={seed}")
+    fault_run = FaultRun(make_run(2, STEPS, **{**TINY, "checkpoint__every_steps": 5}), 2)
+    fault_run.start(PEERS)
+    chaos = Chaos(fault_run, seed)
+    try:
+        chaos.go_on_for(CHAOS_SECONDS)
+        version = fault_run.run.version()
+        fault_run.run.wait_for_version(version + 3)
+        fault_run.finish()
+        assert fault_run.end_problem == ""
+        fault_run.run.assert_equals_reference(fault_run.stopped_at)
+    except BaseException:
+        print("\n".join([f"{SEED_VARIABLE}={seed}", *chaos.log, *fault_run.notes()[-60:]]))
+        raise

@@ -1,0 +1,107 @@
+"""Every fault at every phase of a step, on real processes: the losses are those of one machine.
+
+A table of cases, carried out by a few runs one after the other (`fault_run`). What must not
+happen is named by each case's own test: that the fault did not strike where it should, that the
+run stood still, that a loss differs from the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.faults.fault_run import STEPS, TINY, WHOLE_STAGE, Case, FaultRun
+from integration.real_run import runs
+from swarm_client.faults import Action, Phase
+
+A, P = Action, Phase
+LONGER = 7.0
+"""Than silence may last before a peer counts as dead."""
+SHORTER = 1.5
+
+IN_A_STEP = (P.FORWARD, P.BACKWARD, P.RECEIPT, P.ALL_REDUCE, P.NORM, P.APPLY)
+IN_A_WORKER = (P.FORWARD, P.BACKWARD, P.ALL_REDUCE, P.NORM, P.APPLY)
+
+
+def at_each(action: Action, phases: tuple[Phase, ...], seconds: float = 0.0) -> list[Case]:
+    """On both stages in turn. The last stage has no backward pass of its own."""
+    stages = {phase: 0 if phase is P.BACKWARD else i % 2 for i, phase in enumerate(phases)}
+    return [Case(action, phase, stage, seconds) for phase, stage in stages.items()]
+
+
+GROUPS: dict[str, list[Case]] = {
+    "deaths": [
+        *at_each(A.KILL, IN_A_STEP),
+        *at_each(A.KILL_WORKER, IN_A_WORKER),
+        Case(A.KILL, P.CHECKPOINT, anybody=True),
+        Case(A.KILL, P.STATE_DOWNLOAD, 1, newcomer=True),
+        Case(A.KILL_WORKER, P.CHECKPOINT, anybody=True),
+    ],
+    "silences": [
+        *at_each(A.FREEZE, IN_A_STEP, LONGER),
+        *at_each(A.PARTITION, IN_A_STEP, LONGER),
+        Case(A.FREEZE, P.CHECKPOINT, 0, LONGER, anybody=True),
+        Case(A.FREEZE, P.STATE_DOWNLOAD, 1, LONGER, newcomer=True),
+        Case(A.PARTITION, P.CHECKPOINT, 0, LONGER, anybody=True),
+        Case(A.PARTITION, P.STATE_DOWNLOAD, 0, LONGER, newcomer=True),
+        Case(A.FREEZE_WORKER, P.FORWARD, 0),
+        Case(A.FREEZE_WORKER, P.NORM, 1),
+    ],
+    "damage": [
+        *at_each(A.DELAY, IN_A_STEP, SHORTER),
+        Case(A.DELAY, P.CHECKPOINT, 0, SHORTER, anybody=True),
+        Case(A.NAN, P.FORWARD, 0),
+        Case(A.NAN, P.BACKWARD, 1),
+        Case(A.NAN, P.ALL_REDUCE, 0, says="is marked: the sum of its gradients was not finite"),
+        Case(A.NAN, P.NORM, 1, says="is marked"),
+        Case(A.NAN, P.APPLY, 0, says="is marked: it could not apply"),
+        Case(A.CORRUPT, P.NORM, 1, peers=3, says="is marked: it averaged to another gradient"),
+        Case(A.CORRUPT, P.APPLY, 0, peers=3, says="is marked: its parameters"),
+        Case(A.CORRUPT, P.CHECKPOINT, 0, anybody=True, says="could not be stored"),
+        Case(A.DISK_FULL, P.RECEIPT, 0, 3.0),
+        Case(A.DISK_FULL, P.APPLY, 1, 3.0),
+        Case(A.DISK_FULL, P.CHECKPOINT, 0, 3.0, anybody=True, says="could not be stored"),
+        Case(A.DISK_FULL, P.STATE_DOWNLOAD, 1, 3.0, newcomer=True, says="could not be fetched"),
+        Case(A.CORRUPT, P.STATE_DOWNLOAD, 0, newcomer=True, says="is not what the others hold"),
+        Case(A.DELAY, P.STATE_DOWNLOAD, 1, SHORTER, newcomer=True),
+        Case(A.CLOCK_JUMP, P.FORWARD, 0, 100_000.0),
+        Case(A.CLOCK_JUMP, P.RECEIPT, 1, -100_000.0),
+    ],
+}
+CASES = [(group, case) for group, cases in GROUPS.items() for case in cases]
+
+pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def carried(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultRun]:
+    """A run to which every case of one group has happened."""
+    group: str = request.param
+    folder: Path = tmp_path_factory.mktemp(group)
+    with runs(folder) as make:
+        fault_run = FaultRun(make(2, STEPS, **TINY), 2)
+        fault_run.start(WHOLE_STAGE)
+        fault_run.carry(GROUPS[group])
+        fault_run.finish()
+        yield fault_run
+
+
+@pytest.mark.parametrize(
+    ("carried", "case"), CASES, indirect=["carried"], ids=[case.name for _, case in CASES]
+)
+def test_a_fault_changes_no_loss_and_stops_no_run(carried: FaultRun, case: Case) -> None:
+    carried.check(case)
+
+
+@pytest.mark.parametrize("carried", GROUPS, indirect=True)
+def test_after_all_its_faults_a_run_has_the_parameters_of_one_machine(carried: FaultRun) -> None:
+    assert carried.end_problem == ""
+    carried.run.assert_equals_reference(carried.stopped_at)
+
+
+def test_the_table_is_large_enough() -> None:
+    assert len({case.name for _, case in CASES}) == len(CASES) >= 40

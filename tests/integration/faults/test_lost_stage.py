@@ -1,0 +1,85 @@
+"""Every peer of a stage killed at once: the run waits, says so, and goes on from what there is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from integration.faults.fault_run import STEPS, TINY, FaultRun
+from swarm_client.faults import Action, Phase
+from swarm_coordinator.processes import wait_until
+
+pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
+
+PATIENCE_SECONDS = 120.0
+
+
+@pytest.fixture
+def fault_run(make_run: Callable[..., Any]) -> FaultRun:
+    return FaultRun(make_run(2, STEPS, **{**TINY, "checkpoint__every_steps": 4}), 2)
+
+
+def kill_stage(fault_run: FaultRun, stage: int) -> None:
+    for name in fault_run.ready_names(stage):
+        child = fault_run.child(name)
+        fault_run.run.swarm.excuse(child)
+        child.kill()
+
+
+def wait(fault_run: FaultRun, ready: Callable[[], bool], what: str) -> None:
+    wait_until(ready, fault_run.run.swarm.children, PATIENCE_SECONDS, what)
+
+
+def wait_for_word(fault_run: FaultRun, word: str) -> None:
+    wait(fault_run, lambda: any(word in note for note in fault_run.notes()), f"the word {word!r}")
+
+
+def test_a_stage_killed_at_once_is_waited_for_and_taken_over_by_newcomers(
+    fault_run: FaultRun,
+) -> None:
+    run = fault_run.run
+    fault_run.start(2)
+    run.wait_for_version(6)
+    kill_stage(fault_run, 1)
+    wait_for_word(fault_run, "stage 1 has lost every peer: the run waits for somebody to hold it")
+    wait(fault_run, lambda: "stage 1" in fault_run.status()["waiting_for"], "the status to say so")
+    stood_at = run.version()
+    for _ in range(2):
+        run.swarm.start_volunteer(fault_run.invite, 1)
+    run.wait_for_version(stood_at + 4)
+    assert any("stage 1 is held again" in note for note in fault_run.notes())
+    fault_run.finish()
+    # Each step counts each microbatch once, whichever history it was part of.
+    run.assert_equals_reference(fault_run.stopped_at)
+    seen = run.swarm.history()
+    assert seen is not None
+    counted = sum(contribution.microbatches for contribution in seen.contributions)
+    per_step = run.manifest.training.microbatches_per_step
+    assert counted == fault_run.stopped_at * per_step * 2
+
+
+@pytest.mark.parametrize("action", [Action.KILL, Action.FREEZE, Action.DELAY, Action.PARTITION])
+def test_a_peer_that_moves_to_a_lost_stage_and_fails_on_the_way_counts_nothing_twice(
+    fault_run: FaultRun, action: Action
+) -> None:
+    """Nobody has chosen a stage here, so that the coordinator may move them."""
+    run, swarm = fault_run.run, fault_run.run.swarm
+    fault_run.invite = swarm.start_coordinator()
+    for _ in range(5):
+        swarm.start_volunteer(fault_run.invite)
+    fault_run.wait_staffed(2)
+    run.wait_for_version(5)
+    lost = min((0, 1), key=lambda stage: len(fault_run.ready_names(stage)))
+    if action is Action.KILL:
+        for child in swarm.volunteers:
+            swarm.excuse(child)
+    fault_run.plan_for_anybody("moving", Phase.STAGE_MIGRATION, action, seconds=7.0)
+    kill_stage(fault_run, lost)
+    wait(fault_run, lambda: fault_run.has_fired("moving"), "the fault in the move")
+    stood_at = run.version()
+    swarm.start_volunteer(fault_run.invite)
+    run.wait_for_version(stood_at + 4)
+    fault_run.finish()
+    run.assert_equals_reference(fault_run.stopped_at)

@@ -1,0 +1,174 @@
+"""A real run on this machine, its processes, and what one machine makes of the same manifest."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm_coordinator.checkpoints import CheckpointFolder
+from swarm_coordinator.export import merge_stages
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children, wait_until
+from swarm_coordinator.reference import StepRecord, train_reference
+from swarm_coordinator.run_folder import RunFolder
+from swarm_shared.data.sampler import microbatch
+from swarm_shared.data.shards import open_shards
+from swarm_shared.manifest import Manifest
+from swarm_shared.signed_manifest import run_id_of
+
+MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", "datetime.py")
+"""Half a megabyte of the standard library's own text."""
+
+SETTINGS: dict[str, object] = {
+    "model.hidden_size": 96,
+    "model.intermediate_size": 256,
+    "model.layers": 6,
+    "model.heads": 4,
+    "model.key_value_heads": 2,
+    "model.sequence_length": 128,
+    "training.microbatches_per_step": 12,
+    "training.sequences_per_microbatch": 4,
+    "training.evaluation_microbatches": 2,
+    "run.seed": 11,
+    # A rate at which training is smooth: at 2e-3 from a cold start even two orders of summation
+    # in one process end 2e-3 apart (docs/decisions/0002-adam-epsilon.md).
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 5,
+    "limits.starting_peers_per_stage": 2,
+    "network.listen_host": "127.0.0.1",
+}
+
+PATIENCE_SECONDS = 240.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one reliable machine computed."""
+
+    losses: tuple[float, ...]
+    parameters: dict[str, torch.Tensor]
+
+
+@dataclass
+class Run:
+    """A run folder, its processes, and what one machine makes of the same manifest."""
+
+    manifest: Manifest
+    folder: RunFolder
+    swarm: LocalSwarm
+
+    def version(self) -> int:
+        seen = self.swarm.history()
+        return seen.restored.version if seen is not None else 0
+
+    def wait_for_version(self, version: int) -> None:
+        wait_until(
+            lambda: self.version() >= version,
+            self.swarm.children,
+            PATIENCE_SECONDS,
+            f"step {version}",
+        )
+
+    def losses(self) -> tuple[float, ...]:
+        seen = self.swarm.history()
+        assert seen is not None
+        return tuple(step.loss for step in seen.steps)
+
+    def reference_losses(self, steps: int | None = None) -> tuple[float, ...]:
+        """All of them, or those of the first `steps` of the same schedule."""
+        return reference(self.manifest.model_dump_json(), str(self.folder.data), steps).losses
+
+    def parameters(self, version: int) -> dict[str, torch.Tensor]:
+        """As they are in the checkpoint of that version."""
+        checkpoints = CheckpointFolder(
+            self.folder.checkpoints, run_id_of(self.manifest), self.manifest.stage_count, 3
+        )
+        files = checkpoints.stage_files(version)
+        return merge_stages(self.manifest.model, files)
+
+    def assert_equals_reference(self, steps: int | None = None) -> None:
+        """Every step's loss within 1e-4, the parameters within 1e-4 in relative norm.
+
+        `steps`: of a run that was stopped after them.
+
+        Not element by element: Adam divides by the root of the second moment, so an element
+        whose gradients are tiny turns a rounding difference into a step of full size.
+        """
+        steps = steps or self.manifest.training.steps
+        expected = reference(self.manifest.model_dump_json(), str(self.folder.data), steps)
+        assert len(self.losses()) == steps
+        assert self.losses() == pytest.approx(expected.losses, rel=1e-4)
+        final = self.parameters(steps)
+        assert final.keys() == expected.parameters.keys()
+        difference = sum(
+            float((final[name] - tensor).double().square().sum())
+            for name, tensor in expected.parameters.items()
+        )
+        norm = sum(float(t.double().square().sum()) for t in expected.parameters.values())
+        assert (difference / norm) ** 0.5 <= 1e-4
+
+
+_cache: dict[str, Trained] = {}
+
+
+def reference(manifest_json: str, data_folder: str, steps: int | None = None) -> Trained:
+    """Train the same run in this process; kept for runs that differ in their stages only."""
+    manifest = Manifest.model_validate_json(manifest_json)
+    steps = steps or manifest.training.steps
+    key = repr((manifest.model, manifest.training, manifest.optimizer, manifest.data, steps))
+    if key not in _cache:
+        _cache[key] = _train(manifest, Path(data_folder), steps)
+    return _cache[key]
+
+
+def _train(manifest: Manifest, data_folder: Path, steps: int) -> Trained:
+    stream = open_shards(data_folder, manifest.data, "train")
+    records: list[StepRecord] = []
+    stage = train_reference(
+        manifest,
+        lambda step: [
+            microbatch(stream, manifest, step, index)
+            for index in range(manifest.training.microbatches_per_step)
+        ],
+        steps,
+        records.append,
+        threads=1,
+    )
+    parameters = {name: p.detach().clone() for name, p in stage.all_parameters()}
+    return Trained(tuple(record.loss for record in records), parameters)
+
+
+def corpus_sources() -> tuple[Path, ...]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    return tuple(library / name for name in MODULES)
+
+
+@contextmanager
+def runs(folder: Path) -> Iterator[Callable[..., Run]]:
+    """Makes a run folder (its path has a space); ends every process of it afterwards."""
+    corpus = folder / "a corpus"
+    corpus.mkdir()
+    for source in corpus_sources():
+        (corpus / source.name).write_bytes(source.read_bytes())
+
+    with Children() as children:
+
+        def make(stages: int, steps: int, **overrides: object) -> Run:
+            run_folder = folder / "a run"
+            manifest = initialise_run(
+                run_folder, "tiny", str(corpus), stages, {
+                    **SETTINGS,
+                    "training.steps": steps,
+                    **{name.replace("__", "."): value for name, value in overrides.items()},
+                },
+            )  # fmt: skip
+            return Run(manifest, RunFolder(run_folder), LocalSwarm(run_folder, children))
+
+        yield make
