@@ -220,7 +220,8 @@ class Swarm:
             if volunteer.alive and volunteer.attached:
                 peer = self.run.peers.get(peer_id)
                 if peer is not None:
-                    peer.last_heard = now
+                    # Nothing but the check for the dead depends on it, so no table is told.
+                    object.__setattr__(peer, "last_heard", now)
         self.agenda.later(HEARD_SECONDS, self._hearts_beat)
 
     def deliver(self, event: Event) -> None:
