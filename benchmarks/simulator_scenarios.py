@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarm_shared.manifest import (
     DataConfig,
+    LimitsConfig,
     Manifest,
     OptimizerConfig,
     ShardInfo,
@@ -16,6 +17,7 @@ from swarm_shared.partition import plan_stages, stage_flops, stage_memory_bytes
 
 def manifest_of(
     preset_name: str, stages: int, microbatches_per_step: int, *, layers: int | None = None,
+    sequences: int | None = None, limits: LimitsConfig | None = None,
     dtype: str = "bfloat16",
 ) -> Manifest:  # fmt: skip
     """A run as `init` would make it, with other sizes; its data are never read."""
@@ -25,7 +27,7 @@ def manifest_of(
         {
             "steps": chosen.steps,
             "microbatches_per_step": microbatches_per_step,
-            "sequences_per_microbatch": chosen.sequences_per_microbatch,
+            "sequences_per_microbatch": sequences or chosen.sequences_per_microbatch,
             "dtype": dtype,
             "seed": 1,
         }
@@ -50,6 +52,7 @@ def manifest_of(
         data=_no_data(),
         training=training,
         optimizer=OptimizerConfig(learning_rate=chosen.learning_rate, warmup_steps=1),
+        limits=limits or LimitsConfig(),
     )
 
 

@@ -8,6 +8,8 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from dataclasses import replace
 
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.state import (
@@ -144,7 +146,7 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
         return
     for cell in step.table.held_by(peer):
         del step.table[cell]
-    for microbatch in [m for m, lease in step.leases.items() if lease.trainer == peer]:
+    for microbatch in sorted(step.leases.of(peer)):
         del step.leases[microbatch]
         step.unsettled.add(microbatch)
     # Survivors report what they hold within one receipt interval; masks made sooner would let
@@ -212,8 +214,8 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
 def _resolve(
     run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState, now: float
 ) -> None:
-    lease.resolved_at = now
-    heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+    resolved = step.leases[microbatch] = replace(lease, resolved_at=now)
+    heapq.heappush(step.lease_alarms, (_due_at(run, resolved), microbatch))
 
 
 def lease_open_microbatches(run: RunState, now: float) -> None:
@@ -262,13 +264,15 @@ def _loads(
 ) -> list[tuple[int, int, PeerId]]:
     """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
     trainers = run.trainers()
-    load = {trainer.peer: 0 for trainer in trainers}
-    again = set(granted)
-    for microbatch, lease in step.leases.items():
-        driven = lease.resolved_at is None and lease.trainer in load
-        if driven and microbatch not in again and not _is_done(run, microbatch):
-            load[lease.trainer] += 1
-    heap = [(load[trainer.peer], place, trainer.peer) for place, trainer in enumerate(trainers)]
+    again: Counter[PeerId] = Counter()
+    for microbatch in granted:
+        lease = step.leases.get(microbatch)
+        if lease is not None and lease.resolved_at is None:
+            again[lease.trainer] += 1
+    heap = [
+        (len(step.leases.driven_by(trainer.peer)) - again[trainer.peer], place, trainer.peer)
+        for place, trainer in enumerate(trainers)
+    ]
     heapq.heapify(heap)
     return heap
 
