@@ -68,6 +68,7 @@ from swarm_shared.messages import (
     PeerRecord,
     Receipts,
     Roster,
+    RosterChange,
     SaveSnapshot,
     StageHello,
     StageRequest,
@@ -453,13 +454,9 @@ class Volunteer:
         """Carry out one message; True when it ends the session."""
         match message:
             case Roster():
-                for revoked in filter(self.node.is_connected, self.roster.replace(message)):
-                    self._nursery.start_soon(self._part_from, revoked)
-                self._show_membership()
-                self._trainer.roster_changed()
-                self.traversal.roster_changed()
-                if self._holder.next_stage is not None:
-                    self._holder.next_stage.roster_changed()
+                self._roster_changed(self.roster.replace(message))
+            case RosterChange():
+                self._roster_changed(self.roster.change(message))
             case CertificateRenewed():
                 self._renew(message)
             case AssignStage():
@@ -475,6 +472,15 @@ class Volunteer:
             case _:
                 raise ProtocolError(f"the coordinator sent {message.kind!r} in a session")
         return False
+
+    def _roster_changed(self, revoked: frozenset[PeerId]) -> None:
+        for peer in filter(self.node.is_connected, revoked):
+            self._nursery.start_soon(self._part_from, peer)
+        self._show_membership()
+        self._trainer.roster_changed()
+        self.traversal.roster_changed()
+        if self._holder.next_stage is not None:
+            self._holder.next_stage.roster_changed()
 
     async def _part_from(self, peer: PeerId) -> None:
         """The coordinator has revoked it: whatever there is between it and this peer ends now."""

@@ -22,6 +22,7 @@ from swarm_coordinator.administration import (
 )
 from swarm_coordinator.admission import REVOKED_SECONDS, Admission
 from swarm_coordinator.events import (
+    Broadcast,
     CertificateIssued,
     Command,
     Event,
@@ -154,10 +155,11 @@ class AdmissionDesk:
             commands += await self._carry_out(PeersRevoked(tuple(named), reason, until))
         sent = [command for command in commands if isinstance(command, Send)]
         ended = sum(isinstance(command.message, Refused) for command in sent)
-        told = len({command.peer for command in sent if isinstance(command.message, Roster)})
+        told = {command.peer for command in sent if isinstance(command.message, Roster)}
+        told |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
         parts = [f"{_count(ended, 'session was', 'sessions were')} ended"] if ended else []
         if refused:
-            parts.append(f"{_count(told, 'volunteer was', 'volunteers were')} told")
+            parts.append(f"{_count(len(told), 'volunteer was', 'volunteers were')} told")
         return ", ".join(parts)
 
     # ------------------------------------------------------------ certificates

@@ -37,6 +37,7 @@ from swarm_coordinator.commands_run import (
     start_command,
     status_command,
 )
+from swarm_coordinator.commands_simulate import simulate_command
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import SOFTWARE_VERSION
 
@@ -73,7 +74,7 @@ def cli() -> None:
 for _command in (
     init_command, start_command, invite_command, status_command, history_command,
     verify_command, backup_command, restore_command, token_command, allow_command, ban_command,
-    unban_command, export_command, reference_command, refresh_command,
+    unban_command, export_command, reference_command, simulate_command, refresh_command,
 ):  # fmt: skip
     cli.add_command(_command)
 

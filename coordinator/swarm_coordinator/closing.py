@@ -15,7 +15,7 @@ from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.schedule import learning_rate
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Version
+from swarm_shared.types import PeerId, StageIndex, Version
 
 ABORT_BACKOFF_SECONDS = 0.5
 """Pause after a failed attempt, doubled per attempt up to the maximum below."""
@@ -44,9 +44,6 @@ def start_close(run: RunState, now: float) -> None:
     groups = {
         StageIndex(s): tuple(sorted(p.peer for p in run.ready_peers(s))) for s in run.stage_indices
     }
-    committed: dict[PeerId, list[MicrobatchIndex]] = {}
-    for (microbatch, _), cell in step.table.items():
-        committed.setdefault(cell.peer, []).append(microbatch)
     members = {peer: stage for stage, group in groups.items() for peer in group}
     switching = rebalancing.switching(run)
     for peer, stage in switching.items():
@@ -60,7 +57,7 @@ def start_close(run: RunState, now: float) -> None:
             Close(
                 step=step.step,
                 attempt=step.attempt,
-                committed=tuple(sorted(committed.get(peer, ()))),
+                committed=tuple(sorted(microbatch for microbatch, _ in step.table.held_by(peer))),
                 reductions=reductions[stage],
                 moving=reductions[switching[peer]] if peer in switching else (),
             ),

@@ -20,7 +20,7 @@ from swarm_coordinator.simulator.hardware import fleet_from
 from swarm_coordinator.simulator.microbatches import MicrobatchPlane
 from swarm_coordinator.simulator.outcome import outcome_document, outcome_lines
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
-from swarm_coordinator.simulator.trace import Change, read_trace
+from swarm_coordinator.simulator.trace import Change, read_trace, write_trace
 from swarm_coordinator.stored_run import load_manifest
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import UsageError
@@ -68,10 +68,13 @@ MOST_FOLLOWED = 200
     show_default=True,
     help="Follow every microbatch, or let them flow.",
 )
+@click.option(
+    "--save-trace", type=click.Path(path_type=Path), help="Write down who came and went when."
+)
 @click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
 def simulate_command(
     run_dir: Path, fleet: str, trace: str, seed: int, hours: float, rule: str, period: float,
-    level: str, out: Path | None,
+    level: str, save_trace: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
     """Simulate RUN_DIR with a fleet that comes and goes, on a virtual clock.
 
@@ -81,6 +84,8 @@ def simulate_command(
     manifest = load_manifest(RunFolder.open(run_dir))
     machines = fleet_from(fleet, random.Random(f"{seed} fleet"))
     changes = trace_from(trace, len(machines), hours, seed)
+    if save_trace is not None:
+        write_trace(save_trace, changes, f"--trace {trace} --fleet {fleet} --seed {seed}")
     if level == "auto":
         level = "microbatches" if len(machines) <= 32 and hours <= 1 else "fluid"
     if level == "microbatches" and len(machines) > MOST_FOLLOWED:

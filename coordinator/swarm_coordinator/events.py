@@ -164,6 +164,15 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send one message to many peers. It may reach them one after the other, over a second or so;
+    what a peer is sent after it comes after it."""
+
+    peers: tuple[PeerId, ...]
+    message: CoordinatorMessage
+
+
+@dataclass(frozen=True, slots=True)
 class StageShare:
     """How many microbatches a peer counted in one stage of one applied step."""
 
@@ -254,7 +263,7 @@ class Stopped:
     """Everything is durable and everybody has been told; the shell may exit."""
 
 
-Command = Send | Persist | Note | FetchSnapshot | CloseSession | Stopped
+Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | Stopped
 
 
 @dataclass(frozen=True, slots=True)

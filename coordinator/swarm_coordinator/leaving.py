@@ -48,7 +48,7 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     return (
         _is_last(run, peer)
         or step.table.holds_any(peer.peer)
-        or any(s.trainer == peer.peer and s.resolved_at is None for s in step.leases.values())
+        or bool(step.leases.driven_by(peer.peer))
     )
 
 

@@ -38,6 +38,14 @@ _RECORDED = frozenset(
 """Fields of a peer that others are told of, besides its rate and whether it leaves."""
 
 
+RATE_TOLERANCE = 0.1
+"""Others are told of a peer's rate again when it has changed by more than this share."""
+
+
+def rates_alike(told: float, rate: float) -> bool:
+    return abs(told - rate) <= RATE_TOLERANCE * rate
+
+
 @dataclass(slots=True)
 class PeerState:
     peer: PeerId
@@ -91,6 +99,7 @@ class PeerState:
             return
         if name in _RECORDED:
             object.__setattr__(self, "record", None)
+            table.unrecorded(self)
         if name in _PLACED:
             table.leave(self)
         object.__setattr__(self, name, value)
@@ -98,6 +107,12 @@ class PeerState:
             table.enter(self)
         elif name == "flops_per_second":
             table.measured(self)
+        elif (
+            name == "microbatches_per_second"
+            and self.record is not None
+            and not rates_alike(self.record.microbatches_per_second, self.microbatches_per_second)
+        ):
+            table.unrecorded(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +149,10 @@ class PeerTable(dict[PeerId, PeerState]):
         self.movers: dict[PeerId, PeerState] = {}
         self.leavers: dict[PeerId, PeerState] = {}
         self.with_carrier: dict[PeerId, PeerState] = {}
+        self.untold: dict[PeerId, PeerState] = {}
+        """They have got no roster yet; whoever sends one says so here."""
+        self.records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
+        """What is to be said of each stage's ready peers, for as long as it is true."""
         self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._stages = tuple(StageIndex(stage) for stage in range(stages))
@@ -168,6 +187,7 @@ class PeerTable(dict[PeerId, PeerState]):
         if version != self._version:
             self._version = version
             self._views.clear()
+            self.records.clear()
             self._unseen.update(self._stages)
 
     def _look(self, stage: StageIndex, version: Version) -> StageView:
@@ -197,6 +217,7 @@ class PeerTable(dict[PeerId, PeerState]):
         if key in self:
             del self[key]
         super().__setitem__(key, peer)
+        self.untold[key] = peer
         peer.table = self
         self.enter(peer)
 
@@ -207,6 +228,7 @@ class PeerTable(dict[PeerId, PeerState]):
         peer.table = None
         for some in (
             self.syncing, self.unsourced, self.movers, self.leavers, self.with_carrier,
+            self.untold,
         ):  # fmt: skip
             some.pop(key, None)
 
@@ -220,6 +242,7 @@ class PeerTable(dict[PeerId, PeerState]):
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
             self._views.pop(stage, None)
+            self.records.pop(stage, None)
             self._unseen.add(stage)
             self._by_stage.setdefault(stage, {})[peer.peer] = peer
         if goes_to is not None:
@@ -238,11 +261,17 @@ class PeerTable(dict[PeerId, PeerState]):
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
             self._views.pop(stage, None)
+            self.records.pop(stage, None)
             self._unseen.add(stage)
             self._by_stage[stage].pop(peer.peer)
         if goes_to is not None:
             self._tallies.pop(goes_to, None)
             self._bound_for[goes_to].pop(peer.peer)
+
+    def unrecorded(self, peer: PeerState) -> None:
+        """Something else is to be said of a peer."""
+        if peer.stage is not None:
+            self.records.pop(peer.stage, None)
 
     def measured(self, peer: PeerState) -> None:
         """A peer has told another rate."""

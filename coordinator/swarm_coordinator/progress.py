@@ -8,7 +8,9 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.state import (
@@ -153,7 +155,7 @@ def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
         run.work.cleared += 1
     for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
         del step.hedges[microbatch]
-    for microbatch in [m for m, lease in step.leases.items() if lease.trainer == peer]:
+    for microbatch in sorted(step.leases.of(peer)):
         if not _second_is_first(run, step, microbatch):
             del step.leases[microbatch]
             step.unsettled.add(microbatch)
@@ -245,8 +247,8 @@ def _second_is_first(run: RunState, step: StepState, microbatch: MicrobatchIndex
 def _resolve(
     run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState, now: float
 ) -> None:
-    lease.resolved_at = now
-    heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+    resolved = step.leases[microbatch] = replace(lease, resolved_at=now)
+    heapq.heappush(step.lease_alarms, (_due_at(run, resolved), microbatch))
 
 
 def lease_open_microbatches(run: RunState, now: float) -> None:
@@ -296,13 +298,15 @@ def loads(
 ) -> list[tuple[int, int, PeerId]]:
     """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
     trainers = run.trainers()
-    load = {trainer.peer: 0 for trainer in trainers}
-    again = set(granted)
-    for microbatch, lease in step.leases.items():
-        driven = lease.resolved_at is None and lease.trainer in load
-        if driven and microbatch not in again and not is_done(run, microbatch):
-            load[lease.trainer] += 1
-    heap = [(load[trainer.peer], place, trainer.peer) for place, trainer in enumerate(trainers)]
+    again: Counter[PeerId] = Counter()
+    for microbatch in granted:
+        lease = step.leases.get(microbatch)
+        if lease is not None and lease.resolved_at is None:
+            again[lease.trainer] += 1
+    heap = [
+        (len(step.leases.driven_by(trainer.peer)) - again[trainer.peer], place, trainer.peer)
+        for place, trainer in enumerate(trainers)
+    ]
     heapq.heapify(heap)
     return heap
 

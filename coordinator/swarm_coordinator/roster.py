@@ -7,7 +7,9 @@ somebody may not be served any more (docs/decisions/0010-admission.md).
 
 from __future__ import annotations
 
-from swarm_coordinator.events import CertificateIssued, CloseSession, PeersRevoked, Send
+import itertools
+
+from swarm_coordinator.events import Broadcast, CertificateIssued, CloseSession, PeersRevoked, Send
 from swarm_coordinator.state import PeerState, RunPhase, RunState, short
 from swarm_shared.messages import (
     CertificateRenewed,
@@ -15,6 +17,7 @@ from swarm_shared.messages import (
     PeerRecord,
     Refused,
     Roster,
+    RosterChange,
     Whereabouts,
 )
 from swarm_shared.types import PeerId
@@ -29,9 +32,10 @@ RENEWED_ROSTER_SECONDS = 60.0
 SMALL_RUN = 256
 """Up to so many peers everybody is told of every change at once."""
 
-SPACING_PER_PEER_SECONDS = 1e-4
-"""In larger runs rosters are so far apart at least, times the peers: a second for 10,000. Each of
-them goes to everybody, and somebody comes or goes several times a second."""
+SPACING_PER_PEER_SECONDS = 5e-4
+"""In larger runs rosters are so far apart at least, times the peers: five seconds for 10,000. Each
+of them goes to everybody, and somebody comes or goes several times a second. Who sends to a peer
+that is gone notices by itself."""
 
 MAXIMUM_REVOKED = 65_536
 """What a roster can carry."""
@@ -100,18 +104,24 @@ def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) 
     run.roster_due_at = due if run.roster_due_at is None else min(run.roster_due_at, due)
 
 
-def publish(run: RunState, now: float) -> None:
+def publish(run: RunState, now: float) -> bool:
     """Send the roster to everybody when it has changed, before any work that relies on it."""
     if run.phase is RunPhase.APPLYING:
         # Versions differ while a step is applied; the whole roster follows at its end.
-        if run.revoked_dirty and run.published is not None:
-            kept = tuple(r for r in run.published.peers if r.peer not in run.revoked)
-            _send(run, kept, now)
-        return
+        if not run.revoked_dirty or run.published is None:
+            return False
+        kept = tuple(
+            tuple(record for record in stage if record.peer not in run.revoked)
+            for stage in run.published_stages
+        )
+        _send(run, kept, now)
+        return True
     due = run.roster_due_at is not None and now >= run.roster_due_at
-    if (run.roster_dirty and not _can_wait(run, now)) or run.revoked_dirty or due:
-        run.roster_dirty, run.roster_due_at = False, None
-        _send(run, run.roster(), now)
+    if not ((run.roster_dirty and not _can_wait(run, now)) or run.revoked_dirty or due):
+        return False
+    run.roster_dirty, run.roster_due_at = False, None
+    _send(run, run.roster(), now)
+    return True
 
 
 def _can_wait(run: RunState, now: float) -> bool:
@@ -123,10 +133,44 @@ def _can_wait(run: RunState, now: float) -> bool:
     )
 
 
-def _send(run: RunState, peers: tuple[PeerRecord, ...], now: float) -> None:
+def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float) -> None:
+    before, stages_before = run.published, run.published_stages
     run.roster_serial += 1
-    revoked = tuple(run.revoked)[-MAXIMUM_REVOKED:]
-    run.published = Roster(serial=run.roster_serial, peers=peers, revoked=revoked)
+    # Not checked again: its parts were when they were made, and there are thousands of them.
+    whole = Roster.model_construct(
+        serial=run.roster_serial,
+        peers=tuple(itertools.chain.from_iterable(stages)),
+        revoked=tuple(run.revoked)[-MAXIMUM_REVOKED:],
+    )
+    run.published, run.published_stages = whole, stages
     run.published_at, run.revoked_dirty = now, False
-    for peer in run.peers.values():
-        run.send(peer.peer, run.published)
+    if before is None or len(run.peers) <= SMALL_RUN:
+        for peer in run.peers:
+            run.send(peer, whole)
+    else:
+        told = tuple(peer for peer in run.peers if peer not in run.peers.untold)
+        changed, gone = _difference(stages_before, stages)
+        revoked = None if whole.revoked == before.revoked else whole.revoked
+        change = RosterChange.model_construct(
+            serial=whole.serial, since=before.serial, changed=changed, gone=gone, revoked=revoked
+        )
+        run.commands.append(Broadcast(told, change))
+        for peer in run.peers.untold:
+            run.send(peer, whole)
+    run.peers.untold.clear()
+
+
+def _difference(
+    before: tuple[tuple[PeerRecord, ...], ...], after: tuple[tuple[PeerRecord, ...], ...]
+) -> tuple[tuple[PeerRecord, ...], tuple[PeerId, ...]]:
+    """Records that are new or other than before, and who is not there any more."""
+    known: dict[PeerId, PeerRecord] = {}
+    other: list[PeerRecord] = []
+    for was, now in zip(before, after, strict=True):
+        if was is not now:
+            known.update((record.peer, record) for record in was)
+            other.extend(now)
+    changed = tuple(record for record in other if known.get(record.peer) is not record)
+    for record in other:
+        known.pop(record.peer, None)
+    return changed, tuple(known)

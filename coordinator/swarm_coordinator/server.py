@@ -29,6 +29,7 @@ from swarm_coordinator.admission_desk import AdmissionDesk
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.control import Control, control_limits
 from swarm_coordinator.events import (
+    Broadcast,
     CheckpointRecord,
     CheckpointStored,
     CloseSession,
@@ -244,6 +245,7 @@ class Coordinator:
             self._nursery = nursery
             nursery.start_soon(self._take_signals, signals)
             nursery.start_soon(self._tick)
+            nursery.start_soon(self._sessions.wake_writers)
             nursery.start_soon(self._write_status, control)
             nursery.start_soon(self._write_links)
             nursery.start_soon(self._desk.serve_commands, self._note)
@@ -372,6 +374,8 @@ class Coordinator:
     async def _carry_out(self, command: Command) -> None:
         if isinstance(command, Send):
             self._sessions.send(command.peer, command.message)
+        elif isinstance(command, Broadcast):
+            self._sessions.broadcast(command.peers, command.message)
         elif isinstance(command, Persist):
             if isinstance(command.record, RolledBack):
                 self._fetcher.give_up()

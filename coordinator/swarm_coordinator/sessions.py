@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import trio
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 MAX_OUTBOX_MESSAGES = 4096
 MAX_OUTBOX_BYTES = 64 * 2**20
 """A roster of ten thousand peers has about ten megabytes; a reader that is six behind is none."""
+
+WRITERS_AT_ONCE = 20
+"""Of a broadcast: about a millisecond of work."""
 
 SEND_SECONDS = 30.0
 """A client that takes nothing for so long is cut off; it says Hello again when it can."""
@@ -49,7 +53,7 @@ class Session:
     _finishing: bool = False
     _wake: trio.Event = field(default_factory=trio.Event)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes, *, wake: bool = True) -> None:
         """Queue a message; never blocks. Too many waiting end the session."""
         if self._finishing or self.cut_reason is not None:
             return
@@ -59,6 +63,11 @@ class Session:
             return
         self._outbox.append(message)
         self._outbox_bytes += len(message)
+        if wake:
+            self._wake.set()
+
+    def wake(self) -> None:
+        """Let the writer look at what was queued without waking it."""
         self._wake.set()
 
     def finish(self) -> None:
@@ -101,6 +110,9 @@ class Sessions:
         self._current: dict[PeerId, Session] = {}
         self._open: dict[SessionNumber, Session] = {}
         self._counter = 0
+        self._asleep: deque[Session] = deque()
+        """They have a message that their writers have not been woken for."""
+        self._some_asleep = trio.Event()
         self._last: tuple[CoordinatorMessage, bytes] | None = None
 
     def __len__(self) -> int:
@@ -148,6 +160,27 @@ class Sessions:
         session = self._current.get(peer)
         if session is not None:
             session.send(self._encoded(message))
+
+    def broadcast(self, peers: Iterable[PeerId], message: CoordinatorMessage) -> None:
+        """Into many outboxes; `wake_writers` has them written a few at a time."""
+        encoded = self._encoded(message)
+        for peer in peers:
+            session = self._current.get(peer)
+            if session is not None:
+                session.send(encoded, wake=False)
+                self._asleep.append(session)
+        self._some_asleep.set()
+
+    async def wake_writers(self) -> None:
+        """Until cancelled. Ten thousand writers woken at once would keep everybody waiting for as
+        long as all of them take together: others get their turn between every few."""
+        while True:
+            await self._some_asleep.wait()
+            self._some_asleep = trio.Event()
+            while self._asleep:
+                for _ in range(min(WRITERS_AT_ONCE, len(self._asleep))):
+                    self._asleep.popleft().wake()
+                await trio.lowlevel.checkpoint()
 
     def finish(self, peer: PeerId) -> None:
         session = self._current.pop(peer, None)

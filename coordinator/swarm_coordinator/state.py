@@ -20,8 +20,9 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
+from swarm_coordinator.lease_book import LeaseBook, LeaseState
 from swarm_coordinator.moving import Moving, Rebalancing
-from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally
+from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally, rates_alike
 from swarm_coordinator.step_table import Cell, CellKey, StepTable
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -34,9 +35,6 @@ from swarm_shared.messages import (
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 INITIAL = Version(0)
-
-RATE_TOLERANCE = 0.1
-"""Others are told of a peer's rate again when it has changed by more than this share."""
 
 
 MAXIMUM_MARKS = 10_000
@@ -53,14 +51,6 @@ class RunPhase(StrEnum):
     EVALUATING = "evaluating"
     STOPPING = "stopping"
     FINISHED = "finished"
-
-
-@dataclass(slots=True)
-class LeaseState:
-    lease: int
-    trainer: PeerId
-    granted_at: float
-    resolved_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -93,7 +83,7 @@ class StepState:
     excluded: set[PeerId] = field(default_factory=set)
     """Sit this step out and are synced anew after it: they kept it from closing."""
     table: StepTable = field(default_factory=StepTable)
-    leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    leases: LeaseBook = field(default_factory=LeaseBook)
     hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     """Second leases of microbatches that lag at the end of the step (`hedging`)."""
     duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
@@ -109,6 +99,9 @@ class StepState:
     """At whom a microbatch first gave no numbers."""
     closing: Closing | None = None
     close_not_before: float = 0.0
+    complete_at: float | None = None
+    """When its table was complete for the first time: newcomers may hold it for so long from then.
+    In a large run somebody is always downloading."""
     evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
 
 
@@ -198,7 +191,8 @@ class RunState:
     roster_due_at: float | None = None
     """When changes that can wait a little are published, if nothing else is until then."""
     published: Roster | None = None
-    """The last one, for the case that somebody has to be taken out of it at once."""
+    published_stages: tuple[tuple[PeerRecord, ...], ...] = ()
+    """The last one, by stage: to take somebody out of it at once, and to say what has changed."""
     published_at: float = -math.inf
     revoked: dict[PeerId, float] = field(default_factory=dict)
     """Who must not be served, and until when it could still show a certificate."""
@@ -311,14 +305,20 @@ class RunState:
             )
         return known
 
-    def roster(self) -> tuple[PeerRecord, ...]:
-        """Everybody who takes part in this step."""
-        records: list[PeerRecord] = []
-        for stage in self.stage_indices:
-            ready = self.ready_peers(stage)
+    def roster(self) -> tuple[tuple[PeerRecord, ...], ...]:
+        """Everybody who takes part in this step, by stage. The same object for a stage of which
+        there is nothing new to say."""
+        return tuple(self._stage_records(StageIndex(stage)) for stage in self.stage_indices)
+
+    def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
+        ready = self.ready_peers(stage)
+        known = self.peers.records.get(stage)
+        if known is None or (self.step is not None and self.step.excluded):
             alone = all(peer.leaving for peer in ready)
-            records.extend(self._record(peer, alone or not peer.leaving) for peer in ready)
-        return tuple(records)
+            known = tuple(self._record(peer, alone or not peer.leaving) for peer in ready)
+            if not (self.step is not None and self.step.excluded):
+                self.peers.records[stage] = known
+        return known
 
     def record_of(self, peer: PeerState) -> PeerRecord:
         """One peer as others may know it."""
@@ -330,8 +330,7 @@ class RunState:
         if (
             known is not None
             and known.accepts_work == accepts_work
-            and abs(known.microbatches_per_second - peer.microbatches_per_second)
-            <= RATE_TOLERANCE * peer.microbatches_per_second
+            and rates_alike(known.microbatches_per_second, peer.microbatches_per_second)
         ):
             return known
         peer.record = PeerRecord(

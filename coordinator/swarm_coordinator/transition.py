@@ -124,18 +124,21 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     elif not (isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat)):
         # Ten thousand hearts beat every second, and no rule depends on one of them alone.
         _advance(run, now)
-    roster.publish(run, now)
-    _order_roster_first(run)
+    if roster.publish(run, now):
+        _order_roster_first(run)
     commands, run.commands = run.commands, []
     return commands
 
 
+_ROSTERS = frozenset({"roster", "roster_change"})
+
+
 def _order_roster_first(run: RunState) -> None:
     """Rosters go before the work that relies on them, and after Welcome and records."""
-    rosters = [c for c in run.commands if _kind(c) == "roster"]
+    rosters = [c for c in run.commands if _kind(c) in _ROSTERS]
     if not rosters:
         return
-    rest = [c for c in run.commands if _kind(c) != "roster"]
+    rest = [c for c in run.commands if _kind(c) not in _ROSTERS]
     relying = {"lease", "close", "mask"}
     at = next((i for i, c in enumerate(rest) if _kind(c) in relying), len(rest))
     run.commands = rest[:at] + rosters + rest[at:]
@@ -244,10 +247,9 @@ def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool
 
 def _notice_the_dead(run: RunState, now: float) -> None:
     limit = run.manifest.limits.dead_after_seconds
-    for peer in list(run.peers.values()):
-        if now - peer.last_heard > limit:
-            run.commands.append(CloseSession(peer.peer, "silent for too long"))
-            drop(run, peer.peer, f"silent for more than {limit:g} s", now)
+    for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
+        run.commands.append(CloseSession(peer.peer, "silent for too long"))
+        drop(run, peer.peer, f"silent for more than {limit:g} s", now)
 
 
 def _advance(run: RunState, now: float) -> None:
@@ -287,9 +289,13 @@ def _collect(run: RunState, now: float) -> None:
     if not progress.complete(run):
         progress.lease_open_microbatches(run, now)
         hedging.hedge(run, now)
-    elif now >= step.close_not_before and not (
+        return
+    if step.complete_at is None:
+        step.complete_at = now
+    held = now < step.complete_at + run.manifest.limits.join_hold_seconds and (
         _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
-    ):
+    )
+    if now >= step.close_not_before and not held:
         closing.start_close(run, now)
 
 

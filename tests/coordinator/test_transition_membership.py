@@ -248,8 +248,8 @@ def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> Non
     commands = bench.tick(5.5, silent=("b0",))
     assert [c.peer for c in bench.commands(CloseSession, commands)] == ["b0"]
     assert bench.sent("a0", AbortRound, commands)
+    commands += bench.tick(1.0)
     leases = [m for p in ("a0", "a1", "b1") for m in bench.sent(p, Lease, commands)]
-    leases += [m for p in ("a0", "a1", "b1") for m in bench.sent(p, Lease, bench.tick(1.0))]
     assert [(m.microbatch, m.accumulate) for lease in leases for m in lease.microbatches] == [
         (1, (0,))
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import trio
 
-from swarm_shared.messages import PeerRecord, Roster
+from swarm_shared.errors import ProtocolError
+from swarm_shared.messages import PeerRecord, Roster, RosterChange
 from swarm_shared.types import PeerId, StageIndex
 
 
@@ -15,14 +16,33 @@ class RosterView:
 
     def __init__(self) -> None:
         self._peers: dict[PeerId, PeerRecord] = {}
+        self._serial = 0
         self._carriers: frozenset[str] = frozenset()
         self._revoked: frozenset[PeerId] = frozenset()
         self._changed = trio.Event()
 
     def replace(self, roster: Roster) -> frozenset[PeerId]:
         """Take the newer one; peers that were revoked since the last, whose links must end."""
-        before, self._revoked = self._revoked, frozenset(roster.revoked)
-        self._peers = {r.peer: r for r in roster.peers if r.peer not in self._revoked}
+        self._peers = {record.peer: record for record in roster.peers}
+        return self._take(roster.serial, roster.revoked)
+
+    def change(self, change: RosterChange) -> frozenset[PeerId]:
+        """Take what is different from the last one; peers that were revoked since."""
+        if change.since != self._serial:
+            raise ProtocolError(
+                f"the coordinator changed roster {change.since}, this peer has {self._serial}"
+            )
+        for gone in change.gone:
+            self._peers.pop(gone, None)
+        self._peers.update((record.peer, record) for record in change.changed)
+        revoked = self._revoked if change.revoked is None else change.revoked
+        return self._take(change.serial, revoked)
+
+    def _take(self, serial: int, revoked: Iterable[PeerId]) -> frozenset[PeerId]:
+        before, self._revoked = self._revoked, frozenset(revoked)
+        for peer in self._revoked:
+            self._peers.pop(peer, None)
+        self._serial = serial
         self._index_carriers()
         self.wake()
         return self._revoked - before

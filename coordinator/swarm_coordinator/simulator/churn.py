@@ -140,6 +140,18 @@ MODELS: dict[str, type[Steady] | type[Home] | type[Spot]] = {
 }
 
 
+BOUNDS: dict[str, tuple[float, float]] = {
+    "on_hours": (0.001, math.inf),
+    "availability": (0.001, 0.999),
+    "daily": (0.0, 1.0),
+    "crash": (0.0, 1.0),
+    "time_zones": (0.0, 24.0),
+    "bulk": (1.0, math.inf),
+    "replaced_minutes": (0.001, math.inf),
+}
+"""Of parameters; all others are numbers from 0."""
+
+
 def churn_model(text: str) -> ChurnModel:
     """A model by its name and parameters; UsageError says what there is."""
     name, _, rest = text.partition(":")
@@ -162,5 +174,12 @@ def churn_model(text: str) -> ChurnModel:
                 f"{part!r} is no parameter of {name}; it has {', '.join(sorted(known)) or 'none'}, "
                 "each a number from 0"
             )
+        lowest, highest = BOUNDS.get(key, (0.0, math.inf))
+        if not lowest <= value <= highest:
+            raise UsageError(f"{key} must be {_between(lowest, highest)}, not {value:g}")
         values[key] = value
     return kind(**values)
+
+
+def _between(lowest: float, highest: float) -> str:
+    return f"at least {lowest:g}" if math.isinf(highest) else f"from {lowest:g} to {highest:g}"

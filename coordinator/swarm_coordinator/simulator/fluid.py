@@ -82,6 +82,7 @@ class FluidPlane:
     """Satisfies `swarm.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 1.0
+    FOLLOWS_ROSTERS: ClassVar[bool] = False
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

@@ -1,8 +1,14 @@
-"""What the run makes, against what the same machines could make in the best places."""
+"""What the run makes, against what the same machines could make in the best places.
+
+Two yardsticks, because the best placement is NP-hard to find. `best` is what a greedy search over
+placements reaches: somebody could have placed the machines like that. `bound` is what no placement
+can exceed. For like machines the first is the optimum.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,8 +18,9 @@ from swarm_shared.types import PeerId, StageIndex
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
 
-EXACT_MACHINES = 300
-"""Above this the best placement is taken to be the fluid one, which is within a percent of it."""
+SEARCHED_MACHINES = 300
+"""Above this the best placement is taken to be the one in which every machine divides itself among
+all stages, which is within a percent of it and costs nothing to keep."""
 
 
 def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> float:
@@ -21,8 +28,7 @@ def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> flo
 
     Fastest first, each to the thinnest stage that it fits. For like machines that is the optimum.
     """
-    stages = len(memory_bytes)
-    thinnest = [(0.0, stage) for stage in range(stages)]
+    thinnest = [(0.0, stage) for stage in range(len(memory_bytes))]
     for machine in sorted(machines, key=lambda m: (-m.hardware.flops_per_second, m.peer)):
         passed: list[tuple[float, int]] = []
         while thinnest and memory_bytes[thinnest[0][1]] > machine.hardware.memory_bytes:
@@ -37,19 +43,25 @@ def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> flo
 
 
 class Meter:
-    """Integrates both rates over the time in which the run trains."""
+    """Integrates the rates over the time in which the run trains."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         stages = len(swarm.works)
         self._memory = [stage.memory_bytes for stage in swarm.manifest.stages]
-        self._serving: dict[PeerId, Volunteer] = {}
+        total = sum(swarm.works)
+        self._weights = [work / total for work in swarm.works]
+        self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
+        """The rate of each peer, at the stage that it serves."""
+        self._where: dict[PeerId, int] = {}
         self._holders: dict[PeerId, Volunteer] = {}
+        """Who could serve: all who do, and those on their way from one stage to another."""
         self._rates = [0.0] * stages
+        self._divided = self._weighted = 0.0
         self._since: float | None = None
-        self._rate = self._best = 0.0
-        self.made = self.possible = 0.0
-        """Microbatches."""
+        self._rate = self._best = self._bound = 0.0
+        self.made = self.possible = self.bound = 0.0
+        """Microbatches: of the run, of the best placement found, and of no placement more."""
         self.standstill_seconds = 0.0
         self.seconds = 0.0
         self.series: list[tuple[float, float, float]] = []
@@ -59,25 +71,60 @@ class Meter:
         """Training begins."""
         if self._since is None:
             self._since = self._swarm.agenda.now
-            self.update()
+            self._account()
 
     def serves(self, volunteer: Volunteer) -> None:
-        self._holders[volunteer.peer] = volunteer
-        self._serving[volunteer.peer] = volunteer
-        self.update()
+        assert volunteer.stage is not None
+        if volunteer.peer not in self._holders:
+            self._holders[volunteer.peer] = volunteer
+            self._counts(volunteer, 1)
+        self._forget(volunteer)
+        stage = volunteer.stage
+        self._where[volunteer.peer] = stage
+        self._serving[stage][volunteer.peer] = volunteer.steady_rate_at(stage)
+        self._changed(stage)
 
     def stops(self, volunteer: Volunteer) -> None:
         """It serves nothing for now, but could: it is on its way to another stage."""
-        if self._serving.pop(volunteer.peer, None) is not None:
-            self.update()
+        if self._forget(volunteer):
+            self._account()
 
     def gone(self, volunteer: Volunteer) -> None:
-        known = self._serving.pop(volunteer.peer, None), self._holders.pop(volunteer.peer, None)
-        if any(known):
-            self.update()
+        served = self._forget(volunteer)
+        if self._holders.pop(volunteer.peer, None) is not None:
+            self._counts(volunteer, -1)
+            served = True
+        if served:
+            self._account()
 
-    def update(self) -> None:
-        """Account for the time until now, and see what is so from now on."""
+    def _forget(self, volunteer: Volunteer) -> bool:
+        stage = self._where.pop(volunteer.peer, None)
+        if stage is None:
+            return False
+        del self._serving[stage][volunteer.peer]
+        self._rates[stage] = math.fsum(self._serving[stage].values())
+        return True
+
+    def _counts(self, volunteer: Volunteer, sign: int) -> None:
+        """A machine that divides itself evenly adds the inverse of the sum of its inverse rates.
+
+        And for any weights of the stages that add up to 1, no placement lets it add more to the
+        thinnest of them than the largest of its weighted rates.
+        """
+        rates = [volunteer.steady_rate_at(StageIndex(s)) for s in range(len(self._rates))]
+        self._divided += sign / math.fsum(1 / rate for rate in rates)
+        self._weighted += sign * max(w * r for w, r in zip(self._weights, rates, strict=True))
+
+    def _changed(self, stage: int) -> None:
+        self._rates[stage] = math.fsum(self._serving[stage].values())
+        self._account()
+
+    def finish(self) -> None:
+        """Account for the time until now."""
+        self._account()
+
+    def _account(self) -> None:
+        """Add up the time until now, and see what is so from now on."""
         now = self._swarm.agenda.now
         if self._since is None:
             return
@@ -85,20 +132,15 @@ class Meter:
         self.seconds += elapsed
         self.made += elapsed * self._rate
         self.possible += elapsed * self._best
+        self.bound += elapsed * self._bound
         if self._rate <= 0:
             self.standstill_seconds += elapsed
-        rates = [0.0] * len(self._rates)
-        for volunteer in self._serving.values():
-            if volunteer.stage is not None:
-                rates[volunteer.stage] += volunteer.steady_rate_at(volunteer.stage)
-        self._rates = rates
-        self._rate = min(rates)
+        self._rate = min(self._rates)
         self._best = max(self._rate, self._best_rate())
+        self._bound = max(self._best, self._weighted)
         self.series.append((now, self._rate, self._best))
 
     def _best_rate(self) -> float:
-        machines = list(self._holders.values())
-        if len(machines) <= EXACT_MACHINES:
-            return best_rate(machines, self._memory)
-        flops = sum(machine.hardware.flops_per_second for machine in machines)
-        return flops / sum(self._swarm.works)
+        if len(self._holders) <= SEARCHED_MACHINES:
+            return best_rate(list(self._holders.values()), self._memory)
+        return self._divided

@@ -229,6 +229,7 @@ class MicrobatchPlane:
     """Satisfies `swarm.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 0.25
+    FOLLOWS_ROSTERS: ClassVar[bool] = True
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm

@@ -13,7 +13,7 @@ SERIES_POINTS = 600
 
 def outcome_document(swarm: Swarm, told: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
     """All figures of a simulation; `told` is what it was asked for."""
-    swarm.meter.update()
+    swarm.meter.finish()
     meter, moves = swarm.meter, swarm.run.rebalancing
     policy: MovePolicy = swarm.options.moves.policy
     manifest = swarm.manifest
@@ -30,11 +30,15 @@ def outcome_document(swarm: Swarm, told: dict[str, Any], wall_seconds: float) ->
         "wall_seconds": wall_seconds,
         "events": swarm.events,
         "steps": len(steps),
+        "phase": swarm.run.phase.value,
+        "waiting_for": swarm.run.waiting_reason,
         "attempts_aborted": swarm.rounds.aborted,
         "microbatches_per_second": per_second,
         "tokens_per_second": per_second * manifest.tokens_per_microbatch,
         "pipeline_rate": meter.made / trained_seconds if trained_seconds else 0.0,
         "best_pipeline_rate": meter.possible / trained_seconds if trained_seconds else 0.0,
+        "rate_bound": meter.bound / trained_seconds if trained_seconds else 0.0,
+        "share_of_bound": meter.made / meter.bound if meter.bound else 0.0,
         "share_of_best": meter.made / meter.possible if meter.possible else 0.0,
         "standstill_seconds": meter.standstill_seconds,
         "moves": moves.made,
@@ -75,6 +79,9 @@ def outcome_lines(document: dict[str, Any]) -> list[str]:
         f"  steps: {document['attempts_aborted']} attempts to close one failed, "
         f"{document['roll_backs']} roll-backs",
     ]
+    if not document["steps"]:
+        why = f": {document['waiting_for']}" if document["waiting_for"] else ""
+        lines.append(f"  no step was made; at the end the run was {document['phase']}{why}")
     if document["decisions"]:
         lines.append("  the last decisions:")
         lines.extend(f"    {text}" for text in document["decisions"][-3:])

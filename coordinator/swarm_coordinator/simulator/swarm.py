@@ -12,6 +12,7 @@ from typing import ClassVar, Protocol
 
 from swarm_coordinator.events import (
     AppliedStep,
+    Broadcast,
     CheckpointFailed,
     CheckpointStored,
     CloseSession,
@@ -29,6 +30,7 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.moving import RebalancingSettings
+from swarm_coordinator.peer_table import PeerState
 from swarm_coordinator.simulator.agenda import Agenda
 from swarm_coordinator.simulator.downloads import Downloads
 from swarm_coordinator.simulator.hardware import MEGABIT_BYTES, Hardware
@@ -60,12 +62,17 @@ HEARD_SECONDS = 2.0
 """How often it is put down that those who live are heard of: their hearts beat unsimulated."""
 NEVER_ENDING_STEPS = 2**31
 
+_HEAR = vars(PeerState)["last_heard"].__set__
+"""Sets when a peer was last heard of, and tells no table: nothing kept there depends on it."""
+
 
 class DataPlane(Protocol):
     """What happens to leased microbatches."""
 
     TICK_SECONDS: ClassVar[float]
     """How often the coordinator's clock ticks at this level."""
+    FOLLOWS_ROSTERS: ClassVar[bool]
+    """Whether it matters to this level what each peer knows of the others."""
     completed: int
     """Microbatches, those that were done again included."""
 
@@ -122,6 +129,8 @@ class Swarm:
         self.events = 0
         self.applied: list[AppliedStep] = []
         self.stopped = False
+        self._silent: set[PeerId] = set()
+        """Those whose hearts have stopped beating."""
         self._fleet = fleet
         self._machines: dict[str, Hardware] = {}
         self._sessions = itertools.count(1)
@@ -164,6 +173,7 @@ class Swarm:
                 self._machines[change.name] = machine
             volunteer = Volunteer(self, change.name, machine, next(self._sessions))
             self.volunteers[peer] = volunteer
+            self._silent.discard(peer)
             volunteer.come()
             self.agenda.later(self.rng.uniform(0, self.beat_seconds) + 10.0, volunteer.beat)
         elif present is not None and change.kind == "leave":
@@ -173,6 +183,7 @@ class Swarm:
 
     def _crash(self, volunteer: Volunteer) -> None:
         """Gone without a word: the coordinator notices when its heart does not beat any more."""
+        self._silent.add(volunteer.peer)
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
         volunteer.alive = False
@@ -215,12 +226,10 @@ class Swarm:
         self.agenda.later(self.options.tick_seconds, self._tick)
 
     def _hearts_beat(self) -> None:
-        now = self.agenda.now
-        for peer_id, volunteer in self.volunteers.items():
-            if volunteer.alive and volunteer.attached:
-                peer = self.run.peers.get(peer_id)
-                if peer is not None:
-                    peer.last_heard = now
+        now, silent, hear = self.agenda.now, self._silent, _HEAR
+        for peer_id, peer in self.run.peers.items():
+            if peer_id not in silent:
+                hear(peer, now)
         self.agenda.later(HEARD_SECONDS, self._hearts_beat)
 
     def deliver(self, event: Event) -> None:
@@ -235,6 +244,8 @@ class Swarm:
             volunteer = self.volunteers.get(command.peer)
             if volunteer is not None and volunteer.alive:
                 self._tell(volunteer, command.message)
+        elif isinstance(command, Broadcast):
+            self._tell_all(command)
         elif isinstance(command, Persist):
             if isinstance(command.record, AppliedStep):
                 self.applied.append(command.record)
@@ -250,6 +261,15 @@ class Swarm:
             self._fetch(command)
         elif isinstance(command, Stopped):
             self.stopped = True
+
+    def _tell_all(self, command: Broadcast) -> None:
+        """Changes of the roster, which say what the whole one says."""
+        assert self.run.published is not None
+        if self.plane.FOLLOWS_ROSTERS:
+            for peer in command.peers:
+                volunteer = self.volunteers.get(peer)
+                if volunteer is not None and volunteer.alive:
+                    self.plane.roster(volunteer, self.run.published)
 
     def _tell(self, volunteer: Volunteer, message: object) -> None:
         latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds

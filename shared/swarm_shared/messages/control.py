@@ -256,6 +256,19 @@ class Roster(FrozenModel):
     """Not to be served any more although their certificates have not expired yet."""
 
 
+class RosterChange(FrozenModel):
+    """What is different from the roster with the number `since`, for members of large runs."""
+
+    kind: Literal["roster_change"] = "roster_change"
+    serial: Count
+    since: Count
+    changed: tuple[PeerRecord, ...] = Field(max_length=65_536)
+    """New members, and members of whom something else is said now."""
+    gone: tuple[PeerId, ...] = Field(max_length=65_536)
+    revoked: tuple[PeerId, ...] | None = Field(default=None, max_length=65_536)
+    """As in a roster, whole; None: as before."""
+
+
 class CertificateRenewed(FrozenModel):
     """A newer certificate for the client, sent before its present one lapses."""
 
@@ -338,8 +351,8 @@ class Goodbye(FrozenModel):
 
 
 CoordinatorMessage = Annotated[
-    Welcome | Refused | CertificateRenewed | AssignStage | Roster | Lease | Mask | Close
-    | AbortRound | Apply | SaveSnapshot | Goodbye,
+    Welcome | Refused | CertificateRenewed | AssignStage | Roster | RosterChange | Lease | Mask
+    | Close | AbortRound | Apply | SaveSnapshot | Goodbye,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -1,0 +1,68 @@
+"""Runs to simulate: manifests of models that nobody has to build or hold for that."""
+
+from __future__ import annotations
+
+from swarm_shared.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    TrainingConfig,
+)
+from swarm_shared.model.profile import profile_layers
+from swarm_shared.model_config import preset
+from swarm_shared.partition import plan_stages, stage_flops, stage_memory_bytes
+
+
+def manifest_of(
+    preset_name: str, stages: int, microbatches_per_step: int, *, layers: int | None = None,
+    sequences: int | None = None, limits: LimitsConfig | None = None,
+    dtype: str = "bfloat16",
+) -> Manifest:  # fmt: skip
+    """A run as `init` would make it, with other sizes; its data are never read."""
+    chosen = preset(preset_name)
+    model = chosen.model.model_copy(update={"layers": layers or chosen.model.layers})
+    training = TrainingConfig.model_validate(
+        {
+            "steps": chosen.steps,
+            "microbatches_per_step": microbatches_per_step,
+            "sequences_per_microbatch": sequences or chosen.sequences_per_microbatch,
+            "dtype": dtype,
+            "seed": 1,
+        }
+    )
+    profile = profile_layers(model, training.sequences_per_microbatch, training.dtype)
+    planned = plan_stages(profile, stages)
+    last = len(planned) - 1
+    described = tuple(
+        stage.model_copy(
+            update={
+                "work_flops": float(stage_flops(profile, stage, number == 0, number == last)),
+                "memory_bytes": stage_memory_bytes(profile, stage, number == 0, number == last),
+            }
+        )
+        for number, stage in enumerate(planned)
+    )
+    return Manifest(
+        name=f"{preset_name} in {stages} stages",
+        organiser="the organiser",
+        model=model,
+        stages=described,
+        data=_no_data(),
+        training=training,
+        optimizer=OptimizerConfig(learning_rate=chosen.learning_rate, warmup_steps=1),
+        limits=limits or LimitsConfig(),
+    )
+
+
+def _no_data() -> DataConfig:
+    def shard(name: str, split: str) -> ShardInfo:
+        return ShardInfo.model_validate(
+            {"name": name, "split": split, "tokens": 1, "sha256": "0" * 64}
+        )
+
+    return DataConfig(
+        token_bytes=2, tokenizer="bpe", unigram_entropy_nats=1.0,
+        shards=(shard("train.tokens", "train"), shard("heldout.tokens", "heldout")),
+    )  # fmt: skip
