@@ -22,8 +22,13 @@ MAXIMUM_FAILURES_AT_END = 60
 
 
 def due(run: RunState) -> bool:
-    """Whether the manifest wants a checkpoint at the run's version."""
-    return run.version > 0 and run.version % run.manifest.checkpoint_steps == 0
+    """Whether the manifest wants a checkpoint at the run's version, or a start found too old a one.
+
+    That is so where a coordinator takes over with a folder of its own, and after damage: until one
+    is stored, a stage that everybody leaves would cost all steps since.
+    """
+    at_its_time = run.version > 0 and run.version % run.manifest.checkpoint_steps == 0
+    return at_its_time or run.checkpoint_overdue
 
 
 def stored(run: RunState) -> bool:
@@ -104,7 +109,7 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     run.pending_checkpoint = None
     record = CheckpointRecord(event.version, event.stages)
     run.commands.append(Persist(record))
-    run.checkpoint = record
+    run.checkpoint, run.checkpoint_overdue = record, False
     run.note(f"checkpoint of step {event.version} is stored")
 
 

@@ -100,10 +100,19 @@ def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> Non
 @click.option(
     "--force", is_flag=True, help="Also where a run is already; its folder is moved aside."
 )
-def restore_command(backup: Path, run_dir: Path, force: bool) -> None:
+@click.option(
+    "--files-only",
+    is_flag=True,
+    help="Leave the database on its server as it is: for a coordinator that is to stand by.",
+)
+def restore_command(backup: Path, run_dir: Path, force: bool, files_only: bool) -> None:
     """Make RUN_DIR of BACKUP. The run goes on from the checkpoint in it."""
     read_summary(backup)
-    done = restore_backup(backup, run_dir, force=force)
+    done = restore_backup(backup, run_dir, force=force, files_only=files_only)
+    if files_only:
+        click.echo(f"{run_dir} has the files of {done.summary.name}; its database is where it was")
+        click.echo(f"let it stand by with: swarm-coordinator start {quoted(run_dir)} --standby")
+        return
     click.echo(
         f"{run_dir} is {done.summary.name} as it was at step {done.summary.version}; it goes on "
         f"from its checkpoint of step {done.version}, as generation {done.generation + 1}"

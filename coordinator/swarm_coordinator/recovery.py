@@ -98,6 +98,7 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.snapshots.clear()
     run.prints.clear()
     run.pending_checkpoint = None
+    run.checkpoint_overdue = False
     run.checkpoint_failed = (version, 0, 0.0)
     run.lost_since.clear()
     run.rolled_back = True

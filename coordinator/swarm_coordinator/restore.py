@@ -22,9 +22,10 @@ from swarm_coordinator.backup import BackupSummary, verify_backup
 from swarm_coordinator.database import files_of
 from swarm_coordinator.events import RolledBack
 from swarm_coordinator.generations import generation_floor
+from swarm_coordinator.places import PostgresqlPlace, driver
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore, Store
-from swarm_coordinator.stored_run import load_manifest, read_progress
+from swarm_coordinator.stored_run import load_manifest, place_of, read_progress
 from swarm_shared.atomic_file import storage_error, sync_folder
 from swarm_shared.errors import StorageError, SwarmError, UsageError
 from swarm_shared.signed_manifest import run_id_of
@@ -46,9 +47,17 @@ class Restored:
 
 
 def restore_backup(
-    backup: Path, run_dir: Path, *, force: bool = False, now: Callable[[], float] = time.time
+    backup: Path,
+    run_dir: Path,
+    *,
+    force: bool = False,
+    files_only: bool = False,
+    now: Callable[[], float] = time.time,
 ) -> Restored:
-    """Make `run_dir` of the backup. Refuses to replace anything unless forced, and a live run."""
+    """Make `run_dir` of the backup. Refuses to replace anything unless forced, and a live run.
+
+    With `files_only` the database on a server stays as it is: for a coordinator that stands by.
+    """
     summary = verify_backup(backup)
     occupied = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
     if occupied and not force:
@@ -63,8 +72,25 @@ def restore_backup(
         partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
         try:
             _put_together(backup, summary, partial_dir, run_dir if occupied else None)
-            above = max(summary.generation, known, generation_floor(now()))
-            generation = _fence(RunFolder(partial_dir), summary, above)
+            folder = RunFolder(partial_dir)
+            place = place_of(folder)
+            if files_only:
+                if not isinstance(place, PostgresqlPlace):
+                    raise UsageError(
+                        "this run keeps its database in its folder, so that there are no files "
+                        "without it; leave --files-only out"
+                    )
+                folder.database.unlink(missing_ok=True)
+                generation = known
+            else:
+                if isinstance(place, PostgresqlPlace):
+                    known = max(known, _known_generation(partial_dir))
+                above = max(summary.generation, known, generation_floor(now()))
+                generation = _fence(folder, summary, above)
+            if isinstance(place, PostgresqlPlace) and not files_only:
+                driver().take(place, folder.database, force)
+                for path in files_of(folder.database):
+                    path.unlink()
             replaced = _swap(partial_dir, run_dir, occupied, now)
         except OSError as error:
             raise storage_error(run_dir, error) from error

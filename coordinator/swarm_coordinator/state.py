@@ -181,6 +181,8 @@ class RunState:
     stop_requested_at: float | None = None
     training_began: bool = False
     lost_since: dict[StageIndex, float] = field(default_factory=dict)
+    checkpoint_overdue: bool = False
+    """At the start there was none, or none that is not older than the manifest allows."""
     rolled_back: bool = False
     on_branch: set[PeerId] = field(default_factory=set)
     """Since a roll-back: whose state is known to belong to the history that went on from it."""

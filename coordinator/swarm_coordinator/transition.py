@@ -94,6 +94,7 @@ def begin(
 
     `moves` says whether and when peers are moved between stages; None: never.
     """
+    stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
     return RunState(
         manifest=manifest,
         manifest_envelope=manifest_envelope,
@@ -103,6 +104,7 @@ def begin(
         started_at=now,
         last_applied=restored.last_applied,
         checkpoint=restored.checkpoint,
+        checkpoint_overdue=restored.version - stored_version > manifest.checkpoint_steps,
         # Words of earlier generations are still on their way: no number is used a second time.
         attempt_counter=restored.generation * NUMBERS_PER_GENERATION,
         lease_counter=restored.generation * NUMBERS_PER_GENERATION,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psycopg
 import pytest
 import trio
 from postgresql_kit import Server
-from run_kit import step
+from run_kit import put_checkpoint, step, write
+from shell_world import make_run
 
 from swarm_coordinator.admission_book import PeerBanned
+from swarm_coordinator.backup import make_backup
+from swarm_coordinator.cli import run as cli
 from swarm_coordinator.database import open_for_writing as open_sqlite
 from swarm_coordinator.history import history
 from swarm_coordinator.places import PostgresqlPlace, reading
@@ -21,6 +26,8 @@ from swarm_coordinator.postgresql import (
     take,
 )
 from swarm_coordinator.postgresql_store import PostgresqlDatabase, PostgresqlStore
+from swarm_coordinator.restore import restore_backup
+from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.schema import MIGRATIONS, TABLES
 from swarm_coordinator.standby import wait_for_turn
 from swarm_coordinator.stores import open_store
@@ -320,3 +327,61 @@ def test_every_commit_waits_for_the_disk_whatever_the_server_prefers(
     raw = connect(place)
     assert raw.execute("SHOW synchronous_commit").fetchone() == ("on",)
     raw.close()
+
+
+# ---------------------------------------------------------------- backup and restore
+
+
+@pytest.fixture
+def folder(run: PostgresqlPlace, tmp_path: Path) -> RunFolder:
+    """A run whose database is on the server, with checkpoints in its folder."""
+    made = make_run(tmp_path / "a run", steps=50, coordinator__store=run.url)
+    store = open_store(run)
+    store.next_generation()
+    write(store, step(1), step(2), put_checkpoint(made, 2), step(3))
+    store.close()
+    return made
+
+
+def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
+    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+) -> None:
+    saved = make_backup(folder, tmp_path / "saved")
+    assert (saved.summary.version, saved.summary.checkpoint) == (3, 2)
+    store = open_store(run)
+    store.next_generation(above=2**28)
+    write(store, step(4))
+    with pytest.raises(UsageError, match="stop it first"):
+        restore_backup(saved.path, folder.path, force=True)
+    store.close()
+    with pytest.raises(UsageError, match="--force"):
+        restore_backup(saved.path, tmp_path / "new")
+    done = restore_backup(saved.path, folder.path, force=True)
+    assert done.generation > 2**28 + 1, "what the server knew counts, too"
+    restored = history(run).restored
+    assert (restored.version, restored.generation) == (2, done.generation)
+    assert not folder.database.exists()
+    assert cli(["verify", str(folder.path)]) == 0
+    store = open_store(run)
+    assert store.next_generation() == done.generation + 1
+    write(store, step(3, attempt=9))
+    store.close()
+
+
+def test_a_folder_for_a_standby_is_made_without_touching_the_database(
+    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+) -> None:
+    saved = make_backup(folder, tmp_path / "saved")
+    before = history(run)
+    assert cli(["restore", str(saved.path), str(tmp_path / "standby"), "--files-only"]) == 0
+    assert history(run) == before
+    assert cli(["verify", str(tmp_path / "standby")]) == 0
+
+
+def test_a_changed_row_on_a_server_is_named(
+    folder: RunFolder, run: PostgresqlPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql(run, "UPDATE applied_steps SET loss = 1.0 WHERE step = 2")
+    assert cli(["verify", str(folder.path)]) == 7
+    assert "table applied_steps: row 2 does not say what was written" in capsys.readouterr().err
+    assert cli(["start", str(folder.path)]) == 7

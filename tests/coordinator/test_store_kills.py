@@ -20,7 +20,7 @@ from swarm_coordinator.places import Place, reading
 from swarm_coordinator.stores import open_store
 
 OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=2)
-LONG = Options(stages=2, peers=4, microbatches=2, steps=150, checkpoint_steps=3)
+LONG = Options(stages=2, peers=4, microbatches=2, steps=60, checkpoint_steps=3)
 LOSSES = tuple(
     Fault(wait=6.0, kind=kind, target=number, seconds=3.0)
     for number, kind in enumerate(("kill", "kill", "freeze", "disk", "kill", "kill", "kill"))
@@ -61,24 +61,26 @@ def test_a_store_that_is_killed_at_the_boundary_of_a_commit_loses_nothing(
 
 
 @pytest.mark.durability
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_store_that_is_killed_at_every_boundary_of_a_long_run_loses_nothing(
     place: Place, boundary: str
 ) -> None:
-    kill_at_every_commit(place, boundary, 6, LONG)
+    kill_at_every_commit(place, boundary, 3, LONG)
 
 
 def test_a_store_that_is_killed_at_some_instants_loses_nothing(place: Place) -> None:
-    kill_at_random([place], kills=40, seed=int(os.environ.get("KILL_SEED", "0")) or 7)
+    kill_at_random([place], kills=15, seed=int(os.environ.get("KILL_SEED", "0")) or 7)
 
 
 @pytest.mark.durability
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", [(), LOSSES], ids=["steady", "volunteers die, too"])
 def test_a_store_that_is_killed_at_hundreds_of_instants_loses_nothing(
     new_place: Callable[[], Place], faults: tuple[Fault, ...]
 ) -> None:
     seed = int(os.environ.get("KILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-    kill_at_random([new_place() for _ in range(4)], kills=400, seed=seed, faults=faults)
+    kill_at_random([new_place() for _ in range(8)], kills=200, seed=seed, faults=faults)
 
 
 def kill_at_random(

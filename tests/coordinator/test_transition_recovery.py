@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from swarm_bench import Bench
 
 from swarm_coordinator.events import (
@@ -19,6 +20,7 @@ from swarm_shared.messages import (
     Mask,
     MaskRequest,
     Ready,
+    SaveSnapshot,
     StageRequest,
     SyncFailed,
     Welcome,
@@ -132,6 +134,23 @@ def test_after_a_roll_back_the_same_version_of_the_old_history_is_not_taken_for_
     assert not bench.sent("b0", Welcome)[0].keep, "its version 3 is the one that was given up"
     bench.attach("a0", stage=0, version=3)
     assert bench.sent("a0", Welcome)[0].keep
+
+
+@pytest.mark.parametrize(("stored", "overdue"), [(None, True), (49, True), (50, False)])
+def test_a_coordinator_that_finds_no_recent_checkpoint_makes_one_at_once(
+    stored: int | None, overdue: bool
+) -> None:
+    bench = Bench.restarted(53, checkpoint=stored, checkpoint_steps=3, steps=99)
+    for name, stage in (("a0", 0), ("b0", 1)):
+        bench.attach(name, stage=stage, version=53)
+    bench.tick()
+    assert bool([c for c in bench.log if isinstance(c, Send) and isinstance(
+        c.message, SaveSnapshot
+    )]) == overdue  # fmt: skip
+    if overdue:
+        assert bench.run.checkpoint_overdue
+        bench.checkpoint()
+        assert not bench.run.checkpoint_overdue
 
 
 def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
