@@ -85,8 +85,8 @@ from swarm_shared.types import Generation, PeerId, RunId, StageIndex, Step, Vers
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 0.5
-MAXIMUM_BACKOFF_SECONDS = 10.0
-"""A coordinator that comes back is found again within this time."""
+MAXIMUM_BACKOFF_SECONDS = 7.0
+"""With the fifth that chance adds, a coordinator that comes back is found again within 10 s."""
 
 MAX_STAGE_STREAMS = 4
 """Of one sender: one per ordered pair, and another while it moves to a better link."""

@@ -24,8 +24,17 @@ from coordinator_lab import (
 from postgresql_kit import Server
 from shell_world import make_run
 
-from swarm_coordinator.places import PostgresqlPlace
+from swarm_coordinator.history import history
+from swarm_coordinator.places import PostgresqlPlace, is_there
 from swarm_coordinator.postgresql import LeaderWatch
+from swarm_coordinator.processes import (
+    CLIENT_MODULE,
+    COORDINATOR_MODULE,
+    Child,
+    Children,
+    module_command,
+    wait_until,
+)
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings_file import toml_value
 from swarm_coordinator.stored_run import load_manifest
@@ -177,6 +186,50 @@ async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_no
             assert await standby.ended() == 0
             nursery.cancel_scope.cancel()
         check_nothing_forgotten(place, manifest, crew)
+
+
+@pytest.mark.timeout(400)
+def test_real_volunteers_find_the_standby_and_train_on(
+    template: Path, tmp_path: Path, postgresql: Server
+) -> None:
+    """The programs that people run, and what they keep: no step is done twice, none is lost."""
+    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two, Children() as children:
+        start = (COORDINATOR_MODULE, "start", str(two.folders[0].path))
+        first = children.start("first", module_command(*start), tmp_path / "first.out")
+        children.excused.append(first)
+        wait_until(lambda: "swarm1" in said(first), children, 60.0, "the first coordinator")
+        (invite,) = [word for word in said(first).split() if word.startswith("swarm1")]
+        for name in ("anna", "bert"):
+            children.start(
+                name,
+                module_command(CLIENT_MODULE, "join", invite, "--home", str(tmp_path / name),
+                               "--device", "cpu", "--threads", "1", "--name", name),
+                tmp_path / f"{name}.out",
+            )  # fmt: skip
+        start = (COORDINATOR_MODULE, "start", str(two.folders[1].path), "--standby")
+        second = children.start("second", module_command(*start), tmp_path / "second.out")
+        wait_until(lambda: "standing by" in said(second), children, 60.0, "the second one")
+
+        def version() -> int:
+            return history(place).restored.version if is_there(place) else 0
+
+        wait_until(lambda: version() >= 3, children, 120.0, "three steps")
+        before = version()
+        killed_at = time.monotonic()
+        first.kill()
+        wait_until(lambda: version() >= before + 2, children, 120.0, "steps after the take-over")
+        print(f"take-over with real volunteers: two steps on after "
+              f"{time.monotonic() - killed_at:.1f} s")  # fmt: skip
+        found = history(place)
+        assert found.restored.generation == 2
+        assert not found.restored.rolled_back, "they kept what they held"
+        assert {peer.name for peer in found.peers} >= {"anna", "bert"}
+        check_nothing_forgotten(place, load_manifest(two.folders[0]), [])
+
+
+def said(child: Child) -> str:
+    return child.log.read_text() if child.log.exists() else ""
 
 
 async def test_a_second_start_is_refused_while_the_first_one_lives(

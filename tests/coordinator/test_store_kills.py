@@ -23,7 +23,7 @@ OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=
 LONG = Options(stages=2, peers=4, microbatches=2, steps=60, checkpoint_steps=3)
 LOSSES = tuple(
     Fault(wait=6.0, kind=kind, target=number, seconds=3.0)
-    for number, kind in enumerate(("kill", "kill", "freeze", "disk", "kill", "kill", "kill"))
+    for number, kind in enumerate(("kill", "kill", "disk", "kill", "crash", "kill", "kill"))
 )
 """Volunteers die meanwhile: whole stages are lost, and the run goes back to checkpoints."""
 
