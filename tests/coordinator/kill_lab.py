@@ -16,6 +16,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -158,6 +159,9 @@ def _child(open_store: OpenStore, questions: int, answers: int, kill: Kill) -> N
                 out.write(f"{answer}\n")
         store.close()
         code = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
         os._exit(code)
 

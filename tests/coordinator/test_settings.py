@@ -116,6 +116,14 @@ def test_defaults_follow_the_preset_and_the_warm_up_follows_the_steps():
             "[admission] mode must be 'open', 'token' or 'allow-list', not 'closed'",
         ),
         (
+            "[coordinator]\nstore = 'mysql://x'",
+            '[coordinator] store must be "sqlite" or an address like "postgresql://',
+        ),
+        (
+            "[coordinator]\nlease_seconds = 0.1",
+            "[coordinator] lease_seconds must be at least 1, not 0.1",
+        ),
+        (
             "[network]\nlisten_port = 70000",
             "[network] listen_port must be at most 65535, not 70000",
         ),

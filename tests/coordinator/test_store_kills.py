@@ -80,7 +80,7 @@ def test_a_store_that_is_killed_at_hundreds_of_instants_loses_nothing(
     new_place: Callable[[], Place], faults: tuple[Fault, ...]
 ) -> None:
     seed = int(os.environ.get("KILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
-    kill_at_random([new_place() for _ in range(8)], kills=200, seed=seed, faults=faults)
+    kill_at_random([new_place() for _ in range(6)], kills=150, seed=seed, faults=faults)
 
 
 def kill_at_random(
