@@ -51,6 +51,9 @@ class Holder:
         self._volunteer = volunteer
         self._nursery = nursery
         self._rounds: Rounds | None = None
+        self._assignment: AssignStage | None = None
+        self._serving: trio.CancelScope | None = None
+        """Of what is held by this assignment; the worker outlives it."""
         self._scope: trio.CancelScope | None = None
         self._ended: trio.Event | None = None
         self._numbers = itertools.count(1)
@@ -60,16 +63,28 @@ class Holder:
         )
         nursery.start_soon(self._spare.run)
 
+    async def ready_to_take(self) -> None:
+        """Wait until a stage could be taken without delay: a newcomer holds up the others."""
+        await self._spare.ready()
+
     async def take(self, assignment: AssignStage) -> None:
-        """Give up what is held and start on the assignment."""
-        moves = self.holding is not None and self.holding.stage != assignment.stage
+        """Give up what is held and start on the assignment; with the same worker, if its stage is
+        the same: starting another one takes seconds, in which the run may have to wait."""
+        held = self._assignment
+        if self._serving is not None and held is not None and held.stage == assignment.stage:
+            self._volunteer.snapshots.forget()
+            self._assignment = assignment
+            self.holding = self.next_stage = self._rounds = None
+            self._serving.cancel()
+            return
         await self.drop()
-        if moves:
+        if held is not None:
             faults.cut(Phase.STAGE_MIGRATION, assignment.version + 1)
             faults.strike(Phase.STAGE_MIGRATION, assignment.version + 1)
         self._volunteer.snapshots.forget()
+        self._assignment = assignment
         self._scope, self._ended = trio.CancelScope(), trio.Event()
-        self._nursery.start_soon(self._hold, assignment, self._scope, self._ended)
+        self._nursery.start_soon(self._hold, self._scope, self._ended)
 
     async def drop(self) -> None:
         """End what is held, its worker included."""
@@ -85,24 +100,20 @@ class Holder:
         if self._rounds is not None:
             self._rounds.session_lost()
 
-    async def _hold(
-        self, assignment: AssignStage, scope: trio.CancelScope, ended: trio.Event
-    ) -> None:
+    async def _hold(self, scope: trio.CancelScope, ended: trio.Event) -> None:
         volunteer = self._volunteer
         died: WorkerDied | None = None
         try:
             with scope:
-                died = await self._live(assignment)
+                died = await self._live()
         except SwarmError as error:
-            volunteer.report(f"stage {assignment.stage} cannot be held: {error}")
-            volunteer.send(
-                SyncFailed(
-                    stage=assignment.stage, version=assignment.version, reason=str(error)[:500]
-                )
-            )
+            assert self._assignment is not None
+            stage, version = self._assignment.stage, self._assignment.version
+            volunteer.report(f"stage {stage} cannot be held: {error}")
+            volunteer.send(SyncFailed(stage=stage, version=version, reason=str(error)[:500]))
         finally:
             self.holding = self.next_stage = self._rounds = None
-            self._scope = self._ended = None
+            self._scope = self._ended = self._serving = self._assignment = None
             ended.set()
         if died is not None:
             self._deaths += 1
@@ -111,14 +122,14 @@ class Holder:
             await trio.sleep(pause)
             volunteer.restart_session()
 
-    async def _live(self, assignment: AssignStage) -> WorkerDied | None:
+    async def _live(self) -> WorkerDied | None:
+        """Hold the assigned stage, and again when it is assigned anew, until its worker dies."""
         volunteer, options = self._volunteer, self._volunteer.options
         assert volunteer.membership is not None
-        manifest, stage = volunteer.membership.manifest, assignment.stage
-        volunteer.report(f"taking stage {stage} at version {assignment.version}")
+        assert self._assignment is not None
         async with open_worker(
-            manifest,
-            stage,
+            volunteer.membership.manifest,
+            self._assignment.stage,
             options.device.name,
             options.threads,
             int(options.device.memory_bytes * GRAPH_SHARE),
@@ -126,30 +137,48 @@ class Holder:
             volunteer.home.log_folder / "worker.log",
             process=self._spare.process(),
         ) as worker:
-            try:
-                digest = await self._bring_up(worker, assignment)
-            except WorkerDied as error:
-                return error
-            async with trio.open_nursery() as nursery:
-                self._install(worker, assignment, nursery)
-                volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
-                volunteer.report(f"holding stage {stage} at version {assignment.version}")
-                try:
-                    died = await worker.wait_died()
-                finally:
-                    # Tasks of others' links, which outlive this nursery, send through it.
-                    if self.next_stage is not None:
-                        self.next_stage.close()
-                nursery.cancel_scope.cancel()
-            return died
+            untouched = True
+            while True:
+                assignment = self._assignment
+                assert assignment is not None
+                with trio.CancelScope() as self._serving:
+                    return await self._serve(worker, assignment, untouched)
+                untouched = False
         raise AssertionError("unreachable: the worker's context swallows nothing")
 
-    async def _bring_up(self, worker: StageWorker, assignment: AssignStage) -> str:
-        """The digest of the stage's parameters at the assigned version."""
+    async def _serve(
+        self, worker: StageWorker, assignment: AssignStage, untouched: bool
+    ) -> WorkerDied:
+        volunteer, stage = self._volunteer, assignment.stage
+        volunteer.report(f"taking stage {stage} at version {assignment.version}")
+        try:
+            digest = await self._bring_up(worker, assignment, untouched)
+        except WorkerDied as error:
+            return error
+        async with trio.open_nursery() as nursery:
+            next_stage = self._install(worker, assignment, nursery)
+            volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
+            volunteer.report(f"holding stage {stage} at version {assignment.version}")
+            try:
+                died = await worker.wait_died()
+            finally:
+                # Tasks of others' links, which outlive this nursery, send through it.
+                if next_stage is not None:
+                    next_stage.close()
+            nursery.cancel_scope.cancel()
+        return died
+
+    async def _bring_up(self, worker: StageWorker, assignment: AssignStage, untouched: bool) -> str:
+        """The digest of the stage's parameters at the assigned version.
+
+        `untouched`: the worker is as it began, with parameters from the manifest's seed.
+        """
         volunteer = self._volunteer
         assert volunteer.membership is not None
         if assignment.source == "fresh":
-            return worker.configured.digest
+            if untouched:
+                return worker.configured.digest
+            return (await worker.adopt_fresh(assignment.version)).digest
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
             volunteer.membership.run, lambda _done, _all: _strike_download(assignment),
@@ -164,7 +193,9 @@ class Holder:
         finally:
             path.unlink(missing_ok=True)
 
-    def _install(self, worker: StageWorker, assignment: AssignStage, nursery: trio.Nursery) -> None:
+    def _install(
+        self, worker: StageWorker, assignment: AssignStage, nursery: trio.Nursery
+    ) -> Downstream | None:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         manifest, stage = volunteer.membership.manifest, assignment.stage
@@ -180,6 +211,7 @@ class Holder:
             self._save_snapshot, self._applied, volunteer.restart_session,
         )  # fmt: skip
         nursery.start_soon(self._run_rounds, self._rounds)
+        return self.next_stage
 
     async def _run_rounds(self, rounds: Rounds) -> None:
         try:

@@ -416,6 +416,7 @@ class Volunteer:
                 self.membership.certificate,
             )  # fmt: skip
             self._trainer.begin(manifest, folder, self.downstream(StageIndex(0), self._nursery))
+        await self._holder.ready_to_take()
         stage = self.options.wanted_stage
         if stage is None:
             stage = most_underserved_stage(welcome.stages, self.options.device.memory_bytes)

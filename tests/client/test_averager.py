@@ -211,6 +211,22 @@ async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_w
             assert new == {(other.id, "p2pd"), (victim.id, "host")}
 
 
+async def test_a_frozen_worker_is_ended_and_its_rounds_fail_instead_of_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_client.averaging.supervisor.PING_SECONDS", 0.2)
+    async with group(tmp_path, [True, True], SMALL) as g:
+        _, victim = g.peers
+        frozen = victim.worker.pid
+        assert frozen is not None
+        os.kill(frozen, signal.SIGSTOP)
+        failures = await g.round()
+        assert failures[victim.id].carrier_failed
+        assert not psutil.pid_exists(frozen) or victim.worker.pid != frozen
+        assert await g.round() == {}  # without the worker, which comes back later
+        g.check_exact()
+
+
 async def test_a_member_that_nothing_reaches_is_named_and_it_is_no_excuse(tmp_path: Path) -> None:
     async with group(tmp_path, [True, True], SMALL) as g:
         first, lost = g.peers

@@ -179,7 +179,9 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
     with ours, theirs:
         ours.sendall(encode_frame(configure))
         serve(SyncLink(theirs, protocol.worker_requests))
-        answer = SyncLink(ours, protocol.worker_answers).receive()
+        daemon = SyncLink(ours, protocol.worker_answers)
+        assert isinstance(daemon.receive(), protocol.Awake)
+        answer = daemon.receive()
     assert isinstance(answer, protocol.Failed)
     assert answer.code == "bad_input"
     assert reason in answer.message

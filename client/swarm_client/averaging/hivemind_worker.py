@@ -53,6 +53,8 @@ from swarm_client.averaging.protocol import (
     Found,
     Lookup,
     Moved,
+    Ping,
+    Pong,
     Publish,
     Published,
     Record,
@@ -126,6 +128,8 @@ class Worker:
                     self._tasks.start_soon(self._answer, message.request, self._lookup, message)
                 case Bootstrap():
                     self._tasks.start_soon(self._answer, message.request, self._bootstrap, message)
+                case Ping():
+                    self._link.send(Pong())
                 case Configure():
                     raise AssertionError("a worker is configured once")
 

@@ -130,6 +130,12 @@ class Bootstrap(FrozenModel):
     initial_peers: Addresses
 
 
+class Ping(FrozenModel):
+    """Answered at once, whatever else goes on: who does not is frozen or stuck."""
+
+    kind: Literal["ping"] = "ping"
+
+
 class Shutdown(FrozenModel):
     kind: Literal["shutdown"] = "shutdown"
 
@@ -143,6 +149,10 @@ class Started(FrozenModel):
     addresses: tuple[str, ...]
     """Where p2pd listens, without the peer ID."""
     hivemind_version: str
+
+
+class Pong(FrozenModel):
+    kind: Literal["pong"] = "pong"
 
 
 class Moved(FrozenModel):
@@ -237,6 +247,7 @@ DaemonMessage = Annotated[
     | Publish
     | Lookup
     | Bootstrap
+    | Ping
     | Shutdown,
     Field(discriminator="kind"),
 ]
@@ -244,6 +255,7 @@ WorkerMessage = Annotated[
     Started
     | Unavailable
     | Moved
+    | Pong
     | RoundDone
     | RoundFailure
     | Published

@@ -38,6 +38,8 @@ from swarm_client.averaging.protocol import (
     Found,
     Lookup,
     Moved,
+    Ping,
+    Pong,
     Publish,
     Published,
     RequestFailed,
@@ -72,6 +74,10 @@ HEALTHY_SECONDS = 60.0
 START_SECONDS = 60.0
 """Importing on a machine whose cores are all busy takes its time."""
 RESTART_LOOK_SECONDS = 0.5
+PING_SECONDS = 1.0
+HUNG_PINGS = 8
+"""So many pings without any word from a worker, and it has hung. Pings are counted, not seconds: a
+daemon that was frozen with it holds that time against nobody."""
 DIRECTORY_SECONDS = 20.0
 
 MessageT = TypeVar("MessageT")
@@ -109,6 +115,8 @@ class AveragingWorker:
         self._planned_end = False
         self._died_in_round = False
         self._round_failed_at = -math.inf
+        self._pings = 0
+        """Sent since the last word of the worker."""
         self._permanent = False
         self._admitted = Admit(p2pd_peer_ids=())
         self._membership: ShowMembership | None = None
@@ -376,7 +384,9 @@ class AveragingWorker:
         self._notify()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._restart_when_needed, child, options)
+            nursery.start_soon(self._end_when_hung, child)
             while (message := await child.link.receive()) is not None:
+                self._pings = 0
                 self._deliver(message)
             nursery.cancel_scope.cancel()
         if not self._planned_end:
@@ -411,6 +421,18 @@ class AveragingWorker:
         with contextlib.suppress(LinkClosed):
             await self._requests.send(child, Shutdown())
 
+    async def _end_when_hung(self, child: Child[WorkerMessage]) -> None:
+        """A worker that is frozen would let every round that it is asked for run out of time."""
+        self._pings = 0
+        with contextlib.suppress(LinkClosed):
+            while self._pings < HUNG_PINGS:
+                self._pings += 1
+                await self._requests.send(child, Ping())
+                await trio.sleep(PING_SECONDS)
+        if self._pings >= HUNG_PINGS:
+            logger.warning("the averaging worker answers nothing and is ended")
+            child.kill()
+
     def _misses_relay(self, running: AveragingOptions) -> bool:
         known = self._started.addresses if self._started is not None else ()
         return any(address not in known for address in through_relays(running.trusted_relays))
@@ -441,6 +463,8 @@ class AveragingWorker:
                     moved = {"addresses": message.addresses}
                     self._started = self._started.model_copy(update=moved)
                     self._notify()
+            case Pong():
+                pass
             case _:
                 raise AssertionError(f"the worker said {message.kind} in the middle of its life")
 

@@ -48,6 +48,8 @@ class _Waiter:
     abandoned: bool = False
     patient: bool = False
     """What it waits for takes as long as it takes."""
+    behind: int | None = None
+    """Of a patient one: with this many answers given, the worker was still busy with others."""
 
 
 _PATIENT = (protocol.Configure, protocol.SaveState, protocol.LoadState, protocol.AdoptFresh)
@@ -241,6 +243,8 @@ class StageWorker:
     async def _exchange(self, request: protocol.Numbered, waiter: _Waiter) -> protocol.WorkerAnswer:
         if self._death is not None:
             raise self._died()
+        if self._waiters:
+            waiter.behind = self._liveness.answers
         self._waiters[request.request] = waiter
         self._post(request)
         try:
@@ -366,7 +370,8 @@ class StageWorker:
         self._child.kill()
 
     def _owes(self) -> Owes:
-        if any(waiter.patient for waiter in self._waiters.values()):
+        answers = self._liveness.answers
+        if any(w.patient and w.behind != answers for w in self._waiters.values()):
             return Owes.STORAGE
         return Owes.COMPUTING if self._waiters else Owes.NOTHING
 

@@ -39,22 +39,22 @@ class Liveness:
     """Of one worker. Tell it of every answer."""
 
     def __init__(self) -> None:
-        self._answers = 0
+        self.answers = 0
         self._slowest_seconds: float | None = None
 
     def answered(self, compute_seconds: float | None = None) -> None:
-        self._answers += 1
+        self.answers += 1
         if compute_seconds is not None:
             self._slowest_seconds = max(self._slowest_seconds or 0.0, compute_seconds)
 
     async def wait_hung(self, owes: Callable[[], Owes]) -> float:
         """Return when the worker has hung, with the seconds for which it has answered nothing."""
-        silent_seconds, answers = 0.0, self._answers
+        silent_seconds, answers = 0.0, self.answers
         while True:
             await trio.sleep(LOOK_SECONDS)
             owed = owes()
-            if answers != self._answers or owed is Owes.NOTHING:
-                silent_seconds, answers = 0.0, self._answers
+            if answers != self.answers or owed is Owes.NOTHING:
+                silent_seconds, answers = 0.0, self.answers
                 continue
             silent_seconds += LOOK_SECONDS
             if silent_seconds >= self._patience_seconds(owed):

@@ -302,6 +302,10 @@ def _device(name: str) -> torch.device:
 
 def serve(link: WorkerLink) -> None:
     """The life of a worker: Configure, then work until the daemon closes the link."""
+    try:
+        link.send(protocol.Awake())
+    except LinkClosed:
+        return
     request = link.receive()
     if not isinstance(request, protocol.Configure):
         return

@@ -2,8 +2,9 @@
 
 Rules
 -----
-1. The first message is Configure; its answer carries the names of the shared memory. The end of
-   the daemon's side of the socket ends the worker.
+1. The worker says Awake when it has imported what it needs. The first request is Configure; its
+   answer carries the names of the shared memory. The end of the daemon's side of the socket ends
+   the worker.
 2. Every request but Discard has exactly one answer with the same `request` number:
    the one named after it, or Failed. The worker lives on after a Failed.
 3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A compute
@@ -196,6 +197,13 @@ WorkerRequest = Annotated[
 # ------------------------------------------------------------------------- worker to daemon
 
 
+class Awake(Numbered):
+    """Said once and to nobody's request: from now on answers come without delay."""
+
+    kind: Literal["awake"] = "awake"
+    request: Request = 0
+
+
 class Configured(Numbered):
     """Ready, at version 0."""
 
@@ -302,7 +310,7 @@ class Failed(Numbered):
 
 
 WorkerAnswer = Annotated[
-    Configured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted | AccumulatorReset
+    Awake | Configured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted | AccumulatorReset
     | AccumulatedAre | RoundPrepared | NormDone | Applied | StateSaved | StateLoaded | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
