@@ -7,7 +7,8 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-attacks test-nat fuzz check format bench bench-net clean
+.PHONY: help setup setup-dev demo test test-attacks test-nat fuzz check format bench bench-net \
+	bench-simulator clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -20,6 +21,7 @@ help:
 	@echo "make format   put the formatting right"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
+	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -59,6 +61,9 @@ bench: setup-dev
 # The lab of namespaces lies with the tests.
 bench-net: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.net $(ARGS)
+
+bench-simulator: setup-dev
+	@$(PY) -m benchmarks.simulator $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
