@@ -8,7 +8,7 @@ PY := .venv/bin/python
 ARGS ?=
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat fuzz \
-        check format bench bench-faults bench-net clean
+        check format bench bench-faults bench-net bench-simulator clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
+	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -77,6 +78,9 @@ bench-faults: setup-dev
 # The lab of namespaces lies with the tests.
 bench-net: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.net $(ARGS)
+
+bench-simulator: setup-dev
+	@$(PY) -m benchmarks.simulator $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

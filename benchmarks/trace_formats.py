@@ -3,7 +3,8 @@
     python -m benchmarks.trace_formats FORMAT FILE OUT
 
 Formats: `events` (milliseconds,add|remove,name), `counts` (how many machines there are, as
-time,count rows, with times in seconds, in ISO 8601, or as date,time,count), `gaps` (JSON with a
+time,count rows, with times in seconds, in ISO 8601, or as date,time,count), `hours` (the
+same with times in hours), `gaps` (JSON with a
 list of counts and the seconds between them) and `sessions` (one line per user and week: states
 and their lengths). Counts have no identities: which machine goes is drawn with `--seed`. The
 recordings themselves are no part of the project.
@@ -24,7 +25,7 @@ import click
 from swarm_coordinator.simulator.trace import Change, write_trace
 from swarm_shared.errors import DataError
 
-FORMATS = ("events", "counts", "gaps", "sessions")
+FORMATS = ("events", "counts", "hours", "gaps", "sessions")
 HOUR_SECONDS = 3600.0
 WEEK_SECONDS = 7 * 24 * HOUR_SECONDS
 
@@ -40,6 +41,9 @@ def convert(
             found = list(_events(text))
         elif form == "counts":
             found = list(_from_counts(_count_rows(text), rng))
+        elif form == "hours":
+            rows = ((HOUR_SECONDS * told, count) for told, count in _count_rows(text))
+            found = list(_from_counts(rows, rng))
         elif form == "gaps":
             found = list(_from_counts(_gap_rows(text), rng))
         else:

@@ -19,7 +19,7 @@ from swarm_coordinator.simulator.fluid import FluidPlane
 from swarm_coordinator.simulator.hardware import fleet_from
 from swarm_coordinator.simulator.microbatches import MicrobatchPlane
 from swarm_coordinator.simulator.outcome import outcome_document, outcome_lines
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
 from swarm_coordinator.simulator.trace import Change, read_trace, write_trace
 from swarm_coordinator.stored_run import load_manifest
 from swarm_shared.atomic_file import write_atomically
@@ -99,8 +99,9 @@ def simulate_command(
         tick_seconds=plane.TICK_SECONDS,
     )
     began = time.monotonic()
-    swarm = Swarm(manifest, machines, changes, options, seed, plane)
-    swarm.simulate(hours)
+    with collect_rarely():
+        swarm = Swarm(manifest, machines, changes, options, seed, plane)
+        swarm.simulate(hours)
     told = {"fleet": fleet, "trace": trace, "seed": seed, "level": level}
     document = outcome_document(swarm, told, time.monotonic() - began)
     for line in outcome_lines(document):

@@ -71,6 +71,8 @@ class Rebalancing:
     stages: tuple[StageLoad, ...]
     due_at: float | None = None
     """None until training has begun."""
+    losses_seen: int = 0
+    """How many peers had been lost when that was last thought about."""
     took_part: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage was last part of a decision to move somebody."""
     decisions: deque[DecisionNote] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))

@@ -149,6 +149,8 @@ class PeerTable(dict[PeerId, PeerState]):
         self.movers: dict[PeerId, PeerState] = {}
         self.leavers: dict[PeerId, PeerState] = {}
         self.with_carrier: dict[PeerId, PeerState] = {}
+        self.losses = 0
+        """How many have gone, ever, that held a stage."""
         self.untold: dict[PeerId, PeerState] = {}
         """They have got no roster yet; whoever sends one says so here."""
         self.records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
@@ -224,6 +226,7 @@ class PeerTable(dict[PeerId, PeerState]):
     def __delitem__(self, key: PeerId) -> None:
         peer = self[key]
         super().__delitem__(key)
+        self.losses += peer.stage is not None
         self.leave(peer)
         peer.table = None
         for some in (

@@ -43,6 +43,10 @@ MOVE_SECONDS = 900.0
 """A move that has not come about by then is given up; the fleet has changed since."""
 
 
+REACTION_SECONDS = 2.0
+"""After a loss. Those that go together are noticed within a second or two of each other."""
+
+
 def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalancing:
     stages = tuple(
         StageLoad(
@@ -69,6 +73,12 @@ def consider(run: RunState, now: float) -> None:
         return
     if rebalancing.due_at is None:
         rebalancing.due_at = now + settings.policy.period_seconds
+        rebalancing.losses_seen = run.peers.losses
+    elif settings.rule is RebalancingRule.THROUGHPUT and rebalancing.losses_seen < run.peers.losses:
+        # The fleet is another one: no reason to wait for the period, only for the others that are
+        # lost together with this one. Each stage rests for its period all the same.
+        rebalancing.losses_seen = run.peers.losses
+        rebalancing.due_at = min(rebalancing.due_at, now + REACTION_SECONDS)
     if now < rebalancing.due_at:
         return
     rebalancing.due_at = now + settings.policy.period_seconds

@@ -45,17 +45,17 @@ def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> flo
 class Meter:
     """Integrates the rates over the time in which the run trains."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
+        """`weights` of the stages for the bound; they add up to 1, and any do."""
         self._swarm = swarm
         stages = len(swarm.works)
         self._memory = [stage.memory_bytes for stage in swarm.manifest.stages]
-        total = sum(swarm.works)
-        self._weights = [work / total for work in swarm.works]
+        self._weights = weights if weights is not None else [1 / stages] * stages
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """The rate of each peer, at the stage that it serves."""
         self._where: dict[PeerId, int] = {}
         self._holders: dict[PeerId, Volunteer] = {}
-        """Who could serve: all who do, and those on their way from one stage to another."""
+        """Who could serve: all who have had the time to get a stage, whether they serve or not."""
         self._rates = [0.0] * stages
         self._divided = self._weighted = 0.0
         self._since: float | None = None
@@ -73,11 +73,16 @@ class Meter:
             self._since = self._swarm.agenda.now
             self._account()
 
-    def serves(self, volunteer: Volunteer) -> None:
-        assert volunteer.stage is not None
-        if volunteer.peer not in self._holders:
+    def there(self, volunteer: Volunteer) -> None:
+        """It has had the time to get a stage; the best placement counts on it from now on."""
+        if volunteer.alive and volunteer.peer not in self._holders:
             self._holders[volunteer.peer] = volunteer
             self._counts(volunteer, 1)
+            self._account()
+
+    def serves(self, volunteer: Volunteer) -> None:
+        assert volunteer.stage is not None
+        self.there(volunteer)
         self._forget(volunteer)
         stage = volunteer.stage
         self._where[volunteer.peer] = stage

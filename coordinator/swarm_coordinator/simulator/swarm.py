@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol
@@ -135,7 +137,7 @@ class Swarm:
         self._machines: dict[str, Hardware] = {}
         self._sessions = itertools.count(1)
         self._fetched: dict[Version, dict[StageIndex, StoredStage]] = {}
-        self.meter = Meter(self)
+        self.meter = Meter(self, self._cost_shares())
         self.rounds = Rounds(self)
         self.downloads = Downloads(self)
         self.plane = plane(self)
@@ -154,6 +156,13 @@ class Swarm:
             self.agenda.at(change.seconds, partial(self._happens, change))
         self.agenda.later(options.tick_seconds, self._tick)
         self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+
+    def _cost_shares(self) -> list[float]:
+        """What share of the fleet's time each stage takes: nearly the best weights for a bound."""
+        typical = sorted(self._fleet, key=lambda one: one.flops_per_second)[len(self._fleet) // 2]
+        probe = Volunteer(self, "", typical, 0)
+        seconds = [1 / probe.steady_rate_at(StageIndex(s)) for s in range(len(self.works))]
+        return [one / sum(seconds) for one in seconds]
 
     def simulate(self, hours: float) -> None:
         self.agenda.run_until(3600 * hours, lambda: self.stopped)
@@ -331,6 +340,20 @@ class Swarm:
             del self._fetched[version]
             stages = tuple(file for _, file in sorted(files.items()))
             self.deliver(CheckpointStored(version, stages))
+
+
+@contextmanager
+def collect_rarely() -> Iterator[None]:
+    """Millions of objects that live as long as the simulation: looking through all of them for
+    garbage again and again takes as long as everything else together."""
+    before = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 1000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
 
 
 def endless(manifest: Manifest) -> Manifest:

@@ -97,6 +97,9 @@ class Volunteer:
             name=self.peer,
         )  # fmt: skip
         self.attached = True
+        largest = max(size.state_bytes for size in self._swarm.sizes)
+        seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
+        self._later(seconds, lambda: self._swarm.meter.there(self))
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
 
     def leave(self) -> None:

@@ -1,0 +1,245 @@
+"""Which rule of moving peers comes nearest to the best placement, and at what price.
+
+    make bench-rebalancing ARGS="FOLDER_OF_TRACES"
+
+Simulates the same machines, coming and going the same way, under no rebalancing, SWARM's rule of
+queue lengths and ours, every 60 and every 300 seconds. Recordings lie outside the project: the
+folder is an argument, and without it only generated churn is simulated. Every seed takes another
+window of a recording, so that ten of them cover it. Writes benchmarks/results/rebalancing.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from benchmarks.simulator_scenarios import manifest_of
+from benchmarks.trace_formats import convert
+from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
+from swarm_coordinator.simulator.churn import churn_model
+from swarm_coordinator.simulator.fluid import FluidPlane
+from swarm_coordinator.simulator.hardware import GIBIBYTE, HOME, Hardware, make_fleet
+from swarm_coordinator.simulator.outcome import outcome_document
+from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.trace import Change
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.manifest import Manifest
+from swarm_shared.placement import MovePolicy
+
+RESULTS = Path(__file__).parent / "results" / "rebalancing.json"
+RULES: tuple[tuple[RebalancingRule, float], ...] = (
+    (RebalancingRule.NONE, 60.0),
+    (RebalancingRule.SWARM, 60.0),
+    (RebalancingRule.THROUGHPUT, 60.0),
+    (RebalancingRule.SWARM, 300.0),
+    (RebalancingRule.THROUGHPUT, 300.0),
+)
+RENTED = Hardware(
+    kind="rented", flops_per_second=2.5e12, memory_bytes=16 * GIBIBYTE,
+    up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
+)  # fmt: skip
+"""All alike, as in a cloud's zone: with them the best placement is known exactly."""
+FIRST_MINUTE = 60.0
+
+MakeChanges = Callable[[int, float], list[Change]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    name: str
+    stages: int
+    at_home: bool
+    changes: MakeChanges
+    """Of a seed, over so many hours."""
+
+
+def manifest_for(scenario: Scenario) -> Manifest:
+    """A step takes half a minute or so, a stage's state some seconds: several moves a period."""
+    if scenario.at_home:
+        return manifest_of("125m", scenario.stages, 48, sequences=16)
+    return manifest_of("125m", scenario.stages, 32, sequences=32)
+
+
+# ---------------------------------------------------------------- coming and going
+
+
+def window(changes: Sequence[Change], begin_seconds: float, hours: float) -> list[Change]:
+    """A part of a trace from its own second 0; who is there by then comes in the first minute."""
+    end_seconds = begin_seconds + 3600 * hours
+    present: list[str] = []
+    found: list[Change] = []
+    for change in changes:
+        if change.seconds < begin_seconds:
+            (present.append if change.kind == "join" else present.remove)(change.name)
+        elif change.seconds < end_seconds:
+            shifted = change.seconds - begin_seconds
+            found.append(Change(max(FIRST_MINUTE, shifted), change.kind, change.name))
+    early = [
+        Change(FIRST_MINUTE * number / max(1, len(present)), "join", name)
+        for number, name in enumerate(present)
+    ]
+    return early + found
+
+
+def of_recording(
+    form: str, path: Path, users: int | None = None, end_hours: float | None = None
+) -> MakeChanges:
+    def changes(seed: int, hours: float) -> list[Change]:
+        whole = convert(form, path, seed, users=users)
+        last = 3600 * end_hours if end_hours is not None else whole[-1].seconds
+        begin = max(0.0, last - 3600 * hours) * (seed - 1) / 9
+        return window(whole, begin, hours)
+
+    return changes
+
+
+def of_model(model: str, machines: int) -> MakeChanges:
+    def changes(seed: int, hours: float) -> list[Change]:
+        names = [f"machine-{number}" for number in range(machines)]
+        return churn_model(model).changes(names, hours, random.Random(f"{seed} {model}"))
+
+    return changes
+
+
+def recordings(folder: Path) -> Iterator[Scenario]:
+    bamboo, skypilot = folder / "bamboo-nsdi23", folder / "skypilot-spot-traces"
+    for name, form, path, stages in (
+        ("p3", "events", bamboo / "p3-trace.csv", 4),
+        ("g4dn", "events", bamboo / "g4dn-trace.csv", 4),
+        ("a100x1-east1b", "counts", bamboo / "a100x1-east1b.txt", 4),
+        ("v100x1-east1c", "counts", bamboo / "v100x1-east1c.txt", 4),
+        ("skypilot us-east-2b", "gaps",
+         skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
+    ):  # fmt: skip
+        yield Scenario(name, stages, False, of_recording(form, path))
+    # Its end is the experimenter's own shutdown.
+    full = of_recording("counts", bamboo / "full-64-node-trace.csv", end_hours=5.5)
+    yield Scenario("full-64-node", 4, False, full)
+    phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"
+    yield Scenario("stunner, 150 users", 4, True, of_recording("sessions", phones, users=150))
+
+
+GENERATED = (
+    Scenario("spot, 64 machines", 4, False, of_model("spot", 64)),
+    Scenario("home, 80 volunteers", 4, True, of_model("home:on_hours=1.5", 80)),
+)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def simulated(
+    scenario: Scenario, rule: RebalancingRule, period_seconds: float, seed: int, hours: float
+) -> dict[str, Any]:
+    changes = scenario.changes(seed, hours)
+    machines = len({change.name for change in changes})
+    fleet = [RENTED]
+    if scenario.at_home:
+        fleet = make_fleet(HOME, machines, random.Random(f"{seed} fleet"))
+    moves = RebalancingSettings(rule, MovePolicy(period_seconds=period_seconds))
+    options = SwarmOptions(moves=moves, beat_seconds=15.0)
+    with collect_rarely():
+        swarm = Swarm(manifest_for(scenario), fleet, changes, options, seed, FluidPlane)
+        swarm.simulate(hours)
+    found = outcome_document(swarm, {}, 0.0)
+    meter = swarm.meter
+    return {
+        "seed": seed,
+        "made": meter.made, "possible": meter.possible, "bound": meter.bound,
+        **{
+            name: found[name]
+            for name in ("steps", "moves", "moves_dropped", "moved_bytes", "roll_backs",
+                         "attempts_aborted", "standstill_seconds", "microbatches_per_second")
+        },
+    }  # fmt: skip
+
+
+def summed(
+    scenario: Scenario, rule: RebalancingRule, period: float, runs: list[dict[str, Any]],
+    hours: float,
+) -> dict[str, Any]:  # fmt: skip
+    possible, bound = sum(run["possible"] for run in runs), sum(run["bound"] for run in runs)
+    made = sum(run["made"] for run in runs)
+    shares = [run["made"] / run["possible"] for run in runs if run["possible"]]
+    simulated_hours = hours * len(runs)
+    return {
+        "scenario": scenario.name, "stages": scenario.stages, "rule": rule.value,
+        "period_seconds": period,
+        "share_of_best": made / possible if possible else 0.0,
+        "share_of_bound": made / bound if bound else 0.0,
+        "share_spread": statistics.stdev(shares) if len(shares) > 1 else 0.0,
+        "moves_per_hour": sum(run["moves"] for run in runs) / simulated_hours,
+        "moved_bytes_per_hour": sum(run["moved_bytes"] for run in runs) / simulated_hours,
+        "microbatches_per_second": statistics.mean(run["microbatches_per_second"] for run in runs),
+        "runs": runs,
+    }  # fmt: skip
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """For docs/simulator.md: share of the best placement (moves an hour, GB an hour)."""
+    lines = [
+        "| | none | SWARM's, 60 s | ours, 60 s | SWARM's, 300 s | ours, 300 s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    names = list(dict.fromkeys(row["scenario"] for row in rows))
+    for name in names:
+        cells = []
+        for rule, period in RULES:
+            row = next(
+                r for r in rows
+                if (r["scenario"], r["rule"], r["period_seconds"]) == (name, rule.value, period)
+            )  # fmt: skip
+            share = f"{100 * row['share_of_best']:.1f}"
+            if rule is not RebalancingRule.NONE:
+                gigabytes = row["moved_bytes_per_hour"] / 1e9
+                share += f" ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
+            cells.append(share)
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+@click.command()
+@click.argument("traces", required=False, type=click.Path(path_type=Path, exists=True))
+@click.option("--seeds", default=10)
+@click.option("--hours", default=2.0, help="Of each simulation.")
+@click.option("--only", default="", help="Scenarios whose names contain this.")
+@click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
+def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
+    scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]
+    began = time.process_time()
+    rows: list[dict[str, Any]] = []
+    for scenario in scenarios:
+        if only not in scenario.name:
+            continue
+        for rule, period in RULES:
+            runs = [simulated(scenario, rule, period, seed, hours) for seed in range(1, seeds + 1)]
+            rows.append(summed(scenario, rule, period, runs, hours))
+            row = rows[-1]
+            click.echo(
+                f"{scenario.name}, {rule.value}, {period:.0f} s: {row['share_of_best']:.4f} of the "
+                f"best, {row['moves_per_hour']:.1f} moves/h"
+            )
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(["pydantic"]),
+        "seeds": seeds,
+        "hours": hours,
+        "cpu_seconds": time.process_time() - began,
+        "rows": rows,
+    }
+    write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+    click.echo("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
