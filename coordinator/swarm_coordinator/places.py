@@ -72,9 +72,11 @@ def is_there(place: Place) -> bool:
     return place.exists()
 
 
-def check_pages(place: Place) -> list[str]:
+def check_pages(place: Place, *, thorough: bool = True) -> list[str]:
     """What the database itself finds wrong. A PostgreSQL server has its own people for that."""
-    return [] if isinstance(place, PostgresqlPlace) else database.check_pages(place)
+    if isinstance(place, PostgresqlPlace):
+        return []
+    return database.check_pages(place, thorough=thorough)
 
 
 def copy_to(place: Place, target: Path) -> None:

@@ -138,7 +138,10 @@ def _check_database(
     findings: list[Finding],
 ) -> dict[Version, CheckpointRecord]:
     """What it knows of checkpoints; nothing when it cannot be relied on."""
-    place = place_of(folder)
+    try:
+        place = place_of(folder)
+    except SwarmError:
+        return {}  # run.toml says where it is, and has a finding of its own
     try:
         if not is_there(place):
             fine("there is no database yet: the run has not been started")
@@ -163,7 +166,7 @@ def _check_database(
 
 def database_problems(place: Place, shape: Shape | None, newest: int | None = None) -> list[str]:
     """All that is wrong with a database, by its own checks and by ours."""
-    problems = check_pages(place)
+    problems = check_pages(place, thorough=newest is None)
     if problems:
         return problems
     with reading(place) as connection:
