@@ -261,15 +261,15 @@ def spoil(phase: Phase, step: int | None, tensor: memoryview | None) -> None:
 
 
 def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
-    """Here a file of tensors may be altered in place: its last number is."""
+    """Here a file of tensors (safetensors) may be altered in place: the first of its numbers is."""
     if active is not None:
         with (
             path.open("r+b") as file,
             mmap.mmap(file.fileno(), 0) as content,
             memoryview(content) as whole,
-            whole[-4:] as last,
+            whole[8 + int.from_bytes(whole[:8], "little") :] as numbers,
         ):
-            active.spoil(phase, step, last)
+            active.spoil(phase, step, numbers)
 
 
 def fired_path(plan: Path, fault_id: str) -> Path:
