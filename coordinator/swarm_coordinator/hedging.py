@@ -11,6 +11,8 @@ as long again as most of it did, is late.
 
 from __future__ import annotations
 
+import heapq
+
 from swarm_coordinator import progress
 from swarm_coordinator.state import LeaseState, RunPhase, RunState, StepState, short
 from swarm_shared.types import MicrobatchIndex, PeerId
@@ -62,17 +64,12 @@ def _mostly_done(run: RunState, step: StepState) -> bool:
 
 
 def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
-    """To the least busy of the other trainers."""
-    driving = {trainer: load for load, _, trainer in progress.loads(run, step, ())}
+    driving = progress.loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
-        first = step.leases[microbatch].trainer
-        others = [trainer for trainer in driving if trainer != first]
-        if not others:
-            continue
-        second = min(others, key=lambda trainer: (driving[trainer], trainer))
-        driving[second] += 1
-        grants.setdefault(second, []).append(microbatch)
+        trainer = _least_busy_but(driving, step.leases[microbatch].trainer)
+        if trainer is not None:
+            grants.setdefault(trainer, []).append(microbatch)
     for trainer, microbatches in grants.items():
         number = progress.grant(run, step, trainer, microbatches, len(driving))
         for microbatch in microbatches:
@@ -82,3 +79,15 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
             f"{sum(map(len, grants.values()))} microbatch(es) of step {step.step} lag: "
             f"{', '.join(short(trainer) for trainer in grants)} drive them as well"
         )
+
+
+def _least_busy_but(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
+    """Another trainer than the first one, with one microbatch more from now on; None: no other."""
+    aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
+    found: PeerId | None = None
+    if driving:
+        load, place, found = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, found))
+    if aside is not None:
+        heapq.heappush(driving, aside)
+    return found

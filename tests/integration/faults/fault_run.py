@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from integration.real_run import PATIENCE_SECONDS, Run, reference
+from integration.real_run import PATIENCE_SECONDS, Run
 from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
 from swarm_coordinator.processes import Child, wait_until
 
@@ -251,8 +251,5 @@ class FaultRun:
         assert outcome.version_before <= outcome.fired_step <= outcome.version_after - 1
         assert [note for note in outcome.said if case.says in note] or not case.says
         steps = slice(outcome.version_before, outcome.version_after)
-        assert self.run.losses()[steps] == pytest.approx(self._expected()[steps], rel=1e-4)
-
-    def _expected(self) -> tuple[float, ...]:
-        manifest = self.run.manifest.model_dump_json()
-        return reference(manifest, str(self.run.folder.data), self.stopped_at).losses
+        expected = self.run.reference_losses(self.stopped_at)[steps]
+        assert self.run.losses()[steps] == pytest.approx(expected, rel=1e-4)
