@@ -90,6 +90,12 @@ class AdmissionSection(FrozenModel):
     mode: AdmissionMode = "open"
 
 
+class RebalancingSection(FrozenModel):
+    rule: Literal["throughput", "none"] = "throughput"
+    period_seconds: float = Field(default=60.0, ge=1, le=86_400)
+    minimum_replicas: int = Field(default=1, ge=1, le=10_000)
+
+
 class RunSettings(FrozenModel):
     """All of run.toml, with every default filled in."""
 
@@ -103,6 +109,7 @@ class RunSettings(FrozenModel):
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionSection = AdmissionSection()
+    rebalancing: RebalancingSection = RebalancingSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -122,6 +129,7 @@ _SECTIONS: dict[str, type[FrozenModel]] = {
     "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
     "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
+    "rebalancing": RebalancingSection,
 }  # fmt: skip
 
 
