@@ -28,7 +28,14 @@ from benchmarks.trace_formats import convert
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.simulator.churn import churn_model
 from swarm_coordinator.simulator.fluid import FluidPlane
-from swarm_coordinator.simulator.hardware import GIBIBYTE, HOME, Hardware, make_fleet
+from swarm_coordinator.simulator.hardware import (
+    GIBIBYTE,
+    HOME,
+    FleetFile,
+    Hardware,
+    HardwareClass,
+    make_fleet,
+)
 from swarm_coordinator.simulator.outcome import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
 from swarm_coordinator.simulator.trace import Change
@@ -45,10 +52,21 @@ RULES: tuple[tuple[RebalancingRule, float], ...] = (
     (RebalancingRule.THROUGHPUT, 300.0),
 )
 RENTED = Hardware(
-    kind="rented", flops_per_second=2.5e12, memory_bytes=16 * GIBIBYTE,
+    kind="rented", flops_per_second=2.5e12, memory_bytes=32 * GIBIBYTE,
     up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
 )  # fmt: skip
 """All alike, as in a cloud's zone: with them the best placement is known exactly."""
+PROCESSORS = FleetFile(
+    classes=(
+        HardwareClass(
+            name="a desktop's processor", machines=1, teraflops=0.3, spread=0.4, memory_gib=32,
+            up_mbit=100, down_mbit=300, latency_ms=10,
+        ),
+    )
+)  # fmt: skip
+"""Unlike each other, and computing takes them longer than sending. Graphics cards at home (`HOME`)
+are the other way round for a model as small as this one."""
+
 FIRST_MINUTE = 60.0
 
 MakeChanges = Callable[[int, float], list[Change]]
@@ -58,15 +76,18 @@ MakeChanges = Callable[[int, float], list[Change]]
 class Scenario:
     name: str
     stages: int
-    at_home: bool
+    fleet: FleetFile | None
+    """None: rented machines, all alike."""
     changes: MakeChanges
     """Of a seed, over so many hours."""
 
 
 def manifest_for(scenario: Scenario) -> Manifest:
     """A step takes half a minute or so, a stage's state some seconds: several moves a period."""
-    if scenario.at_home:
-        return manifest_of("125m", scenario.stages, 48, sequences=16)
+    if scenario.fleet is HOME:
+        return manifest_of("small", scenario.stages, 128, sequences=32)
+    if scenario.fleet is not None:
+        return manifest_of("125m", scenario.stages, 128, sequences=4)
     return manifest_of("125m", scenario.stages, 32, sequences=32)
 
 
@@ -121,17 +142,18 @@ def recordings(folder: Path) -> Iterator[Scenario]:
         ("skypilot us-east-2b", "gaps",
          skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
     ):  # fmt: skip
-        yield Scenario(name, stages, False, of_recording(form, path))
+        yield Scenario(name, stages, None, of_recording(form, path))
     # Its end is the experimenter's own shutdown.
     full = of_recording("counts", bamboo / "full-64-node-trace.csv", end_hours=5.5)
-    yield Scenario("full-64-node", 4, False, full)
+    yield Scenario("full-64-node", 4, None, full)
     phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"
-    yield Scenario("stunner, 150 users", 4, True, of_recording("sessions", phones, users=150))
+    yield Scenario("stunner, 150 users", 4, PROCESSORS, of_recording("sessions", phones, users=150))
 
 
 GENERATED = (
-    Scenario("spot, 64 machines", 4, False, of_model("spot", 64)),
-    Scenario("home, 80 volunteers", 4, True, of_model("home:on_hours=1.5", 80)),
+    Scenario("spot, 64 machines", 4, None, of_model("spot", 64)),
+    Scenario("home, 80 processors", 4, PROCESSORS, of_model("home:on_hours=1.5", 80)),
+    Scenario("home, 80 graphics cards", 4, HOME, of_model("home:on_hours=1.5", 80)),
 )
 
 
@@ -144,8 +166,8 @@ def simulated(
     changes = scenario.changes(seed, hours)
     machines = len({change.name for change in changes})
     fleet = [RENTED]
-    if scenario.at_home:
-        fleet = make_fleet(HOME, machines, random.Random(f"{seed} fleet"))
+    if scenario.fleet is not None:
+        fleet = make_fleet(scenario.fleet, machines, random.Random(f"{seed} fleet"))
     moves = RebalancingSettings(rule, MovePolicy(period_seconds=period_seconds))
     options = SwarmOptions(moves=moves, beat_seconds=15.0)
     with collect_rarely():
@@ -211,7 +233,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 @click.command()
 @click.argument("traces", required=False, type=click.Path(path_type=Path, exists=True))
 @click.option("--seeds", default=10)
-@click.option("--hours", default=2.0, help="Of each simulation.")
+@click.option("--hours", default=1.0, help="Of each simulation.")
 @click.option("--only", default="", help="Scenarios whose names contain this.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:

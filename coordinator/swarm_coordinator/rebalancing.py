@@ -62,6 +62,25 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
     return Rebalancing(settings, stages)
 
 
+def told(run: RunState, now: float) -> dict[str, object]:
+    """What `status` shows of it: plain JSON values only."""
+    rebalancing = run.rebalancing
+    return {
+        "rule": rebalancing.settings.rule.value,
+        "period_seconds": rebalancing.settings.policy.period_seconds,
+        "decided": rebalancing.decided,
+        "made": rebalancing.made,
+        "dropped": rebalancing.dropped,
+        "bytes_moved": rebalancing.bytes_moved,
+        "on_the_way": len(run.peers.movers),
+        "decisions": [
+            {"seconds_ago": now - note.at, "peer": note.peer, "text": note.text}
+            for note in rebalancing.decisions
+        ],
+        "reason": rebalancing.reason,
+    }
+
+
 # ---------------------------------------------------------------- deciding
 
 
@@ -96,8 +115,8 @@ def consider(run: RunState, now: float) -> None:
 
 def _decide(run: RunState, now: float) -> Decision | None:
     rebalancing = run.rebalancing
-    policy = rebalancing.settings.policy
-    peers = _loads(run)
+    policy = _within_a_step(run, rebalancing.settings.policy)
+    peers = _loads(run, policy)
     if not peers:
         return None
     if rebalancing.settings.rule is RebalancingRule.SWARM:
@@ -107,7 +126,7 @@ def _decide(run: RunState, now: float) -> Decision | None:
         for stage, since in rebalancing.took_part.items()
         if now - since < policy.period_seconds
     }
-    return choose_moves(rebalancing.stages, peers, _within_a_step(run, policy), resting)
+    return choose_moves(rebalancing.stages, peers, policy, resting)
 
 
 def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
@@ -118,12 +137,18 @@ def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
     return replace(policy, longest_download_seconds=min(longest, policy.longest_download_seconds))
 
 
-def _loads(run: RunState) -> list[PeerLoad]:
+def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
     """All who stay, at the stage that they hold or are on their way to; none if no rate is known.
 
-    Who has told no rate yet counts like the mean of the others.
+    Who has told no rate yet counts like the mean of the others. Who has downloaded nothing yet is
+    taken to manage it within a step: a try shows whether it does.
     """
-    settings = run.rebalancing.settings
+    rebalancing = run.rebalancing
+    largest_bytes = max(stage.state_bytes for stage in rebalancing.stages)
+    unseen_line = max(
+        rebalancing.settings.assumed_download_bytes_per_second,
+        largest_bytes / policy.longest_download_seconds,
+    )
     counted = [
         (peer, StageIndex(stage))
         for stage in run.stage_indices
@@ -140,8 +165,7 @@ def _loads(run: RunState) -> list[PeerLoad]:
             stage=stage,
             flops_per_second=peer.flops_per_second or mean,
             memory_bytes=peer.memory_bytes,
-            download_bytes_per_second=peer.download_bytes_per_second
-            or settings.assumed_download_bytes_per_second,
+            download_bytes_per_second=peer.download_bytes_per_second or unseen_line,
             may_move=_may_move(run, peer),
             queued=peer.queued,
         )
@@ -187,6 +211,9 @@ def look_after(run: RunState, now: float) -> None:
         elif run.step is not None and peer.peer in run.step.excluded:
             drop(run, peer, "it sits this step out")
         elif moving.holds > membership.MAXIMUM_HOLDS:
+            # Not even so fast, then; it is not asked again before it has shown that it is faster.
+            tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
+            peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
             drop(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_SECONDS:
             drop(run, peer, "it took too long")

@@ -49,11 +49,12 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.generations import generation_floor
+from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.reports import Reports
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sessions import Sessions
-from swarm_coordinator.settings import RunSettings
+from swarm_coordinator.settings import RebalancingSection, RunSettings
 from swarm_coordinator.status import Seen, StatusFile, printable
 from swarm_coordinator.store import Store
 from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
@@ -66,6 +67,7 @@ from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import CONTROL_PROTOCOL, PeerRecord
 from swarm_shared.network import Node, RelayLimits, open_node
+from swarm_shared.placement import MovePolicy
 from swarm_shared.probe import serve_probe
 from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES, run_id_of
 from swarm_shared.transfer import serve_transfers
@@ -129,6 +131,13 @@ async def _keep_leading(store: Store) -> None:
     while store.renew_seconds is not None:
         await trio.sleep(store.renew_seconds)
         await store.renew()
+
+
+def moves_of(section: RebalancingSection) -> RebalancingSettings:
+    policy = MovePolicy(
+        period_seconds=section.period_seconds, minimum_replicas=section.minimum_replicas
+    )
+    return RebalancingSettings(RebalancingRule(section.rule), policy)
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -202,6 +211,7 @@ class Coordinator:
                 restored,
                 service.clock(),
                 desk.revoked_at_start(),
+                moves_of(service.settings.rebalancing),
             )  # fmt: skip
             self._state = state
             if service.settings.network.relay:

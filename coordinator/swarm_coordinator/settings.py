@@ -105,6 +105,12 @@ class AdmissionSection(FrozenModel):
     mode: AdmissionMode = "open"
 
 
+class RebalancingSection(FrozenModel):
+    rule: Literal["throughput", "none"] = "throughput"
+    period_seconds: float = Field(default=60.0, ge=1, le=86_400)
+    minimum_replicas: int = Field(default=1, ge=1, le=10_000)
+
+
 class RunSettings(FrozenModel):
     """All of run.toml, with every default filled in."""
 
@@ -119,6 +125,7 @@ class RunSettings(FrozenModel):
     limits: LimitsConfig = LimitsConfig()
     admission: AdmissionSection = AdmissionSection()
     coordinator: CoordinatorSection = CoordinatorSection()
+    rebalancing: RebalancingSection = RebalancingSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -139,6 +146,7 @@ _SECTIONS: dict[str, type[FrozenModel]] = {
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
     "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
     "coordinator": CoordinatorSection,
+    "rebalancing": RebalancingSection,
 }  # fmt: skip
 
 

@@ -35,6 +35,8 @@ _SECTIONS: dict[str, str] = {
     "limits": "Bounds that every peer keeps to, so that nobody decides over its memory. (fixed)",
     "admission": "Who may join.",
     "coordinator": "Where it keeps what it must not forget.",
+    "rebalancing": "Moving volunteers to the stage that holds the others up, while training goes "
+    "on.",
 }
 
 _SETTINGS: dict[str, str] = {
@@ -94,6 +96,10 @@ _SETTINGS: dict[str, str] = {
     "admission.mode": '"open": whoever has the invite. "token": whoever has an invite with a valid '
     'token (`swarm-coordinator token`). "allow-list": peers that are on the list '
     "(`swarm-coordinator allow`).",
+    "rebalancing.rule": '"throughput": whoever moves must gain more than the move costs. "none": '
+    "volunteers keep the stage that they joined with.",
+    "rebalancing.period_seconds": "A stage takes part in at most one move in so long.",
+    "rebalancing.minimum_replicas": "A stage is never left with fewer volunteers than so many.",
 }
 
 

@@ -28,6 +28,8 @@ from swarm_shared.types import PeerId
 STATUS_FORMAT = 1
 MAX_LINKS = 500
 """The largest ones; all of them are in the database."""
+DECISIONS_SHOWN = 3
+"""The newest; the others are in the run's log."""
 PATHS_SHOWN = 4
 """Of one peer, to people; programs get all of them."""
 
@@ -154,7 +156,10 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
         lines += admission_lines(document["admission"])
     if running:
         for row in document.get("stages", []):
-            lines.append(f"  stage {row['stage']}: {row['peers']} peer(s)")
+            rate = row.get("microbatches_per_second")
+            made = f", {rate:.2f} microbatches/s" if rate else ""
+            lines.append(f"  stage {row['stage']}: {row['peers']} peer(s){made}")
+        lines += rebalancing_lines(document.get("rebalancing"))
         for peer in document.get("peers", []):
             lines += _peer_lines(peer, document)
     return [printable(line) for line in lines]
@@ -169,6 +174,21 @@ def admission_lines(admission: Mapping[str, Any]) -> list[str]:
     lines = [f"  admission: {admission['mode']}, {', '.join(parts)}"]
     for ban in bans:
         lines.append(f"    banned {ban['peer']}" + (f": {ban['reason']}" if ban["reason"] else ""))
+    return lines
+
+
+def rebalancing_lines(told: Mapping[str, Any] | None) -> list[str]:
+    """Each decision in a sentence: why this peer, what it gains, what it costs; and why no more."""
+    if told is None or told["rule"] == "none":
+        return []
+    lines = [
+        f"  rebalancing: {told['made']} move(s) made, {told['on_the_way']} on the way, "
+        f"{told['dropped']} given up, {told['bytes_moved'] / 1e6:.1f} MB of state for them"
+    ]
+    for decision in told["decisions"][-DECISIONS_SHOWN:]:
+        lines.append(f"    {_duration(decision['seconds_ago'])} ago: {decision['text']}")
+    if told["reason"]:
+        lines.append(f"    nobody moves now: {told['reason']}")
     return lines
 
 

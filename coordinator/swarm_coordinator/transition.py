@@ -414,8 +414,14 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
         "uptime_seconds": now - run.started_at,
         "healthy": all(run.ready_peers(stage) for stage in run.stage_indices),
         "stages": [
-            {"stage": stage, "peers": len(run.ready_peers(stage))} for stage in run.stage_indices
+            {
+                "stage": row.stage,
+                "peers": len(run.ready_peers(row.stage)),
+                "microbatches_per_second": row.microbatches_per_second,
+            }
+            for row in run.stage_rows()
         ],
+        "rebalancing": rebalancing.told(run, now),
         "peers": [
             {
                 "peer": peer.peer,

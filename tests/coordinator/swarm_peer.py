@@ -34,6 +34,7 @@ from swarm_shared.messages import (
     Ready,
     Refused,
     Roster,
+    RosterChange,
     SaveSnapshot,
     SnapshotFailed,
     SnapshotReady,
@@ -229,6 +230,8 @@ class SimPeer(Averaging, Computing):
         elif isinstance(message, Roster):
             self.roster = message
             self.parted_from(message.revoked)
+        elif isinstance(message, RosterChange):
+            self._roster_changed(message)
         elif isinstance(message, AssignStage):
             self._assigned(message)
         elif isinstance(message, Lease):
@@ -287,6 +290,18 @@ class SimPeer(Averaging, Computing):
         for sender, reply in self.serving:
             sender.later(self.world.delay(), lambda reply=reply: reply(Answer("failed")))
         self.serving.clear()
+
+    def _roster_changed(self, change: RosterChange) -> None:
+        known, whole = self.roster, self.world.whole_rosters[change.serial]
+        if known is None or known.serial != change.since:
+            raise Violation(f"{self.id} knows {known} and is told of a change to {change.since}")
+        peers = {r.peer: r for r in known.peers if r.peer not in change.gone}
+        peers |= {record.peer: record for record in change.changed}
+        revoked = known.revoked if change.revoked is None else change.revoked
+        if peers != {record.peer: record for record in whole.peers} or revoked != whole.revoked:
+            raise Violation(f"{self.id} is told {change}, which does not give {whole}")
+        self.roster = whole
+        self.parted_from(revoked)
 
     def _assigned(self, message: AssignStage) -> None:
         if message.prepare:

@@ -30,6 +30,7 @@ from swarm_peer_base import Link, Round
 
 from swarm_coordinator.events import (
     AppliedStep,
+    Broadcast,
     CheckpointFailed,
     CheckpointRecord,
     CheckpointStored,
@@ -57,7 +58,7 @@ from swarm_coordinator.events import (
 from swarm_coordinator.moving import RebalancingRule
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.messages import AbortRound, Refused
+from swarm_shared.messages import AbortRound, Refused, Roster
 from swarm_shared.types import PeerId, StageIndex, Version
 
 TICK_SECONDS = 0.25
@@ -131,6 +132,9 @@ class World(Network):
         self.attempts: set[int] = set()
         self.stopped = False
         self.notes: list[str] = []
+        self.roster_changes = 0
+        self.whole_rosters: dict[int, Roster] = {}
+        """What a changed roster must be, by its number."""
         self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
         """And since when: durable, as in the run's database."""
@@ -223,6 +227,14 @@ class World(Network):
     def _execute(self, command: Command) -> None:
         if isinstance(command, Send):
             self._send(command)
+        elif isinstance(command, Broadcast):
+            assert self.run_state is not None
+            assert self.run_state.published is not None
+            self.roster_changes += 1
+            whole = self.whole_rosters[self.run_state.roster_serial] = self.run_state.published
+            for peer in command.peers:
+                check_send(self, Send(peer, whole))
+                self._send(Send(peer, command.message))
         elif isinstance(command, Persist):
             check_record(self, command.record)
             self.store.write(command.record)

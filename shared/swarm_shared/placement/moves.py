@@ -209,7 +209,7 @@ def _why_no_plan(rates: list[float]) -> str:
     thinnest = min(range(len(rates)), key=rates.__getitem__)
     return (
         f"stage {thinnest} is the thinnest at {rates[thinnest]:.3g} microbatches/s, and nobody "
-        "who fits it can go there without making another stage as thin"
+        "with the memory and the line for it can go there without making another stage as thin"
     )
 
 
