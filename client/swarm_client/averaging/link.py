@@ -90,6 +90,7 @@ class Link:
         """Set when the pump has nothing left to write, or cannot."""
         self._keep_open = False
         self._lingers = False
+        self._lingering = False
         self._header_bytes = bytearray()
         self._payload_left = 0
         self._state = state
@@ -185,6 +186,7 @@ class Link:
 
     async def _linger(self) -> None:
         """Until the other end has read everything and closed."""
+        self._lingering = True
         with contextlib.suppress(NetworkError, ProtocolError):
             with anyio.move_on_after(LINGER_SECONDS):
                 while await self.channel.receive(HEADER_BYTES):
@@ -236,6 +238,9 @@ class Link:
         Closed before that, with data unread, the stream would be reset (by p2pd, as by TCP) and
         our reason lost with it. Goes on wherever the cancelled reader has stopped.
         """
+        if self._lingering:
+            await self.pumped.wait()  # the pump reads it already, and the last word is said
+            return
         with contextlib.suppress(RoundFailed):
             while True:
                 while self._payload_left:

@@ -16,8 +16,11 @@ look: time in which nobody could answer is held against nobody."""
 
 HUNG_SECONDS = 5.0
 HUNG_TIMES = 20.0
-"""A worker that answers nothing for that long, and for so many times as long as its slowest
-computation took, has hung."""
+"""A worker that answers nothing for that long, and for so many times as long as the slowest of its
+latest computations took, has hung."""
+
+FADING = 0.8
+"""The first computations of a process take much longer than all others: what was slow fades."""
 
 UNKNOWN_SECONDS = 120.0
 """In place of both before its first computation has come back."""
@@ -45,7 +48,8 @@ class Liveness:
     def answered(self, compute_seconds: float | None = None) -> None:
         self.answers += 1
         if compute_seconds is not None:
-            self._slowest_seconds = max(self._slowest_seconds or 0.0, compute_seconds)
+            faded = FADING * (self._slowest_seconds or 0.0)
+            self._slowest_seconds = max(faded, compute_seconds)
 
     async def wait_hung(self, owes: Callable[[], Owes]) -> float:
         """Return when the worker has hung, with the seconds for which it has answered nothing."""

@@ -48,6 +48,7 @@ GROUPS: dict[str, list[Case]] = {
         Case(A.PARTITION, P.STATE_DOWNLOAD, 0, LONGER, newcomer=True),
         Case(A.FREEZE_WORKER, P.FORWARD, 0),
         Case(A.FREEZE_WORKER, P.NORM, 1),
+        Case(A.FREEZE_WORKER, P.ALL_REDUCE, 0),
     ],
     "damage": [
         *at_each(A.DELAY, IN_A_STEP, SHORTER),
