@@ -1,13 +1,15 @@
 """Taking, holding and giving up a stage: the worker's life inside the daemon.
 
 One task per assignment: start the worker, bring it to the assigned version, say Ready, serve
-until the assignment ends or the worker dies.
+until the assignment ends or the worker dies. A stage that is only prepared waits beside the one
+that is held until a step is applied with it (`moving_rounds`).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -16,6 +18,7 @@ from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import RoundMessage, Rounds
+from swarm_client.moving_rounds import MovingRounds
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import WorkerDied
 from swarm_client.worker.spare import SpareWorker
@@ -35,8 +38,24 @@ WORKER_BACKOFF_SECONDS = 2.0
 """Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
 
 
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """One assignment's life: from its worker's start to its end."""
+
+    assignment: AssignStage
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    ended: trio.Event = field(default_factory=trio.Event)
+    holding: Holding | None = None
+    """When its worker is at the assigned version."""
+    nursery: trio.Nursery | None = None
+
+    async def end(self) -> None:
+        self.scope.cancel()
+        await self.ended.wait()
+
+
 class Holder:
-    """What the volunteer holds, if anything."""
+    """What the volunteer holds, if anything, and what it prepares to hold beside that."""
 
     def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
         self.holding: Holding | None = None
@@ -44,8 +63,8 @@ class Holder:
         self._volunteer = volunteer
         self._nursery = nursery
         self._rounds: Rounds | None = None
-        self._scope: trio.CancelScope | None = None
-        self._ended: trio.Event | None = None
+        self._held: _Stay | None = None
+        self._beside: _Stay | None = None
         self._numbers = itertools.count(1)
         self._deaths = 0
         self._spare = SpareWorker(
@@ -54,34 +73,47 @@ class Holder:
         nursery.start_soon(self._spare.run)
 
     async def take(self, assignment: AssignStage) -> None:
-        """Give up what is held and start on the assignment."""
-        await self.drop()
-        self._volunteer.snapshots.forget()
-        self._scope, self._ended = trio.CancelScope(), trio.Event()
-        self._nursery.start_soon(self._hold, assignment, self._scope, self._ended)
+        """Start on the assignment: beside what is held, or in its place."""
+        stay = _Stay(assignment)
+        if assignment.prepare:
+            await self._drop_prepared()
+            self._beside = stay
+        else:
+            await self.drop()
+            self._volunteer.snapshots.forget()
+            self._held = stay
+        self._nursery.start_soon(self._hold, stay)
 
     async def drop(self) -> None:
-        """End what is held, its worker included."""
-        if self._scope is not None and self._ended is not None:
-            self._scope.cancel()
-            await self._ended.wait()
+        """End what is held and what is prepared, their workers included."""
+        await self._drop_prepared()
+        if self._held is not None:
+            await self._held.end()
+
+    async def _drop_prepared(self) -> None:
+        if self._beside is not None:
+            await self._beside.end()
 
     def round_message(self, message: RoundMessage) -> None:
         if self._rounds is not None:
             self._rounds.put(message)
 
     def session_lost(self) -> None:
+        """The coordinator that comes back knows of no move; what is held stays."""
+        if self._beside is not None:
+            self._beside.scope.cancel()
         if self._rounds is not None:
             self._rounds.session_lost()
 
-    async def _hold(
-        self, assignment: AssignStage, scope: trio.CancelScope, ended: trio.Event
-    ) -> None:
-        volunteer = self._volunteer
+    def prepared(self) -> Holding | None:
+        return self._beside.holding if self._beside is not None else None
+
+    async def _hold(self, stay: _Stay) -> None:
+        volunteer, assignment = self._volunteer, stay.assignment
         died: WorkerDied | None = None
         try:
-            with scope:
-                died = await self._live(assignment)
+            with stay.scope:
+                died = await self._live(stay)
         except SwarmError as error:
             volunteer.report(f"stage {assignment.stage} cannot be held: {error}")
             volunteer.send(
@@ -90,21 +122,25 @@ class Holder:
                 )
             )
         finally:
-            self.holding = self.next_stage = self._rounds = None
-            self._scope = self._ended = None
-            ended.set()
-        if died is not None:
+            held = self._held is stay
+            if held:
+                self.holding = self.next_stage = self._rounds = self._held = None
+            elif self._beside is stay:
+                self._beside = None
+            stay.ended.set()
+        if died is not None and held:
             self._deaths += 1
             pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
             volunteer.report(f"{died}; joining again in {pause:.0f} s")
             await trio.sleep(pause)
             volunteer.restart_session()
 
-    async def _live(self, assignment: AssignStage) -> WorkerDied | None:
-        volunteer, options = self._volunteer, self._volunteer.options
+    async def _live(self, stay: _Stay) -> WorkerDied | None:
+        volunteer, options, assignment = self._volunteer, self._volunteer.options, stay.assignment
         assert volunteer.membership is not None
         manifest, stage = volunteer.membership.manifest, assignment.stage
-        volunteer.report(f"taking stage {stage} at version {assignment.version}")
+        beside = " beside the one that is held" if assignment.prepare else ""
+        volunteer.report(f"taking stage {stage} at version {assignment.version}{beside}")
         async with open_worker(
             manifest,
             stage,
@@ -120,9 +156,11 @@ class Holder:
             except WorkerDied as error:
                 return error
             async with trio.open_nursery() as nursery:
-                self._install(worker, assignment, nursery)
+                stay.holding, stay.nursery = self._new_holding(worker, assignment), nursery
+                if not assignment.prepare:
+                    self._install(stay.holding, nursery)
                 volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
-                volunteer.report(f"holding stage {stage} at version {assignment.version}")
+                volunteer.report(f"holding stage {stage} at version {assignment.version}{beside}")
                 died = await worker.wait_died()
                 nursery.cancel_scope.cancel()
             return died
@@ -147,22 +185,47 @@ class Holder:
         finally:
             path.unlink(missing_ok=True)
 
-    def _install(self, worker: StageWorker, assignment: AssignStage, nursery: trio.Nursery) -> None:
+    def _new_holding(self, worker: StageWorker, assignment: AssignStage) -> Holding:
         volunteer = self._volunteer
         assert volunteer.membership is not None
-        manifest, stage = volunteer.membership.manifest, assignment.stage
-        last = stage == manifest.stage_count - 1
+        stage = assignment.stage
+        last = stage == volunteer.membership.manifest.stage_count - 1
         book = ReceiptBook(
             volunteer.identity, volunteer.membership.run, stage, volunteer.generation
         )
-        self.holding = Holding(stage, worker, Version(assignment.version), book, last)
-        if not last:
-            self.next_stage = volunteer.downstream(StageIndex(stage + 1), nursery)
-        self._rounds = Rounds(
-            self.holding, manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied, volunteer.restart_session,
+        return Holding(stage, worker, Version(assignment.version), book, last)
+
+    def _install(self, holding: Holding, nursery: trio.Nursery) -> None:
+        """From now on this is what is held; its rounds live in the nursery."""
+        volunteer = self._volunteer
+        assert volunteer.membership is not None
+        self.holding, self.next_stage = holding, None
+        if not holding.is_last:
+            self.next_stage = volunteer.downstream(StageIndex(holding.stage + 1), nursery)
+        self._rounds = MovingRounds(
+            holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
+            self._save_snapshot, self._applied, volunteer.restart_session, self.prepared,
+            self._switch, self._outdated,
         )  # fmt: skip
         nursery.start_soon(self._run_rounds, self._rounds)
+
+    def _switch(self, prepared: Holding) -> None:
+        """What was prepared is held from now on; what was held ends, its worker included."""
+        left, stay = self._held, self._beside
+        assert left is not None
+        assert stay is not None
+        assert stay.holding is prepared
+        assert stay.nursery is not None
+        self._held, self._beside = stay, None
+        # What was saved of the stage that is left is served on: others may be fetching it.
+        self._install(prepared, stay.nursery)
+        self._volunteer.report(f"moved to stage {prepared.stage}")
+        left.scope.cancel()
+
+    def _outdated(self) -> None:
+        """What is prepared is of the version before; the coordinator says where to get the next."""
+        if self._beside is not None:
+            self._beside.scope.cancel()
 
     async def _run_rounds(self, rounds: Rounds) -> None:
         try:
