@@ -1,13 +1,15 @@
 """Taking, holding and giving up a stage: the worker's life inside the daemon.
 
-One task per assignment: start the worker, bring it to the assigned version, say Ready, serve
-until the assignment ends or the worker dies.
+One task per stage: start the worker, bring it to the assigned version, say Ready, serve until the
+assignment ends or the worker dies. A stage that is only prepared waits beside the one that is held
+until a step is applied with it (`moving_rounds`).
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import trio
@@ -18,6 +20,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import RoundMessage, Rounds
 from swarm_client.faults import Phase
+from swarm_client.moving_rounds import MovingRounds
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import WorkerDied
 from swarm_client.worker.spare import SpareWorker
@@ -37,13 +40,33 @@ WORKER_BACKOFF_SECONDS = 2.0
 """Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
 
 
-def _strike_download(assignment: AssignStage) -> None:
-    faults.cut(Phase.STATE_DOWNLOAD, assignment.version + 1)
-    faults.strike(Phase.STATE_DOWNLOAD, assignment.version + 1)
+def _strike(phase: Phase, version: int) -> None:
+    faults.cut(phase, version + 1)
+    faults.strike(phase, version + 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Stay:
+    """One stage's life here: from its worker's start to its end."""
+
+    assignment: AssignStage
+    """The latest one; the same stage may be assigned anew, at another version."""
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    serving: trio.CancelScope | None = None
+    """Of what is done by this assignment; the worker outlives it."""
+    ended: trio.Event = field(default_factory=trio.Event)
+    holding: Holding | None = None
+    """When its worker is at the assigned version."""
+    nursery: trio.Nursery | None = None
+    next_stage: Downstream | None = None
+
+    async def end(self) -> None:
+        self.scope.cancel()
+        await self.ended.wait()
 
 
 class Holder:
-    """What the volunteer holds, if anything."""
+    """What the volunteer holds, if anything, and what it prepares to hold beside that."""
 
     def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
         self.holding: Holding | None = None
@@ -51,11 +74,8 @@ class Holder:
         self._volunteer = volunteer
         self._nursery = nursery
         self._rounds: Rounds | None = None
-        self._assignment: AssignStage | None = None
-        self._serving: trio.CancelScope | None = None
-        """Of what is held by this assignment; the worker outlives it."""
-        self._scope: trio.CancelScope | None = None
-        self._ended: trio.Event | None = None
+        self._held: _Stay | None = None
+        self._beside: _Stay | None = None
         self._numbers = itertools.count(1)
         self._deaths = 0
         self._spare = SpareWorker(
@@ -68,68 +88,82 @@ class Holder:
         await self._spare.ready()
 
     async def take(self, assignment: AssignStage) -> None:
-        """Give up what is held and start on the assignment; with the same worker, if its stage is
-        the same: starting another one takes seconds, in which the run may have to wait."""
-        held = self._assignment
-        if self._serving is not None and held is not None and held.stage == assignment.stage:
-            self._volunteer.snapshots.forget()
-            self._assignment = assignment
-            self.holding = self.next_stage = self._rounds = None
-            self._serving.cancel()
+        """Start on the assignment: beside what is held, or in its place; with the same worker, if
+        its stage is the same: starting another one takes seconds, in which the run may wait."""
+        await self._drop_prepared()
+        if assignment.prepare:
+            self._beside = _Stay(assignment)
+            self._nursery.start_soon(self._hold, self._beside)
             return
-        await self.drop()
-        if held is not None:
-            faults.cut(Phase.STAGE_MIGRATION, assignment.version + 1)
-            faults.strike(Phase.STAGE_MIGRATION, assignment.version + 1)
+        held = self._held
         self._volunteer.snapshots.forget()
-        self._assignment = assignment
-        self._scope, self._ended = trio.CancelScope(), trio.Event()
-        self._nursery.start_soon(self._hold, self._scope, self._ended)
+        again = held is not None and held.assignment.stage == assignment.stage
+        if held is not None and held.serving is not None and again:
+            held.assignment, held.holding = assignment, None
+            self.holding = self.next_stage = self._rounds = None
+            held.serving.cancel()
+            return
+        if held is not None:
+            await held.end()
+            _strike(Phase.STAGE_MIGRATION, assignment.version)
+        self._held = _Stay(assignment)
+        self._nursery.start_soon(self._hold, self._held)
 
     async def drop(self) -> None:
-        """End what is held, its worker included."""
-        if self._scope is not None and self._ended is not None:
-            self._scope.cancel()
-            await self._ended.wait()
+        """End what is held and what is prepared, their workers included."""
+        await self._drop_prepared()
+        if self._held is not None:
+            await self._held.end()
+
+    async def _drop_prepared(self) -> None:
+        if self._beside is not None:
+            await self._beside.end()
 
     def round_message(self, message: RoundMessage) -> None:
         if self._rounds is not None:
             self._rounds.put(message)
 
     def session_lost(self) -> None:
+        """The coordinator that comes back knows of no move; what is held stays."""
+        if self._beside is not None:
+            self._beside.scope.cancel()
         if self._rounds is not None:
             self._rounds.session_lost()
 
-    async def _hold(self, scope: trio.CancelScope, ended: trio.Event) -> None:
+    def prepared(self) -> Holding | None:
+        return self._beside.holding if self._beside is not None else None
+
+    async def _hold(self, stay: _Stay) -> None:
         volunteer = self._volunteer
         died: WorkerDied | None = None
         try:
-            with scope:
-                died = await self._live()
+            with stay.scope:
+                died = await self._live(stay)
         except SwarmError as error:
-            assert self._assignment is not None
-            stage, version = self._assignment.stage, self._assignment.version
+            stage, version = stay.assignment.stage, stay.assignment.version
             volunteer.report(f"stage {stage} cannot be held: {error}")
             volunteer.send(SyncFailed(stage=stage, version=version, reason=str(error)[:500]))
         finally:
-            self.holding = self.next_stage = self._rounds = None
-            self._scope = self._ended = self._serving = self._assignment = None
-            ended.set()
-        if died is not None:
+            held = self._held is stay
+            if held:
+                self.holding = self.next_stage = self._rounds = self._held = None
+            elif self._beside is stay:
+                self._beside = None
+            stay.ended.set()
+        if died is not None and held:
             self._deaths += 1
             pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
             volunteer.report(f"{died}; joining again in {pause:.0f} s")
             await trio.sleep(pause)
             volunteer.restart_session()
 
-    async def _live(self) -> WorkerDied | None:
+    async def _live(self, stay: _Stay) -> WorkerDied | None:
         """Hold the assigned stage, and again when it is assigned anew, until its worker dies."""
         volunteer, options = self._volunteer, self._volunteer.options
         assert volunteer.membership is not None
-        assert self._assignment is not None
         async with open_worker(
             volunteer.membership.manifest,
-            self._assignment.stage,
+            stay.assignment.stage,
             options.device.name,
             options.threads,
             int(options.device.memory_bytes * GRAPH_SHARE),
@@ -139,32 +173,33 @@ class Holder:
         ) as worker:
             untouched = True
             while True:
-                assignment = self._assignment
-                assert assignment is not None
-                with trio.CancelScope() as self._serving:
-                    return await self._serve(worker, assignment, untouched)
+                with trio.CancelScope() as stay.serving:
+                    return await self._serve(worker, stay, untouched)
                 untouched = False
         raise AssertionError("unreachable: the worker's context swallows nothing")
 
-    async def _serve(
-        self, worker: StageWorker, assignment: AssignStage, untouched: bool
-    ) -> WorkerDied:
-        volunteer, stage = self._volunteer, assignment.stage
-        volunteer.report(f"taking stage {stage} at version {assignment.version}")
+    async def _serve(self, worker: StageWorker, stay: _Stay, untouched: bool) -> WorkerDied:
+        volunteer, assignment = self._volunteer, stay.assignment
+        where = f"stage {assignment.stage} at version {assignment.version}"
+        if assignment.prepare:
+            where += " beside the one that is held"
+        volunteer.report(f"taking {where}")
         try:
             digest = await self._bring_up(worker, assignment, untouched)
         except WorkerDied as error:
             return error
         async with trio.open_nursery() as nursery:
-            next_stage = self._install(worker, assignment, nursery)
-            volunteer.send(Ready(stage=stage, version=assignment.version, digest=digest))
-            volunteer.report(f"holding stage {stage} at version {assignment.version}")
+            stay.holding, stay.nursery = self._new_holding(worker, assignment), nursery
+            if not assignment.prepare:
+                self._install(stay.holding, stay)
+            volunteer.send(Ready(stage=assignment.stage, version=assignment.version, digest=digest))
+            volunteer.report(f"holding {where}")
             try:
                 died = await worker.wait_died()
             finally:
                 # Tasks of others' links, which outlive this nursery, send through it.
-                if next_stage is not None:
-                    next_stage.close()
+                if stay.next_stage is not None:
+                    stay.next_stage.close()
             nursery.cancel_scope.cancel()
         return died
 
@@ -181,7 +216,8 @@ class Holder:
             return (await worker.adopt_fresh(assignment.version)).digest
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
-            volunteer.membership.run, lambda _done, _all: _strike_download(assignment),
+            volunteer.membership.run,
+            lambda _done, _all: _strike(Phase.STATE_DOWNLOAD, assignment.version),
         )  # fmt: skip
         volunteer.report(
             f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
@@ -193,25 +229,49 @@ class Holder:
         finally:
             path.unlink(missing_ok=True)
 
-    def _install(
-        self, worker: StageWorker, assignment: AssignStage, nursery: trio.Nursery
-    ) -> Downstream | None:
+    def _new_holding(self, worker: StageWorker, assignment: AssignStage) -> Holding:
         volunteer = self._volunteer
         assert volunteer.membership is not None
-        manifest, stage = volunteer.membership.manifest, assignment.stage
-        last = stage == manifest.stage_count - 1
+        stage = assignment.stage
+        last = stage == volunteer.membership.manifest.stage_count - 1
         book = ReceiptBook(
             volunteer.identity, volunteer.membership.run, stage, volunteer.generation
         )
-        self.holding = Holding(stage, worker, Version(assignment.version), book, last)
-        if not last:
-            self.next_stage = volunteer.downstream(StageIndex(stage + 1), nursery)
-        self._rounds = Rounds(
-            self.holding, manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied, volunteer.restart_session,
+        return Holding(stage, worker, Version(assignment.version), book, last)
+
+    def _install(self, holding: Holding, stay: _Stay) -> None:
+        """From now on this is what is held; its rounds live as long as its serving."""
+        volunteer = self._volunteer
+        assert volunteer.membership is not None
+        assert stay.nursery is not None
+        self.holding, self.next_stage = holding, None
+        if not holding.is_last:
+            self.next_stage = volunteer.downstream(StageIndex(holding.stage + 1), stay.nursery)
+        stay.next_stage = self.next_stage
+        self._rounds = MovingRounds(
+            holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
+            self._save_snapshot, self._applied, volunteer.restart_session, self.prepared,
+            self._switch, self._outdated,
         )  # fmt: skip
-        nursery.start_soon(self._run_rounds, self._rounds)
-        return self.next_stage
+        stay.nursery.start_soon(self._run_rounds, self._rounds)
+
+    def _switch(self, prepared: Holding) -> None:
+        """What was prepared is held from now on; what was held ends, its worker included."""
+        left, stay = self._held, self._beside
+        assert left is not None
+        assert stay is not None
+        assert stay.holding is prepared
+        _strike(Phase.STAGE_MIGRATION, prepared.version)
+        self._held, self._beside = stay, None
+        # What was saved of the stage that is left is served on: others may be fetching it.
+        self._install(prepared, stay)
+        self._volunteer.report(f"moved to stage {prepared.stage}")
+        left.scope.cancel()
+
+    def _outdated(self) -> None:
+        """What is prepared is of the version before; the coordinator says where to get the next."""
+        if self._beside is not None:
+            self._beside.scope.cancel()
 
     async def _run_rounds(self, rounds: Rounds) -> None:
         try:

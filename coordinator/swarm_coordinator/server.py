@@ -216,7 +216,9 @@ class Coordinator:
             self._state = state
             if service.settings.network.relay:
                 node.serve_relay(RelayLimits(), self._may_use_relay)
-            control = Control(admission, self._sessions, self._put.send, self._reports.heard)
+            self.control = control = Control(
+                admission, self._sessions, self._put.send, self._reports.heard
+            )
             self._fetcher = CheckpointFetcher(
                 node, self._checkpoints, self._run_id, service.manifest.stage_count,
                 lambda: admission.certificate(service.identity.peer_id, "coordinator"),
@@ -249,6 +251,11 @@ class Coordinator:
                 self._save_links(everything=True)
                 with trio.CancelScope(shield=True):
                     await self._status.write(self._seen(control), running=False)
+
+    @property
+    def attached(self) -> int:
+        """Volunteers that somebody speaks for."""
+        return self._sessions.attached
 
     async def _run_tasks(self, control: Control, signals: AsyncIterator[int]) -> None:
         async with trio.open_nursery() as nursery:

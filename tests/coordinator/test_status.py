@@ -93,3 +93,28 @@ def test_a_status_that_an_earlier_release_has_written_is_shown_as_well() -> None
         del old[key]
     lines = status_lines(old, True, 0.0)
     assert not any("admission" in line or "links" in line for line in lines)
+
+
+def rebalancing(**changes: object) -> dict[str, Any]:
+    return {
+        "rule": "throughput", "period_seconds": 60.0, "decided": 3, "made": 2, "dropped": 1,
+        "bytes_moved": 4_000_000, "on_the_way": 1, "reason": "", "decisions": [], **changes,
+    }  # fmt: skip
+
+
+def test_each_decision_to_move_somebody_is_a_sentence() -> None:
+    decisions = [{"seconds_ago": 90.0, "peer": ANNA, "text": "anna moves, and why"}]
+    lines = shown(rebalancing=rebalancing(decisions=decisions))
+    assert (
+        "  rebalancing: 2 move(s) made, 1 on the way, 1 given up, 4.0 MB of state for them" in lines
+    )
+    assert "    90 s ago: anna moves, and why" in lines
+
+
+def test_that_nobody_moves_is_explained_too() -> None:
+    lines = shown(rebalancing=rebalancing(reason="it is not worth the downloads"))
+    assert "    nobody moves now: it is not worth the downloads" in lines
+
+
+def test_a_run_that_moves_nobody_says_nothing_of_moves() -> None:
+    assert not [line for line in shown(rebalancing=rebalancing(rule="none")) if "move" in line]

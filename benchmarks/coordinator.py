@@ -1,0 +1,216 @@
+"""The real coordinator and thousands of volunteers: how long a word waits until it is acted on.
+
+    make bench-coordinator ARGS="--volunteers 10000 --seconds 60"
+
+The coordinator is the one that `start` runs: its shell, its core, its database and status file.
+Volunteers say real control messages over streams in memory, on the same core; what they cost is
+in the figures. Somebody dies and somebody joins every three seconds. The latency of a word is the time
+from when it was said until the core has acted on it; time is that of a core of its own
+(`dedicated_clock`), since the machine may be shared. Writes benchmarks/results/coordinator.json.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import datetime
+import json
+import logging
+import os
+import pstats
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import trio
+
+import swarm_coordinator.server as server
+import swarm_coordinator.transition as core
+from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
+from benchmarks.dedicated_clock import DedicatedCoreClock
+from benchmarks.machine import describe_machine
+from swarm_coordinator.events import Command, Event
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.state import RunState
+from swarm_coordinator.store import SqliteStore
+from swarm_coordinator.stored_run import load_identity, load_settings
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.identity import Identity
+from swarm_shared.manifest import Manifest
+from swarm_shared.signed_manifest import run_id_of
+
+RESULTS = Path(__file__).parent / "results" / "coordinator.json"
+JOINS_AT_ONCE = 50
+CHURN_SECONDS = 3.0
+
+
+def make_run(folder: Path, volunteers: int, stages: int, microbatches: int) -> Manifest:
+    text = folder / "text"
+    text.mkdir()
+    for index in range(40):
+        (text / f"{index}.txt").write_text(f"document {index}: " + "some words of text. " * 60)
+    return initialise_run(
+        folder / "run", "tiny", str(text), stages,
+        {
+            "model.layers": stages, "model.hidden_size": 64, "model.intermediate_size": 64,
+            "model.sequence_length": 32, "training.microbatches_per_step": microbatches,
+            "training.steps": 10_000, "training.evaluation_microbatches": 0,
+            "checkpoint.every_steps": 10_000, "network.listen_host": "127.0.0.1",
+            "limits.starting_peers_per_stage": max(1, volunteers * 95 // 100 // stages),
+        },
+    )  # fmt: skip
+
+
+class Latencies:
+    """Of all words since `since`, in seconds."""
+
+    def __init__(self, clock: DedicatedCoreClock) -> None:
+        self.volunteers: dict[str, SimulatedVolunteer] = {}
+        self.found: list[tuple[float, float, str]] = []
+        self.events = 0
+        self._clock = clock
+        self._transition = core.transition
+
+    def transition(self, run: RunState, event: Event, now: float) -> list[Command]:
+        commands = self._transition(run, event, now)
+        self.events += 1
+        volunteer = self.volunteers.get(getattr(event, "peer", ""))
+        if volunteer is not None and type(event).__name__ in _WORDS and volunteer.stamps:
+            moment = self._clock.current_time()
+            kind = getattr(getattr(event, "message", None), "kind", type(event).__name__)
+            self.found.append((moment, moment - volunteer.stamps.popleft(), kind))
+        return commands
+
+
+_WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved"})
+
+
+async def measure(
+    folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
+    profile: bool, clock: DedicatedCoreClock,
+) -> dict[str, Any]:  # fmt: skip
+    run_folder = RunFolder.open(folder / "run")
+    store = SqliteStore.open(run_folder.database)
+    serving = trio.Event()
+    service = server.Service(
+        folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
+        identity=load_identity(run_folder), store=store, report=lambda line: None,
+        clock=clock.current_time, on_serving=lambda invite: serving.set(),
+    )  # fmt: skip
+    latencies = Latencies(clock)
+    # The shell calls the core by this name.
+    setattr(server, "transition", latencies.transition)  # noqa: B010
+    coordinator = server.Coordinator(service)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(coordinator.run)
+        await serving.wait()
+        world = World(run_id_of(manifest), manifest, step_seconds, nursery)
+        everybody: list[SimulatedVolunteer] = []
+
+        def join() -> SimulatedVolunteer:
+            volunteer = SimulatedVolunteer(world, Identity.generate(), clock.current_time)
+            latencies.volunteers[volunteer.peer] = volunteer
+            nursery.start_soon(coordinator.control.handle, volunteer.stream)
+            volunteer.attach()
+            everybody.append(volunteer)
+            return volunteer
+
+        nursery.start_soon(beat_for_ever, everybody, manifest.limits.heartbeat_seconds)
+        began = clock.current_time()
+        for number in range(volunteers):
+            newest = join()
+            if number % JOINS_AT_ONCE == JOINS_AT_ONCE - 1:
+                while newest.stage is None:
+                    await trio.sleep(0.01)
+        joined_seconds = clock.current_time() - began
+        click.echo(f"{volunteers:,} joined in {joined_seconds:.0f} s")
+        await trio.sleep(3.0)
+        latencies.found.clear()
+        first_step, said, events = world.applied, world.said, latencies.events
+        began, cpu = clock.current_time(), time.thread_time()
+        profiler = cProfile.Profile()
+        if profile:
+            profiler.enable()
+        while clock.current_time() < began + seconds:
+            await trio.sleep(CHURN_SECONDS)
+            world.rng.choice(everybody[: volunteers // 2]).die()
+            join()
+        profiler.disable()
+        elapsed, used = clock.current_time() - began, time.thread_time() - cpu
+        words = list(latencies.found)
+        result = {
+            "volunteers": coordinator.attached,
+            "seconds": elapsed,
+            "joined_seconds": joined_seconds,
+            "core_used": used / elapsed,
+            "words_per_second": (world.said - said) / elapsed,
+            "events_per_second": (latencies.events - events) / elapsed,
+            "steps": world.applied - first_step,
+            "refused": world.refused,
+            "sessions_ended": dict(coordinator.control.ended),
+            **percentiles([waited for _, waited, _ in words]),
+            "of_each_kind": {
+                kind: percentiles([waited for _, waited, k in words if k == kind])
+                for kind in sorted({k for _, _, k in words})
+            },
+        }
+        nursery.cancel_scope.cancel()
+    store.close()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+    return result
+
+
+def percentiles(waited: list[float]) -> dict[str, float]:
+    ordered = sorted(waited)
+    if not ordered:
+        return {"words": 0}
+    return {
+        "words": len(ordered),
+        **{
+            f"p{share}_ms": 1000 * ordered[min(len(ordered) - 1, int(len(ordered) * share / 100))]
+            for share in (50, 99)
+        },
+        "longest_ms": 1000 * ordered[-1],
+    }
+
+
+@click.command()
+@click.option("--volunteers", default=10_000)
+@click.option("--stages", default=64)
+@click.option("--microbatches", default=128, help="A step.")
+@click.option("--seconds", default=60.0)
+@click.option("--step-seconds", default=20.0, help="Until the last microbatch of a step is done.")
+@click.option("--profile", is_flag=True)
+@click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
+def main(
+    volunteers: int, stages: int, microbatches: int, seconds: float, step_seconds: float,
+    profile: bool, out: Path,
+) -> None:  # fmt: skip
+    logging.basicConfig(level=logging.ERROR)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        manifest = make_run(folder, volunteers, stages, microbatches)
+        clock = DedicatedCoreClock()
+        result = trio.run(
+            measure, folder, manifest, volunteers, seconds, step_seconds, profile, clock,
+            clock=clock,
+        )  # fmt: skip
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(["trio", "pydantic", "libp2p"]),
+        "load_average": os.getloadavg(),
+        "clock": "dedicated core" if clock.exact else "monotonic",
+        "stages": stages,
+        "microbatches_per_step": microbatches,
+        "memory": result,
+    }
+    click.echo(json.dumps(result, indent=1))
+    if not profile:
+        write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""Volunteers as the coordinator meets them: real control messages, and nothing computed.
+
+Each knows enough of the protocol to join, hold a stage, drive microbatches with signed receipts,
+and close and apply steps. It reads no more of a message than it must: it runs on the core that is
+measured.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import trio
+
+from swarm_shared.credentials import Receipt, sign_receipt
+from swarm_shared.errors import LinkClosed
+from swarm_shared.identity import Identity
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import (
+    SOFTWARE_VERSION,
+    Applied,
+    Heartbeat,
+    Hello,
+    LeaseResult,
+    Ready,
+    Receipts,
+    RoundReport,
+    SnapshotReady,
+    StageRequest,
+    encode,
+)
+from swarm_shared.model_config import FrozenModel
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+from swarm_shared.wire import Frame
+
+HEARTBEATS = [
+    encode(Heartbeat(microbatches_per_second=1.0 + 0.01 * tenth, queued=tenth % 4))
+    for tenth in range(20)
+]
+STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
+CLOSE_SECONDS = 1.0
+DOWNLOAD_SECONDS = 2.0
+APPLY_SECONDS = 0.3
+
+
+class MemoryStream:
+    """A control stream whose other end is in the same process."""
+
+    def __init__(self, remote: PeerId, take: Callable[[bytes], None]) -> None:
+        self.remote = remote
+        self._take = take
+        self._frames: deque[bytes] = deque()
+        self._wake = trio.Event()
+        self._closed = False
+
+    def push(self, header: bytes) -> None:
+        """From the volunteer's side."""
+        self._frames.append(header)
+        self._wake.set()
+
+    def cut(self) -> None:
+        self._closed = True
+        self._wake.set()
+
+    async def receive(self, timeout_seconds: float | None = None) -> Frame:
+        await trio.lowlevel.checkpoint()
+        while not self._frames:
+            if self._closed:
+                raise LinkClosed(f"{self.remote} is gone")
+            self._wake = trio.Event()
+            await self._wake.wait()
+        return Frame(self._frames.popleft(), bytearray())
+
+    async def send(
+        self, header: bytes, payload: bytes = b"", timeout_seconds: float | None = None
+    ) -> None:
+        await trio.lowlevel.checkpoint()
+        if self._closed:
+            raise LinkClosed(f"{self.remote} is gone")
+        self._take(header)
+
+    async def close(self) -> None:
+        self.cut()
+
+    async def reset(self) -> None:
+        self.cut()
+
+
+class World:
+    """What all volunteers know of each other without being told."""
+
+    def __init__(
+        self, run: RunId, manifest: Manifest, step_seconds: float, nursery: trio.Nursery
+    ) -> None:
+        self.run = run
+        self.manifest = manifest
+        self.step_seconds = step_seconds
+        self.nursery = nursery
+        self.rng = random.Random(1)
+        self.ready: list[dict[PeerId, SimulatedVolunteer]] = [{} for _ in manifest.stages]
+        self.applied = 0
+        self.refused = 0
+        self.said = 0
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        self.nursery.start_soon(self._later, seconds, action)
+
+    async def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        await trio.sleep(seconds)
+        action()
+
+
+class SimulatedVolunteer:
+    def __init__(self, world: World, identity: Identity, clock: Callable[[], float]) -> None:
+        self.identity = identity
+        self.peer = identity.peer_id
+        self.stage: StageIndex | None = None
+        self.stamps: deque[float] = deque()
+        """When the words were said that the coordinator has not acted on yet."""
+        self.alive = True
+        self._world = world
+        self._clock = clock
+        self._attempt = 0
+        self.stream: Any = MemoryStream(self.peer, self.hear)
+
+    def hello(self) -> Hello:
+        return Hello(
+            run=self._world.run, software=SOFTWARE_VERSION, device="simulated",
+            addresses=("/ip4/192.0.2.1/tcp/4711",), memory_bytes=2**34,
+        )  # fmt: skip
+
+    def attach(self) -> None:
+        self.stream.push(encode(self.hello()))
+
+    def say(self, message: FrozenModel) -> None:
+        self.say_encoded(encode(message))
+
+    def say_encoded(self, header: bytes) -> None:
+        if self.alive:
+            self._world.said += 1
+            self.stamps.append(self._clock())
+            self.stream.push(header)
+
+    def beat(self) -> None:
+        self.say_encoded(HEARTBEATS[self._world.said % len(HEARTBEATS)])
+
+    def die(self) -> None:
+        self.alive = False
+        if self.stage is not None:
+            self._world.ready[self.stage].pop(self.peer, None)
+        self.stream.cut()
+
+    # ---- the coordinator's word
+
+    def hear(self, header: bytes) -> None:
+        kind = header[9 : header.index(b'"', 9)]
+        if kind in (b"roster", b"roster_change", b"abort_round"):
+            return
+        if kind == b"close":
+            self._close(header)
+        elif kind == b"apply":
+            self._apply(header)
+        elif kind == b"lease":
+            self._leased(json.loads(header))
+        elif kind == b"welcome":
+            # The real choice: the stage with the fewest peers, as the newcomer is told of them.
+            rows = json.loads(header)["stages"]
+            stage = min(rows, key=lambda row: (row["peers"], row["stage"]))["stage"]
+            self.say(StageRequest(stage=stage))
+        elif kind == b"assign_stage":
+            self._assigned(json.loads(header))
+        elif kind == b"save_snapshot":
+            self._save(json.loads(header))
+        elif kind == b"refused":
+            self._world.refused += 1
+
+    def _assigned(self, message: dict[str, Any]) -> None:
+        if message["prepare"]:
+            return  # it never gets there: moves are another benchmark's
+        stage, version = StageIndex(message["stage"]), Version(message["version"])
+
+        def ready() -> None:
+            self.stage = stage
+            self.say(Ready(stage=stage, version=version, digest="d"))
+            self._world.ready[stage][self.peer] = self
+
+        if message["source"] == "fresh":
+            ready()
+        else:
+            self._world.later(DOWNLOAD_SECONDS, ready)
+
+    def _save(self, message: dict[str, Any]) -> None:
+        self.say(
+            SnapshotReady(
+                version=Version(message["version"]), stage=StageIndex(message["stage"]),
+                item="snapshot", bytes=1000, sha256="0" * 64,
+            )
+        )  # fmt: skip
+
+    def _close(self, header: bytes) -> None:
+        found = STEP_AND_ATTEMPT.search(header, 0, 100)
+        assert found is not None
+        step, attempt = Step(int(found[1])), int(found[2])
+        self._attempt = attempt
+        report = RoundReport(step=step, attempt=attempt, ok=True, own_squared=1.0)
+        wait = self._world.rng.uniform(0.5, 1.0) * CLOSE_SECONDS
+        self._world.later(wait, lambda: self._report(report))
+
+    def _report(self, report: RoundReport) -> None:
+        if report.attempt == self._attempt:
+            self.say(report)
+
+    def _apply(self, header: bytes) -> None:
+        found = STEP_AND_ATTEMPT.search(header, 0, 100)
+        assert found is not None
+        self._world.applied = max(self._world.applied, int(found[1]))
+        done = Applied(step=Step(int(found[1])), digest="d", norm=1.0)
+        self._world.later(self._world.rng.uniform(0.5, 1.0) * APPLY_SECONDS, lambda: self.say(done))
+
+    def _leased(self, lease: dict[str, Any]) -> None:
+        for item in lease["microbatches"]:
+            wait = self._world.rng.uniform(0.1, 1.0) * self._world.step_seconds
+            self._world.later(wait, lambda item=item: self._drive(lease, item))  # type: ignore[misc]
+
+    def _drive(self, lease: dict[str, Any], item: dict[str, Any]) -> None:
+        """A microbatch has found its way: who counted it says so, and so does its trainer."""
+        if not self.alive:
+            return
+        step, microbatch = Step(lease["step"]), MicrobatchIndex(item["microbatch"])
+        receipts: list[str] = []
+        for stage in item["accumulate"]:
+            members = list(self._world.ready[stage].values())
+            if not members:
+                return
+            server = self._world.rng.choice(members)
+            receipts.append(server.receipt(step, microbatch))
+            server.say(Receipts(receipts=(receipts[-1],)))
+        self.say(
+            LeaseResult(
+                step=step, microbatch=microbatch, lease=lease["lease"], ok=True,
+                receipts=tuple(receipts),
+            )
+        )  # fmt: skip
+
+    def receipt(self, step: Step, microbatch: MicrobatchIndex) -> str:
+        manifest = self._world.manifest
+        assert self.stage is not None
+        last = self.stage == manifest.stage_count - 1
+        receipt = Receipt(
+            run=self._world.run, generation=Generation(1), step=step, microbatch=microbatch,
+            stage=self.stage, peer=self.peer,
+            samples=manifest.training.sequences_per_microbatch,
+            tokens=manifest.tokens_per_microbatch, loss_sum=1.0 if last else None,
+        )  # fmt: skip
+        return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
+
+
+async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer], seconds: float) -> None:
+    """Everybody's heart once in `seconds`, spread evenly."""
+    began, sent = trio.current_time(), 0
+    while True:
+        due = int((trio.current_time() - began) / seconds * len(volunteers))
+        while sent < due:
+            volunteer = volunteers[sent % len(volunteers)]
+            if volunteer.stage is not None:
+                volunteer.beat()
+            sent += 1
+        await trio.sleep(0.005)

@@ -1,0 +1,43 @@
+"""A volunteer that is moved between stages while a run goes on, with real processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from swarm_coordinator.status import status_lines
+
+pytestmark = [pytest.mark.attacks, pytest.mark.timeout(420)]
+
+STEPS = 24
+
+
+def test_a_volunteer_moves_to_the_thinnest_stage_and_the_losses_stay_those_of_one_process(
+    make_run,
+) -> None:
+    run = make_run(
+        2, steps=STEPS, limits__starting_peers_per_stage=1, rebalancing__period_seconds=1.0
+    )
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    # The first two take one stage each; the others insist on the first.
+    for _ in range(2):
+        swarm.start_volunteer(invite)
+    run.wait_for_version(1)
+    for _ in range(2):
+        swarm.start_volunteer(invite, 0)
+    history = swarm.watch(lambda *_: None)
+
+    assert swarm.wait_for_goodbye() == []
+    assert any("moved to stage 1" in "\n".join(v.last_lines(400)) for v in swarm.volunteers)
+    assert sum(c.microbatches for c in history.contributions) == STEPS * 12 * 2
+    both = [
+        peer.peer for peer in history.peers
+        if {c.stage for c in history.contributions if c.peer == peer.peer} == {0, 1}
+    ]  # fmt: skip
+    assert both, "nobody has counted microbatches in both stages"
+    told = status_lines(json.loads(run.folder.status.read_text()), True, 0.0)
+    assert any("moves from stage 0 to stage 1" in line for line in told)
+    assert any("it downloads" in line for line in told)
+    run.assert_equals_reference()
