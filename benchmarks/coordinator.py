@@ -4,9 +4,11 @@
 
 The coordinator is the one that `start` runs: its shell, its core, its database and status file.
 Volunteers say real control messages over streams in memory, on the same core; what they cost is
-in the figures. Somebody dies and somebody joins every three seconds. The latency of a word is the time
-from when it was said until the core has acted on it; time is that of a core of its own
-(`dedicated_clock`), since the machine may be shared. Writes benchmarks/results/coordinator.json.
+in the figures. Somebody dies and somebody joins every three seconds. The latency of a word is the
+time from when it was said until the core has acted on it; time is that of a core of its own
+(`dedicated_clock`), since the machine may be shared.
+
+Writes benchmarks/results/coordinator.json.
 """
 
 from __future__ import annotations
