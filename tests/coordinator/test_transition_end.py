@@ -300,7 +300,9 @@ def test_the_status_is_plain_json_in_every_phase() -> None:
     bench.report("a0", 0)
     status = look()
     assert (status["cells_done"], status["cells_total"], status["healthy"]) == (1, 4, True)
-    assert status["stages"] == [{"stage": 0, "peers": 2}, {"stage": 1, "peers": 2}]
+    assert status["stages"] == [
+        {"stage": stage, "peers": 2, "microbatches_per_second": 0.0} for stage in (0, 1)
+    ]
     bench.fill()
     look()
     bench.average_all()
