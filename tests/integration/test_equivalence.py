@@ -41,6 +41,7 @@ def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
     run.assert_equals_reference()
 
 
+@pytest.mark.runs
 def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) -> None:
     run = make_run(2, steps=5, model__tie_embeddings=True)
     swarm = run.swarm
