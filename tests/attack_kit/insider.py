@@ -51,6 +51,8 @@ from swarm_shared.types import PeerId
 
 LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=64 * 2**20)
 TOKEN_BYTES = 4
+WAIT_SECONDS = 3.0
+"""For an answer to a lie. None is due where the victim waits for the rest of what was promised."""
 
 
 @dataclass
@@ -189,9 +191,9 @@ class Insider:
         for header, content in lies:
             async with self.stage_edge(self.victim(stage)) as stream:
                 with suppress(SwarmError):
-                    await stream.send(header, content, timeout_seconds=10)
+                    await stream.send(header, content, timeout_seconds=WAIT_SECONDS)
                     while True:
-                        await stream.receive(10)
+                        await stream.receive(WAIT_SECONDS)
         for prefix in (
             struct.pack(">IQ", 2**32 - 1, 0), struct.pack(">IQ", 10, 2**63), b"\x00" * 5,
             struct.pack(">IQ", len(right), size) + right + payload[:100],
@@ -201,7 +203,7 @@ class Insider:
                     await stream._muxed.write(prefix)
                     await stream._muxed.close()
                     while True:
-                        await stream.receive(10)
+                        await stream.receive(WAIT_SECONDS)
 
     # ---- the coordinator
 

@@ -233,6 +233,8 @@ def test_a_run_under_attack_computes_what_one_machine_computes(make_run) -> None
     assert max(memory.grown[1:]) < VOLUNTEERS_MEGABYTES
     assert [child.exit_code() for child in processes] == [None] * 3
 
+    for child in processes:
+        child.kill()
     losses = run.losses()[:after]
     assert losses == pytest.approx(run.reference_losses(after), rel=1e-5)
     # What a remote does wrong is its fault: no handler of ours broke over it.
