@@ -9,7 +9,7 @@ ARGS ?=
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat fuzz \
         check format bench bench-faults bench-net bench-simulator bench-rebalancing \
-        bench-coordinator clean
+        bench-coordinator bench-prediction clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -29,6 +29,7 @@ help:
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
+	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -90,6 +91,9 @@ bench-rebalancing: setup-dev
 
 bench-coordinator: setup-dev
 	@$(PY) -m benchmarks.coordinator $(ARGS)
+
+bench-prediction: setup-dev
+	@$(PY) -m benchmarks.prediction $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

@@ -27,10 +27,10 @@ class Worker:
     dead: bool = False
     applied: list[int] = field(default_factory=list)
 
-    async def prepare_round(self, step: int) -> tuple[int, ...]:
+    async def prepare_round(self, step: int) -> SimpleNamespace:
         if self.dead:
             raise WorkerDied("killed")
-        return self.held
+        return SimpleNamespace(microbatches=self.held, finite=True)
 
     async def norm(self, step: int, step_tokens: int) -> SimpleNamespace:
         return SimpleNamespace(finite=True, own_squared=4.0, tied_squared=0.0)
