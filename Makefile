@@ -8,7 +8,8 @@ PY := .venv/bin/python
 ARGS ?=
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat fuzz \
-        check format bench bench-faults bench-net bench-simulator clean
+        check format bench bench-faults bench-net bench-simulator bench-rebalancing \
+        bench-coordinator bench-prediction clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -26,6 +27,9 @@ help:
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
+	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
+	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
+	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -81,6 +85,15 @@ bench-net: setup-dev
 
 bench-simulator: setup-dev
 	@$(PY) -m benchmarks.simulator $(ARGS)
+
+bench-rebalancing: setup-dev
+	@$(PY) -m benchmarks.rebalancing $(ARGS)
+
+bench-coordinator: setup-dev
+	@$(PY) -m benchmarks.coordinator $(ARGS)
+
+bench-prediction: setup-dev
+	@$(PY) -m benchmarks.prediction $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

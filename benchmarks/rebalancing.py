@@ -251,7 +251,12 @@ def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) ->
                 f"{scenario.name}, {rule.value}, {period:.0f} s: {row['share_of_best']:.4f} of the "
                 f"best, {row['moves_per_hour']:.1f} moves/h"
             )
-    document = {
+        write_atomically(out, (json.dumps(_document(rows, seeds, hours, began)) + "\n").encode())
+    click.echo("\n".join(table(rows)))
+
+
+def _document(rows: list[dict[str, Any]], seeds: int, hours: float, began: float) -> dict[str, Any]:
+    return {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(["pydantic"]),
         "seeds": seeds,
@@ -259,8 +264,6 @@ def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) ->
         "cpu_seconds": time.process_time() - began,
         "rows": rows,
     }
-    write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
-    click.echo("\n".join(table(rows)))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import trio
 
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.rounds import Averager, AveragingFailed, Rounds
-from swarm_client.worker.errors import WorkerDied
+from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_shared.errors import SwarmError
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -121,7 +121,7 @@ class MovingRounds(Rounds):
             done = await prepared.worker.apply(
                 apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate
             )
-        except WorkerDied:
+        except (WorkerDied, RequestFailed):
             # The run counts on it in its new stage, which is lost: come back as a newcomer.
             self._out_of_step()
             return

@@ -81,8 +81,13 @@ MAX_CONTROL_STREAMS = 4
 """Of one client: it attaches anew before the old stream is known to be dead."""
 
 TICK_SECONDS = 0.25
+EVENTS_AT_ONCE = 32
+"""About two milliseconds of work."""
 EVENT_BUFFER = 4096
 """Events that wait for the core. When it is full, clients are not read from: they slow down."""
+STATUS_SECONDS = 1.0
+STATUS_SHARE = 30.0
+"""The pause after writing the status, over the time that it took: some percent of a core."""
 LINKS_SECONDS = 10.0
 """Between two writes of the link table; it is not needed to the second, and n² long."""
 FLUSH_SECONDS = 5.0
@@ -217,7 +222,7 @@ class Coordinator:
             if service.settings.network.relay:
                 node.serve_relay(RelayLimits(), self._may_use_relay)
             self.control = control = Control(
-                admission, self._sessions, self._put.send, self._reports.heard
+                admission, self._sessions, self._put_event, self._reports.heard
             )
             self._fetcher = CheckpointFetcher(
                 node, self._checkpoints, self._run_id, service.manifest.stage_count,
@@ -343,34 +348,58 @@ class Coordinator:
 
     async def _consume(self) -> None:
         """Take events in order until the core says Stopped."""
-        async for event in self._events:
-            # Who was frozen and has lost the run meanwhile must not say another word.
-            await self._service.store.hold()
-            if isinstance(event, PeerAttached):
-                refusal = self._admission.refusal(event.peer)
-                if refusal is not None:  # since its hello was answered
-                    self._sessions.refuse(event.session, refusal)
-                    continue
-                self._sessions.make_current(event.session, event.peer)
-                self._service.store.post(PeerSeen(event.peer, event.hello.name))
-            elif isinstance(event, PeersRevoked):
-                for peer in event.peers:
-                    self._nursery.start_soon(self._part_from, peer)
-            elif isinstance(event, SessionLost):
-                self._service.store.post(PeerSeen(event.peer))
-            elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
-                log.info("the checkpoint of step %d is not wanted any more", event.version)
-                continue
-            commands = transition(self._state, event, self._service.clock())
-            for command in commands:
-                if isinstance(command, Stopped):
-                    await self._sessions.finish_all(FLUSH_SECONDS)
+        while True:
+            event = await self._events.receive()
+            # Everybody who waits gets a turn between two events that are waited for; a few that
+            # lie ready are taken together, or ten thousand clients wait for ten thousand turns.
+            for _ in range(EVENTS_AT_ONCE):
+                if await self._act_on(event):
                     return
-                await self._carry_out(command)
-            awaited = self._awaited.pop(id(event), None)
-            if awaited is not None:
-                awaited.commands = commands
-                awaited.done.set()
+                try:
+                    event = self._events.receive_nowait()
+                except trio.WouldBlock:
+                    break
+            else:
+                if await self._act_on(event):
+                    return
+
+    async def _act_on(self, event: Event) -> bool:
+        """True when the core says that this is the end."""
+        # Who was frozen and has lost the run meanwhile must not say another word.
+        await self._service.store.hold()
+        if isinstance(event, PeerAttached):
+            refusal = self._admission.refusal(event.peer)
+            if refusal is not None:  # since its hello was answered
+                self._sessions.refuse(event.session, refusal)
+                return False
+            self._sessions.make_current(event.session, event.peer)
+            self._service.store.post(PeerSeen(event.peer, event.hello.name))
+        elif isinstance(event, PeersRevoked):
+            for peer in event.peers:
+                self._nursery.start_soon(self._part_from, peer)
+        elif isinstance(event, SessionLost):
+            self._service.store.post(PeerSeen(event.peer))
+        elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
+            log.info("the checkpoint of step %d is not wanted any more", event.version)
+            return False
+        commands = transition(self._state, event, self._service.clock())
+        for command in commands:
+            if isinstance(command, Stopped):
+                await self._sessions.finish_all(FLUSH_SECONDS)
+                return True
+            await self._carry_out(command)
+        awaited = self._awaited.pop(id(event), None)
+        if awaited is not None:
+            awaited.commands = commands
+            awaited.done.set()
+        return False
+
+    async def _put_event(self, event: Event) -> None:
+        """Waits for room only when there is none: its callers have just given others a turn."""
+        try:
+            self._put.send_nowait(event)
+        except trio.WouldBlock:
+            await self._put.send(event)
 
     async def _put_and_wait(self, event: Event) -> list[Command]:
         """Hand the core an event; what it commanded, when all of that has been carried out."""
@@ -446,8 +475,11 @@ class Coordinator:
 
     async def _write_status(self, control: Control) -> None:
         while True:
+            began = self._service.clock()
             await self._status.write(self._seen(control))
-            await trio.sleep(1.0)
+            # Ten thousand volunteers take a third of a second to describe.
+            took = self._service.clock() - began
+            await trio.sleep(max(STATUS_SECONDS, STATUS_SHARE * took))
 
     async def _write_links(self) -> None:
         while True:

@@ -9,6 +9,7 @@ word meant for the older attachment reaches the newer one before its Welcome.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -18,7 +19,7 @@ import trio
 
 from swarm_coordinator.events import Session as SessionNumber
 from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.messages import CoordinatorMessage, Refused, encode
+from swarm_shared.messages import CoordinatorMessage, PeerRecord, Refused, Roster, encode
 from swarm_shared.network import FramedStream
 from swarm_shared.types import PeerId
 
@@ -29,7 +30,7 @@ MAX_OUTBOX_BYTES = 64 * 2**20
 """A roster of ten thousand peers has about ten megabytes; a reader that is six behind is none."""
 
 WRITERS_AT_ONCE = 20
-"""Of a broadcast: about a millisecond of work."""
+"""Woken between two turns of everybody else: about a millisecond of work."""
 
 SEND_SECONDS = 30.0
 """A client that takes nothing for so long is cut off; it says Hello again when it can."""
@@ -48,21 +49,25 @@ class Session:
     cut_reason: str | None = None
     written: trio.Event = field(default_factory=trio.Event)
     """The writer has ended: everything was sent, or the session is lost."""
-    _outbox: deque[bytes] = field(default_factory=deque)
+    _outbox: deque[bytes | CoordinatorMessage] = field(default_factory=deque)
     _outbox_bytes: int = 0
     _finishing: bool = False
     _wake: trio.Event = field(default_factory=trio.Event)
 
-    def send(self, message: bytes, *, wake: bool = True) -> None:
-        """Queue a message; never blocks. Too many waiting end the session."""
+    def send(self, message: bytes | CoordinatorMessage, *, wake: bool = True) -> None:
+        """Queue a message; never blocks. Too many waiting end the session.
+
+        What only this client gets is encoded when it is written: the core's turn is short then.
+        """
         if self._finishing or self.cut_reason is not None:
             return
         full = len(self._outbox) >= MAX_OUTBOX_MESSAGES
-        if full or (self._outbox and self._outbox_bytes + len(message) > MAX_OUTBOX_BYTES):
+        size = len(message) if isinstance(message, bytes) else 0
+        if full or (self._outbox and self._outbox_bytes + size > MAX_OUTBOX_BYTES):
             self.cut("it does not read what it is sent")
             return
         self._outbox.append(message)
-        self._outbox_bytes += len(message)
+        self._outbox_bytes += size
         if wake:
             self._wake.set()
 
@@ -91,7 +96,10 @@ class Session:
                     await self._wake.wait()
                     continue
                 message = self._outbox.popleft()
-                self._outbox_bytes -= len(message)
+                if isinstance(message, bytes):
+                    self._outbox_bytes -= len(message)
+                else:
+                    message = encode(message)
                 await self.stream.send(message, timeout_seconds=SEND_SECONDS)
             await self.stream.close()
         except LinkClosed as error:
@@ -113,6 +121,7 @@ class Sessions:
         self._asleep: deque[Session] = deque()
         """They have a message that their writers have not been woken for."""
         self._some_asleep = trio.Event()
+        self._rosters = RosterEncoder()
         self._last: tuple[CoordinatorMessage, bytes] | None = None
 
     def __len__(self) -> int:
@@ -159,10 +168,13 @@ class Sessions:
         """Into the outbox of the peer's attachment; dropped when it has none."""
         session = self._current.get(peer)
         if session is not None:
-            session.send(self._encoded(message))
+            shared = isinstance(message, Roster)
+            session.send(self._encoded(message) if shared else message, wake=False)
+            self._asleep.append(session)
+            self._some_asleep.set()
 
     def broadcast(self, peers: Iterable[PeerId], message: CoordinatorMessage) -> None:
-        """Into many outboxes; `wake_writers` has them written a few at a time."""
+        """The same into many outboxes."""
         encoded = self._encoded(message)
         for peer in peers:
             session = self._current.get(peer)
@@ -172,8 +184,9 @@ class Sessions:
         self._some_asleep.set()
 
     async def wake_writers(self) -> None:
-        """Until cancelled. Ten thousand writers woken at once would keep everybody waiting for as
-        long as all of them take together: others get their turn between every few."""
+        """Until cancelled. A close is a word to every member, and ten thousand writers woken at
+        once keep everybody waiting for as long as all of them take together: others get their turn
+        between every few."""
         while True:
             await self._some_asleep.wait()
             self._some_asleep = trio.Event()
@@ -199,5 +212,28 @@ class Sessions:
     def _encoded(self, message: CoordinatorMessage) -> bytes:
         # The same roster goes to everybody, one peer after the other: encode it once.
         if self._last is None or self._last[0] is not message:
-            self._last = (message, encode(message))
+            encoded = self._rosters.encode(message) if isinstance(message, Roster) else None
+            self._last = (message, encoded or encode(message))
         return self._last[1]
+
+
+class RosterEncoder:
+    """Rosters of large runs have megabytes, and nearly all of one is in the next one again."""
+
+    def __init__(self) -> None:
+        self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
+
+    def encode(self, roster: Roster) -> bytes:
+        """What `encode` gives, for the price of the records that are new."""
+        before, records = self._records, {}
+        for record in roster.peers:
+            known = before.get(record.peer)
+            if known is None or known[0] is not record:
+                known = record, encode(record)
+            records[record.peer] = known
+        self._records = records
+        peers = b",".join(encoded for _, encoded in records.values())
+        revoked = json.dumps(roster.revoked, separators=(",", ":")).encode()
+        return b'{"kind":"roster","serial":%d,"peers":[%b],"revoked":%b}' % (
+            roster.serial, peers, revoked,
+        )  # fmt: skip

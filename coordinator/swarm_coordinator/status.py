@@ -75,12 +75,21 @@ class StatusFile:
             "paths": path_table(seen.paths),
             "links": link_table(seen.links),
         }
-        content = json.dumps(finite(document), indent=1).encode()
         try:
-            await anyio.to_thread.run_sync(partial(write_atomically, self._path, content))
+            await anyio.to_thread.run_sync(partial(_write, self._path, document))
         except StorageError:
             # A full disk must not stop a run that can still train; the file just gets old.
             self.failures += 1
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    """In a thread: a large run's status takes longer than its volunteers' words should wait."""
+    try:
+        # Without an indent json runs in C.
+        content = json.dumps(document, allow_nan=False)
+    except ValueError:
+        content = json.dumps(finite(document))
+    write_atomically(path, content.encode())
 
 
 def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, Any]]:

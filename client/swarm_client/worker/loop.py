@@ -22,6 +22,7 @@ from swarm_client.faults import Phase
 from swarm_client.worker import protocol
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.pace import FORWARD_SHARE, pace_from_environment
 from swarm_client.worker.steps import StepRunner
 from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
@@ -90,6 +91,8 @@ class ComputeLoop:
         self._steps = steps
         self._memory = memory
         self._clock = clock
+        cut = runner.manifest.stages[runner.stage_index]
+        self._pace = pace_from_environment(cut.work_flops, clock)
         self._backwards: deque[protocol.Backward] = deque()
         self._forwards: deque[protocol.Forward | protocol.Evaluate] = deque()
 
@@ -152,6 +155,7 @@ class ComputeLoop:
                 result = self._runner.backward(request.forward, payload)
             case protocol.Evaluate():
                 result = self._runner.evaluate(payload)
+        self._pace.keep(started, _share_of(request, result))
         return self._answer_of(request, result, started)
 
     def _answer_of(
@@ -255,6 +259,16 @@ class ComputeLoop:
                     "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
                 )
         return protocol.StateLoaded(request=number, version=self._runner.version, digest=digest)
+
+
+def _share_of(
+    request: protocol.ComputeRequest, result: ForwardResult | BackwardResult | float
+) -> float:
+    """Of a microbatch's work in this stage, what this computation was."""
+    if not isinstance(result, BackwardResult):
+        return FORWARD_SHARE
+    # The last stage goes on with the backward pass at once.
+    return 1.0 if isinstance(request, protocol.Forward) else 1.0 - FORWARD_SHARE
 
 
 def _answer(

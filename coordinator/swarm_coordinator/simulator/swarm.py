@@ -6,7 +6,7 @@ import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -100,6 +100,8 @@ class SwarmOptions:
     """How often a volunteer's rate is told; that it lives is known meanwhile."""
     measurement_noise: float = 0.03
     """Of the logarithm of a measured rate."""
+    wanted_stages: Mapping[str, int] = field(default_factory=dict)
+    """Who insists on which stage, by name; all others take the most under-served one."""
     coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
     coordinator_latency_seconds: float = 0.005
 

@@ -94,7 +94,7 @@ class Volunteer:
         hello = Hello(
             run=RunId("simulated"), software="simulator", addresses=(),
             device=self.hardware.kind, memory_bytes=self.hardware.memory_bytes,
-            name=self.peer,
+            name=self.peer, wanted_stage=self._swarm.options.wanted_stages.get(self.peer),
         )  # fmt: skip
         self.attached = True
         largest = max(size.state_bytes for size in self._swarm.sizes)

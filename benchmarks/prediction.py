@@ -1,0 +1,155 @@
+"""What the simulator predicts, beside what real processes do.
+
+    make bench-prediction
+
+A coordinator and volunteers on this machine, real programs over loopback, each worker paced to a
+speed of its own (`swarm_client.worker.pace`), so that machines of unlike speeds share the cores.
+The simulator gets the same manifest, speeds and stages and follows every microbatch. Compared is
+the median time of a step once all are there. Nothing else should run meanwhile: a core that is
+not there for a paced worker makes it slower than its pace. Writes
+benchmarks/results/prediction.json.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from swarm_client.worker.pace import PACE_VARIABLE
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children
+from swarm_coordinator.simulator.hardware import GIBIBYTE, Hardware
+from swarm_coordinator.simulator.microbatches import MicrobatchPlane
+from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.trace import Change
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.manifest import Manifest
+
+RESULTS = Path(__file__).parent / "results" / "prediction.json"
+LOOPBACK_BYTES_PER_SECOND = 250e6
+LOOPBACK_SECONDS = 0.0003
+FIRST_STEPS = 2
+"""Not compared: processes warm up, and routing learns who is how fast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    seconds: tuple[tuple[float, ...], ...]
+    """Of each stage's peers, for one microbatch."""
+
+
+CASES = (
+    Case("2 stages x 2 alike", ((0.4, 0.4), (0.4, 0.4))),
+    Case("2 stages x 3 unlike", ((0.4, 0.8, 1.6), (0.6, 0.6, 1.2))),
+    Case("3 stages, the middle one thin", ((0.5, 1.0), (0.9, 0.9), (0.5, 1.0))),
+)
+
+
+def make_run(folder: Path, case: Case, steps: int, microbatches: int) -> Manifest:
+    text = folder / "text"
+    text.mkdir()
+    for index in range(60):
+        (text / f"{index}.txt").write_text(f"document {index}: " + "some words of text. " * 200)
+    return initialise_run(
+        folder / "run", "tiny", str(text), len(case.seconds),
+        {
+            "model.hidden_size": 96, "model.layers": 6, "training.steps": steps,
+            "training.microbatches_per_step": microbatches,
+            "training.sequences_per_microbatch": 2, "training.evaluation_microbatches": 0,
+            "checkpoint.every_steps": steps, "network.listen_host": "127.0.0.1",
+            "rebalancing.rule": "none",
+            "limits.starting_peers_per_stage": min(len(peers) for peers in case.seconds),
+        },
+    )  # fmt: skip
+
+
+def pace_of(manifest: Manifest, stage: int, seconds: float) -> float:
+    return manifest.stages[stage].work_flops / seconds
+
+
+def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
+    """Seconds of each step, with real processes."""
+    with Children() as children:
+        swarm = LocalSwarm(folder / "run", children)
+        invite = swarm.start_coordinator()
+        for stage, peers in enumerate(case.seconds):
+            for seconds in peers:
+                swarm.environment = {PACE_VARIABLE: repr(pace_of(manifest, stage, seconds))}
+                swarm.start_volunteer(invite, stage)
+        history = swarm.watch(lambda *_: None)
+        swarm.wait_for_goodbye()
+    return [step.seconds for step in history.steps]
+
+
+def predicted(manifest: Manifest, case: Case) -> list[float]:
+    """The same on a virtual clock."""
+    wanted: dict[str, int] = {}
+    fleet: list[Hardware] = []
+    for stage, peers in enumerate(case.seconds):
+        for seconds in peers:
+            wanted[f"volunteer-{len(fleet) + 1}"] = stage
+            fleet.append(
+                Hardware(
+                    kind="paced", flops_per_second=pace_of(manifest, stage, seconds),
+                    memory_bytes=8 * GIBIBYTE, up_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+                    down_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
+                    latency_seconds=LOOPBACK_SECONDS,
+                )
+            )  # fmt: skip
+    changes = [Change(0.1 * number, "join", name) for number, name in enumerate(wanted)]
+    options = SwarmOptions(tick_seconds=0.25, beat_seconds=1.0, wanted_stages=wanted)
+    swarm = Swarm(manifest, fleet, changes, options, 1, MicrobatchPlane)
+    steps = manifest.training.steps
+    while len(swarm.applied) < steps and swarm.agenda.now < 36_000:
+        swarm.agenda.run_until(swarm.agenda.now + 60)
+    return [step.seconds for step in swarm.applied[:steps]]
+
+
+@click.command()
+@click.option("--steps", default=10)
+@click.option("--microbatches", default=48, help="A step.")
+def main(steps: int, microbatches: int) -> None:
+    rows: list[dict[str, Any]] = []
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            manifest = make_run(folder, case, steps, microbatches)
+            expected, seen = predicted(manifest, case), measured(folder, manifest, case)
+        prediction = statistics.median(expected[FIRST_STEPS:])
+        measurement = statistics.median(seen[FIRST_STEPS:])
+        rows.append(
+            {
+                "case": case.name, "peer_seconds": case.seconds,
+                "predicted_seconds": prediction, "measured_seconds": measurement,
+                "error": prediction / measurement - 1,
+                "predicted_steps": expected, "measured_steps": seen,
+            }
+        )  # fmt: skip
+        click.echo(
+            f"{case.name}: a step takes {measurement:.2f} s, {prediction:.2f} s were predicted "
+            f"({100 * rows[-1]['error']:+.1f} %)"
+        )
+    document = {
+        "date": datetime.date.today().isoformat(),
+        "machine": describe_machine(["torch", "libp2p"]),
+        "load_average": os.getloadavg(),
+        "steps": steps,
+        "microbatches_per_step": microbatches,
+        "cases": rows,
+    }
+    write_atomically(RESULTS, (json.dumps(document, indent=1) + "\n").encode())
+
+
+if __name__ == "__main__":
+    main()

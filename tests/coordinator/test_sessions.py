@@ -1,0 +1,72 @@
+"""Words to many at once: in order for each of them, and a few writers at a time."""
+
+from __future__ import annotations
+
+import trio
+import trio.testing
+
+from swarm_coordinator.sessions import WRITERS_AT_ONCE, RosterEncoder, Sessions
+from swarm_shared.messages import Goodbye, Mask, PeerRecord, Roster, encode
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+
+    async def send(self, header: bytes, timeout_seconds: float) -> None:
+        await trio.lowlevel.checkpoint()
+        self.sent.append(header)
+
+    async def close(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+
+async def test_a_broadcast_reaches_everybody_before_what_is_sent_after_it() -> None:
+    sessions = Sessions()
+    peers = [PeerId(f"peer-{number}") for number in range(3 * WRITERS_AT_ONCE)]
+    streams = {peer: Stream() for peer in peers}
+    opened = []
+    for peer in peers:
+        session = sessions.open(peer, streams[peer])  # type: ignore[arg-type]
+        sessions.make_current(session.number, peer)
+        opened.append(session)
+    async with trio.open_nursery() as nursery:
+        for session in opened:
+            nursery.start_soon(session.write_all)
+        nursery.start_soon(sessions.wake_writers)
+        await trio.testing.wait_all_tasks_blocked()
+        sessions.broadcast([*peers, PeerId("nobody")], Goodbye(reason="to all"))
+        mask = Mask(request=1, step=Step(1), microbatch=MicrobatchIndex(0), accumulate=())
+        sessions.send(peers[-1], mask)
+        await trio.testing.wait_all_tasks_blocked()
+        kinds = {peer: [b"goodbye" in header for header in s.sent] for peer, s in streams.items()}
+        assert kinds.pop(peers[-1]) == [True, False]
+        assert all(seen == [True] for seen in kinds.values())
+        await sessions.finish_all(5.0)
+        nursery.cancel_scope.cancel()
+
+
+async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
+    sessions, stream = Sessions(), Stream()
+    session = sessions.open(PeerId("a"), stream)  # type: ignore[arg-type]
+    sessions.make_current(session.number, PeerId("a"))
+    sessions.broadcast([PeerId("a")], Goodbye(reason="to all"))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(session.write_all)
+        await sessions.finish_all(5.0)
+    assert len(stream.sent) == 1
+
+
+def test_a_roster_is_encoded_in_parts_as_it_would_be_whole() -> None:
+    def record(peer: str, rate: float = 1.0) -> PeerRecord:
+        return PeerRecord(
+            peer=PeerId(peer), stage=StageIndex(0), addresses=("/ip4/192.0.2.1/tcp/1",),
+            certificate="c", microbatches_per_second=rate,
+        )  # fmt: skip
+
+    encoder = RosterEncoder()
+    first, second, other = record("a"), record('quoted "b"'), record("a", 2.0)
+    for number, peers in enumerate(((), (first,), (first, second), (second, other))):
+        roster = Roster(serial=number, peers=peers, revoked=("x", "y")[:number])
+        assert encoder.encode(roster) == encode(roster)
