@@ -32,7 +32,7 @@ import swarm_coordinator.transition as core
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
 from benchmarks.dedicated_clock import DedicatedCoreClock
 from benchmarks.machine import describe_machine
-from swarm_coordinator.events import Command, Event
+from swarm_coordinator.events import Command, Event, HeartbeatsHeard
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.state import RunState
@@ -78,12 +78,22 @@ class Latencies:
     def transition(self, run: RunState, event: Event, now: float) -> list[Command]:
         commands = self._transition(run, event, now)
         self.events += 1
-        volunteer = self.volunteers.get(getattr(event, "peer", ""))
-        if volunteer is not None and type(event).__name__ in _WORDS and volunteer.stamps:
-            moment = self._clock.current_time()
+        moment = self._clock.current_time()
+        if isinstance(event, HeartbeatsHeard):
+            for beat in event.beats:
+                self._acted_on(beat.peer, "heartbeat", moment)
+        elif type(event).__name__ in _WORDS:
             kind = getattr(getattr(event, "message", None), "kind", type(event).__name__)
-            self.found.append((moment, moment - volunteer.stamps.popleft(), kind))
+            self._acted_on(getattr(event, "peer", ""), kind, moment)
         return commands
+
+    def _acted_on(self, peer: str, kind: str, moment: float) -> None:
+        volunteer = self.volunteers.get(peer)
+        if volunteer is None:
+            return
+        said = volunteer.beats if kind == "heartbeat" else volunteer.words
+        if said:
+            self.found.append((moment, moment - said.popleft(), kind))
 
 
 _WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved"})
@@ -108,18 +118,20 @@ async def measure(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(coordinator.run)
         await serving.wait()
-        world = World(run_id_of(manifest), manifest, step_seconds, nursery)
+        world = World(run_id_of(manifest), manifest, step_seconds, clock)
         everybody: list[SimulatedVolunteer] = []
 
         def join() -> SimulatedVolunteer:
-            volunteer = SimulatedVolunteer(world, Identity.generate(), clock.current_time)
+            with clock.elsewhere():
+                volunteer = SimulatedVolunteer(world, Identity.generate())
             latencies.volunteers[volunteer.peer] = volunteer
             nursery.start_soon(coordinator.control.handle, volunteer.stream)
             volunteer.attach()
             everybody.append(volunteer)
             return volunteer
 
-        nursery.start_soon(beat_for_ever, everybody, manifest.limits.heartbeat_seconds)
+        nursery.start_soon(beat_for_ever, everybody)
+        nursery.start_soon(world.act)
         began = clock.current_time()
         for number in range(volunteers):
             newest = join()
@@ -131,7 +143,7 @@ async def measure(
         await trio.sleep(3.0)
         latencies.found.clear()
         first_step, said, events = world.applied, world.said, latencies.events
-        began, cpu = clock.current_time(), time.thread_time()
+        began, cpu = clock.current_time(), time.thread_time() - clock.elsewhere_seconds
         profiler = cProfile.Profile()
         if profile:
             profiler.enable()
@@ -140,7 +152,8 @@ async def measure(
             world.rng.choice(everybody[: volunteers // 2]).die()
             join()
         profiler.disable()
-        elapsed, used = clock.current_time() - began, time.thread_time() - cpu
+        elapsed = clock.current_time() - began
+        used = time.thread_time() - clock.elsewhere_seconds - cpu
         words = list(latencies.found)
         result = {
             "volunteers": coordinator.attached,

@@ -6,8 +6,10 @@ import pytest
 from swarm_bench import SHA, Bench
 
 from swarm_coordinator.events import (
+    Beat,
     CloseSession,
     Command,
+    HeartbeatsHeard,
     MessageReceived,
     Send,
     Session,
@@ -20,6 +22,7 @@ from swarm_shared.messages import (
     AssignStage,
     Heartbeat,
     Lease,
+    Leaving,
     Ready,
     Refused,
     Roster,
@@ -259,10 +262,10 @@ def test_words_of_an_older_session_are_not_listened_to() -> None:
     bench = training()
     bench.attach("b0", stage=0, version=1)
     bench.now += 100.0
-    stale = MessageReceived(
-        Session(1), PeerId("b0"), Heartbeat(microbatches_per_second=9.0, queued=0)
-    )
-    bench.event(stale)
+    beat = Heartbeat(microbatches_per_second=9.0, queued=0)
+    bench.event(HeartbeatsHeard((Beat(Session(1), PeerId("b0"), beat),)))
+    bench.event(MessageReceived(Session(1), PeerId("b0"), Leaving()))
+    assert not bench.run.peers[PeerId("b0")].leaving
     assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
 
