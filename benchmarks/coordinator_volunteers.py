@@ -14,11 +14,11 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import trio
 
-from benchmarks.dedicated_clock import DedicatedCoreClock
 from swarm_shared.credentials import Receipt, sign_receipt
 from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
@@ -48,6 +48,14 @@ STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
 APPLY_SECONDS = 0.3
+
+
+class Times(Protocol):
+    """What time it is, and what takes none of it."""
+
+    def current_time(self) -> float: ...
+
+    def elsewhere(self) -> AbstractContextManager[None]: ...
 
 
 class MemoryStream:
@@ -101,7 +109,7 @@ class World:
         run: RunId,
         manifest: Manifest,
         step_seconds: float,
-        clock: DedicatedCoreClock,
+        clock: Times,
     ) -> None:
         self.run = run
         self.clock = clock

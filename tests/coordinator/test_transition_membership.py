@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from swarm_bench import SHA, Bench
 
+from swarm_coordinator import roster
 from swarm_coordinator.events import (
     Beat,
     CloseSession,
@@ -256,6 +257,21 @@ def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> Non
     assert [(m.microbatch, m.accumulate) for lease in leases for m in lease.microbatches] == [
         (1, (0,))
     ]
+
+
+def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_noticed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = training()
+    limits = bench.run.manifest.limits
+    assert bench.sent("c0", Welcome, bench.attach("c0"))[0].heartbeat_seconds == (
+        limits.heartbeat_seconds
+    )
+    monkeypatch.setattr(roster, "MANY_PEERS", 2)
+    [welcome] = bench.sent("c1", Welcome, bench.attach("c1"))
+    assert welcome.heartbeat_seconds is not None
+    assert limits.heartbeat_seconds < welcome.heartbeat_seconds
+    assert 2 * welcome.heartbeat_seconds < limits.dead_after_seconds
 
 
 def test_words_of_an_older_session_are_not_listened_to() -> None:
