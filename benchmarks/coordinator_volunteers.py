@@ -47,6 +47,7 @@ HEARTBEATS = [
 STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
+AGAIN_SHARE = 0.1
 APPLY_SECONDS = 0.3
 
 
@@ -251,6 +252,8 @@ class SimulatedVolunteer:
     def _leased(self, lease: dict[str, Any]) -> None:
         for item in lease["microbatches"]:
             wait = self._world.rng.uniform(0.1, 1.0) * self._world.step_seconds
+            if len(item["accumulate"]) < self._world.manifest.stage_count:
+                wait *= AGAIN_SHARE  # the others were many, and this one is alone
             self._world.later(wait, lambda item=item: self._drive(lease, item))  # type: ignore[misc]
 
     def _drive(self, lease: dict[str, Any], item: dict[str, Any]) -> None:

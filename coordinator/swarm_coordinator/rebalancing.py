@@ -43,6 +43,9 @@ MOVE_SECONDS = 900.0
 """A move that has not come about by then is given up; the fleet has changed since."""
 
 
+PEERS_PER_LOSS = 256
+"""Fewer losses than one in so many change the fleet too little to look at it out of turn."""
+
 REACTION_SECONDS = 2.0
 """After a loss. Those that go together are noticed within a second or two of each other."""
 
@@ -93,7 +96,7 @@ def consider(run: RunState, now: float) -> None:
     if rebalancing.due_at is None:
         rebalancing.due_at = now + settings.policy.period_seconds
         rebalancing.losses_seen = run.peers.losses
-    elif settings.rule is RebalancingRule.THROUGHPUT and rebalancing.losses_seen < run.peers.losses:
+    elif settings.rule is RebalancingRule.THROUGHPUT and _has_lost_many(run):
         # The fleet is another one: no reason to wait for the period, only for the others that are
         # lost together with this one. Each stage rests for its period all the same.
         rebalancing.losses_seen = run.peers.losses
@@ -111,6 +114,12 @@ def consider(run: RunState, now: float) -> None:
     rebalancing.reason = decision.reason
     for move in decision.moves:
         _begin(run, move, now)
+
+
+def _has_lost_many(run: RunState) -> bool:
+    """One is many in a small run; of ten thousand, forty are."""
+    lost = run.peers.losses - run.rebalancing.losses_seen
+    return lost >= max(1, len(run.peers) // PEERS_PER_LOSS)
 
 
 def _decide(run: RunState, now: float) -> Decision | None:
