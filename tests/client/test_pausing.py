@@ -99,8 +99,9 @@ def lease(*microbatches: int) -> Lease:
 
 async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_comes_later() -> None:
     said: list[LeaseResult] = []
-    async with world() as w, w.peer(0) as only, trio.open_nursery() as nursery:
-        trainer = Trainer(Zeros(), w.downstream(only, 0), said.append, lambda: Step(1), nursery)
+    async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
+        w.publish(own)
+        trainer = Trainer(Zeros(), w.downstream(own, 0), said.append, lambda: Step(1), nursery)
         trainer.take(lease(0, 1, 2))  # one is begun
         trainer.stop_taking("paused")
         assert [(r.microbatch, r.ok, r.reason) for r in said] == [
