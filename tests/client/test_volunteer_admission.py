@@ -98,11 +98,16 @@ class Script:
         self.hellos: list[Hello] = []
         self.streams: list[FramedStream] = []
         self.beats = 0
+        self.refuse = False
+        """Whether it hangs up on whoever comes."""
         self.paused: list[bool] = []
         """As each heartbeat said it."""
 
     async def handle(self, stream: FramedStream) -> None:
         frame = await stream.receive()
+        if self.refuse:
+            await stream.reset()
+            return
         hello = parse(client_messages, frame.header)
         assert isinstance(hello, Hello)
         welcome = Welcome(
