@@ -371,7 +371,8 @@ class Volunteer:
             async with trio.open_nursery() as nursery:
                 self._session_scope = nursery.cancel_scope
                 nursery.start_soon(session.write_all)
-                nursery.start_soon(session.beat, limits.heartbeat_seconds, self._heartbeat)
+                beat_seconds = session.welcome.heartbeat_seconds or limits.heartbeat_seconds
+                nursery.start_soon(session.beat, beat_seconds, self._heartbeat)
                 nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
                 if self.leaving or self._stepping_back:
                     self.send(Leaving())
