@@ -7,6 +7,9 @@ runs/<run>/data   token shards of the run, verified
 runs/<run>/state  stage snapshots, for newcomers and checkpoints
 log/              one file per process
 lock              held while a client works here
+control.sock      by which commands reach that client, mode 0600
+runs.json         the runs that were joined, with their invites, mode 0600
+contribution.json what was given, by day
 """
 
 from __future__ import annotations
@@ -61,6 +64,18 @@ class Home:
     def log_folder(self) -> Path:
         return self.path / "log"
 
+    @property
+    def socket_path(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def runs_path(self) -> Path:
+        return self.path / "runs.json"
+
+    @property
+    def contribution_path(self) -> Path:
+        return self.path / "contribution.json"
+
     def remembered_port(self) -> int | None:
         """The port of the last start; None at the first one, or when the file is not whole."""
         try:
@@ -90,8 +105,8 @@ class Home:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StorageError(
-                    f"another swarm-client is working in {self.path}; stop it first, or give "
-                    "this one a folder of its own with --home"
+                    f"another swarm-client is working in {self.path}; stop it first (Ctrl-C "
+                    "or `swarm-client shutdown`), or give this one a folder of its own with --home"
                 ) from None
             yield
         finally:

@@ -17,6 +17,7 @@ import trio
 
 from swarm_client.averager import GroupAverager
 from swarm_client.contribution import Contribution
+from swarm_client.control.documents import SuspendReason
 from swarm_client.device import Device
 from swarm_client.directory import Directory
 from swarm_client.engine.downstream import Downstream
@@ -30,6 +31,7 @@ from swarm_client.holder import Holder
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
+from swarm_client.suspension import GRACE_SECONDS, LONG_SECONDS, Suspension
 from swarm_client.sync import Snapshots, fetch_data
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
@@ -69,6 +71,7 @@ from swarm_shared.messages import (
     Receipts,
     Roster,
     RosterChange,
+    RunNews,
     SaveSnapshot,
     StageHello,
     StageRequest,
@@ -118,6 +121,7 @@ class VolunteerOptions:
     wanted_stage: StageIndex | None
     name: str | None
     may_relay: bool = True
+    long_pause_seconds: float = LONG_SECONDS
 
 
 class Volunteer:
@@ -145,6 +149,14 @@ class Volunteer:
         self.roster = RosterView()
         self.finished = False
         self.leaving = False
+        self._suspension: Suspension | None = None
+        self._go_on = trio.Event()
+        """Set when a pause ends, or when the volunteer is to leave in the middle of one."""
+        self._stepping_back = False
+        self.problem: SwarmError | None = None
+        """Why there is no session, if there has been no other one since."""
+        self.news: RunNews | None = None
+        self.on_admitted: Callable[[Manifest], None] = lambda manifest: None
         self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
@@ -179,6 +191,11 @@ class Volunteer:
     @property
     def holding(self) -> Holding | None:
         return self._holder.holding
+
+    @property
+    def getting(self) -> StageIndex | None:
+        """The stage that is being brought here while none is held."""
+        return self._holder.getting
 
     def current_step(self) -> Step | None:
         return self.holding.step if self.holding is not None else None
@@ -273,6 +290,8 @@ class Volunteer:
         """Attach, and attach again whenever the coordinator was lost, until the end."""
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while not self.finished:
+            if not await self._may_attach():
+                return
             problem: SwarmError | None = None
             try:
                 async with attach(self.node, self.invite, self._hello()) as session:
@@ -282,6 +301,9 @@ class Volunteer:
                 problem = error
             if self.finished:
                 return
+            self.problem = problem
+            if self._stepping_back:
+                continue
             if self.leaving:
                 self.report("the coordinator is away; leaving without its goodbye")
                 return
@@ -294,11 +316,22 @@ class Volunteer:
                 await self._attach_now.wait()
             backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
 
+    async def _may_attach(self) -> bool:
+        """Wait out a pause in which nothing is held; False when the volunteer leaves meanwhile."""
+        if self._stepping_back:
+            self._stepping_back = False
+            await self._holder.drop()
+        if self._suspension is not None and self.holding is None:
+            await self._go_on.wait()
+            return not self.leaving
+        return True
+
     def _reason(self, problem: SwarmError | None) -> str:
         """In words for people, to whom the coordinator's peer ID says nothing."""
-        if problem is None:
-            return ""
-        return f" ({problem})".replace(str(self.invite.coordinator), "it")
+        return "" if problem is None else f" ({self.explain(problem)})"
+
+    def explain(self, problem: SwarmError) -> str:
+        return str(problem).replace(str(self.invite.coordinator), "it")
 
     def _network_changed(self) -> None:
         """Another network, or awake again: no reason to wait out a pause that was for the old."""
@@ -332,6 +365,7 @@ class Volunteer:
         assert self.membership is not None
         limits = self.membership.manifest.limits
         self.session = session
+        self.problem = None
         problem: SwarmError | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -340,7 +374,7 @@ class Volunteer:
                 beat_seconds = session.welcome.heartbeat_seconds or limits.heartbeat_seconds
                 nursery.start_soon(session.beat, beat_seconds, self._heartbeat)
                 nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
-                if self.leaving:
+                if self.leaving or self._stepping_back:
                     self.send(Leaving())
                 if not session.welcome.keep:
                     nursery.start_soon(self._take_part, session.welcome)
@@ -388,6 +422,7 @@ class Volunteer:
                 f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
                 f"{manifest.training.steps} steps"
             )
+            self.on_admitted(manifest)
         else:
             self.report("attached to the coordinator again")
         if changed or not welcome.keep:
@@ -435,12 +470,17 @@ class Volunteer:
         return Heartbeat(
             microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
-            links=(*self._links(), *self.averager.links()),
+            links=self.links(),
             paths=tuple(self.node.paths()[:MOST_PATHS]),
+            paused=self._suspension is not None,
         )
 
+    def links(self) -> tuple[LinkBytes, ...]:
+        """Bytes per remote and protocol, both directions, over all carriers."""
+        return (*self._links(), *self.averager.links())
+
     def _links(self) -> tuple[LinkBytes, ...]:
-        """Bytes per remote and protocol, both directions, over the py-libp2p host."""
+        """The same over the py-libp2p host."""
         totals: dict[tuple[PeerId, str], list[int]] = {}
         for link in self.node.traffic():
             entry = totals.setdefault((link.remote, link.protocol), [0, 0])
@@ -469,6 +509,8 @@ class Volunteer:
                 self._masks.answer(message)
             case Close() | AbortRound() | Apply() | SaveSnapshot():
                 self._holder.round_message(message)
+            case RunNews():
+                self.news = message
             case Goodbye():
                 return self._goodbye(message)
             case _:
@@ -505,11 +547,55 @@ class Volunteer:
         self.finished = message.finished or self.leaving
         return True
 
+    # ---- pausing
+
+    @property
+    def suspended(self) -> Suspension | None:
+        return self._suspension
+
+    def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
+        """Compute nothing from now on, and keep what is accumulated (`suspension`)."""
+        began = self._suspension is None
+        self._suspension = Suspension(reason, until)
+        if began:
+            self._trainer.pause()
+            self.stage_server.pause()
+            self.send(self._heartbeat())
+            self._go_on = trio.Event()
+            if not self.leaving:
+                self._nursery.start_soon(self._look_after_pause, self._go_on)
+
+    def resume(self) -> None:
+        if self._suspension is not None:
+            self._suspension = None
+            self._go_on.set()
+            self._trainer.resume()
+            self.stage_server.resume()
+            self.send(self._heartbeat())
+
+    async def _look_after_pause(self, over: trio.Event) -> None:
+        with trio.move_on_after(GRACE_SECONDS):
+            await over.wait()
+            return
+        self.stage_server.hand_back()
+        with trio.move_on_after(self.options.long_pause_seconds - GRACE_SECONDS):
+            await over.wait()
+            return
+        self._step_back()
+
+    def _step_back(self) -> None:
+        """A long pause: leave in order, and attach anew when it is over."""
+        self.report("this pause is a long one: the stage is given back until it is over")
+        self._stepping_back = True
+        self.send(Leaving())
+        self._attach_now.set()
+
     # ---- leaving
 
     def leave(self) -> None:
         """Finish what is in flight, take nothing new, and go when the coordinator agrees."""
         self.leaving = True
+        self._go_on.set()
         self._trainer.leave()
         self.send(Leaving())
 
