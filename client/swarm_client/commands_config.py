@@ -1,0 +1,112 @@
+"""`swarm-client config`: the preferences, read and changed from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from swarm_client.preferences.file import set_preference, spell
+from swarm_client.preferences.layers import Layered, load, preferences_path
+from swarm_client.preferences.model import VERSION, Preferences
+from swarm_shared.errors import UsageError
+
+_home = click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the client whose preferences these are.",
+)
+
+
+@click.group()
+def config() -> None:
+    """What this machine lends, and when."""
+
+
+@config.command("get")
+@click.argument("name", required=False)
+@_home
+@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+def get(name: str | None, home: Path | None, as_json: bool) -> None:
+    """Show every preference that holds and where it comes from, or the value of NAME alone."""
+    from swarm_client.preferences.layers import check_name
+
+    path = preferences_path(home)
+    layered = load(path)
+    if name is None:
+        click.echo(_document(path, layered) if as_json else _table(path, layered))
+        return
+    check_name(name, "swarm-client config get")
+    values = {one: value for one, value, _ in layered.values()}
+    value = values.get(name, _default_of(name))
+    if as_json:
+        origin = layered.origin(name)
+        document = {"name": name, "value": value, "layer": origin.layer, "where": origin.where}
+        click.echo(json.dumps({"version": VERSION, **document}, indent=2))
+    else:
+        click.echo(value if isinstance(value, str) else spell(value))
+
+
+@config.command("set")
+@click.argument("name")
+@click.argument("value", required=False)
+@click.option("--default", "reset", is_flag=True, help="Take it out: the default holds again.")
+@_home
+def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
+    """Set the preference NAME to VALUE in the file; a client that runs takes it up."""
+    if (value is None) != reset:
+        raise UsageError("give either a VALUE or --default")
+    path = preferences_path(home)
+    understood = set_preference(path, name, value)
+    shown = "its default" if reset else spell(understood)
+    click.echo(f"{name} is {shown} now, in {path}", err=True)
+    origin = load(path).origin(name)
+    if origin.layer == "environment":
+        click.echo(f"note: {origin.where} in the environment goes before the file", err=True)
+
+
+@config.command()
+@click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
+@_home
+def validate(file: Path | None, home: Path | None) -> None:
+    """Check the preferences in FILE, by default the ones that would be used. Changes nothing."""
+    path = file or preferences_path(home)
+    load(path, {} if file is not None else None)
+    found = "holds" if path.exists() else "is not there, and need not be: the defaults hold"
+    click.echo(f"{path} {found}", err=True)
+
+
+@config.command()
+def schema() -> None:
+    """Print the JSON schema of the preferences, for editors."""
+    document = Preferences.model_json_schema()
+    document["properties"]["version"] = {"const": VERSION}
+    click.echo(json.dumps(document, indent=2))
+
+
+def _default_of(name: str) -> object:
+    from swarm_client.preferences.model import GpuPreferences
+
+    head, *_, last = name.split(".")
+    if head == "gpu":
+        return getattr(GpuPreferences(), last)
+    # A day that was not named has the hours of every day.
+    return getattr(Preferences(), head.removesuffix("_on"))
+
+
+def _document(path: Path, layered: Layered) -> str:
+    preferences = {
+        name: {"value": value, "layer": origin.layer, "where": origin.where}
+        for name, value, origin in layered.values()
+    }
+    document = {"version": VERSION, "file": str(path), "preferences": preferences}
+    return json.dumps(document, indent=2)
+
+
+def _table(path: Path, layered: Layered) -> str:
+    rows = [(name, spell(value), origin.where) for name, value, origin in layered.values()]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows]
+    there = "" if path.exists() else " (not there yet; `swarm-client config set` makes it)"
+    return "\n".join([f"file: {path}{there}", "", *lines])
