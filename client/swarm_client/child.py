@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -113,12 +114,15 @@ class SyncLink(Generic[MessageT]):
         except (BrokenPipeError, ConnectionError) as error:
             raise LinkClosed("the daemon that started this process is gone") from error
 
-    def has_message(self) -> bool:
-        """Whether `receive` would return without waiting (a message, or the end)."""
+    def has_message(self, wait_seconds: float = 0.0) -> bool:
+        """Whether `receive` would return without waiting (a message, or the end), at once or, if
+        there is none yet, after so long at most."""
         if self._ready is None:
             self._ready = self._framer.next_message()
         # A readable socket may hold half a message; the other half is on its way.
-        return self._ready is not None or bool(self._poll.poll(0))
+        if self._ready is not None:
+            return True
+        return bool(self._poll.poll(math.ceil(1000 * wait_seconds)))
 
     def receive(self) -> MessageT | None:
         """The next message, waiting for it; None when the daemon has closed or died."""

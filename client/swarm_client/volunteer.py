@@ -26,7 +26,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import HELLO_LIMITS, StageServer, stage_limits
-from swarm_client.holder import Holder
+from swarm_client.holder import Holder, WorkerLimits
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
@@ -503,6 +503,17 @@ class Volunteer:
         self.report(f"the coordinator says goodbye: {message.reason}")
         self.finished = message.finished or self.leaving
         return True
+
+    # ---- limits
+
+    def limit(self, limits: WorkerLimits) -> None:
+        """How much of its device the compute process may use, from now on."""
+        self._holder.limit(limits)
+
+    def offer_memory(self, memory_bytes: int) -> None:
+        """What a stage may take; counts at the next choice of a stage, not for the one held."""
+        device = replace(self.options.device, memory_bytes=memory_bytes)
+        self.options = replace(self.options, device=device)
 
     # ---- leaving
 

@@ -161,15 +161,15 @@ class _Case:
 
     def remember(self, memory: Memory) -> Memory:
         steady, readings = self.now.steady, self.readings
-        at_any = memory.at_any.look(readings.user_idle_seconds, steady)
+        at_display = memory.at_display.look(readings.display_idle_seconds, steady)
         return Memory(
-            at_display=memory.at_display.look(readings.display_idle_seconds, steady),
-            at_any=at_any,
+            at_display=at_display,
+            at_any=memory.at_any.look(readings.user_idle_seconds, steady),
             cpu_busy=self._cpu_busy(memory.cpu_busy),
             too_hot=self._too_hot(memory.too_hot),
             disk_short=self._disk_short(memory.disk_short),
             disk_used_up=self._disk_used_up(memory.disk_used_up),
-            memory_short=self._memory_short(memory.memory_short, at_any),
+            memory_short=self._memory_short(memory.memory_short, at_display),
         )
 
     def _look(self, switch: Switch, reading: float | None, band: Band) -> Switch:
@@ -210,8 +210,8 @@ class _Case:
         band = Band(most, most * (1 - DISK_MARGIN_SHARE))
         return self._look(switch, self.readings.disk_used_bytes, band)
 
-    def _memory_short(self, switch: Switch, at_any: Presence) -> Switch:
-        allowed = self._memory_bytes(at_any)
+    def _memory_short(self, switch: Switch, at_display: Presence) -> Switch:
+        allowed = self._memory_bytes(at_display)
         if allowed is None:
             return OFF
         # Memory that is all allowed cannot be exceeded.
@@ -223,12 +223,12 @@ class _Case:
     def _idle_seconds(self) -> float:
         return self.preferences.idle_minutes * 60
 
-    def _memory_bytes(self, at_any: Presence) -> int | None:
+    def _memory_bytes(self, at_display: Presence) -> int | None:
         """Of this machine's, for all of this program, at this moment."""
         total = self.readings.memory_total_bytes
         if total is None:
             return None
-        busy = at_any.seconds_left(self._idle_seconds(), self.now.steady) > 0
+        busy = at_display.seconds_left(self._idle_seconds(), self.now.steady) > 0
         preferences = self.preferences
         percent = preferences.memory_percent_busy if busy else preferences.memory_percent_idle
         return int(total * percent / 100)
@@ -242,7 +242,7 @@ class _Case:
             cores=preferences.max_cores or None,
             nice=preferences.nice,
             duty_cycle=percent / 100,
-            memory_bytes=self._memory_bytes(memory.at_any),
+            memory_bytes=self._memory_bytes(memory.at_display),
             vram_bytes=int(gpu.vram_gib * GIB) or None if gpu is not None else None,
             upload_bytes_per_second=preferences.upload_bytes_per_second or None,
             download_bytes_per_second=preferences.download_bytes_per_second or None,

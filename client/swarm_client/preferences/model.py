@@ -128,10 +128,17 @@ class Preferences(Section):
     )  # fmt: skip
 
     memory_percent_busy: float = _about(
-        MEMORY, 50.0, "Of this machine's memory, to use at most while somebody uses the machine.",
+        MEMORY, 50.0, "Share of this machine's memory to use at most while somebody sits at its "
+        "display.",
         ge=1, le=100,
     )  # fmt: skip
-    memory_percent_idle: float = _about(MEMORY, 90.0, "The same while nobody does.", ge=1, le=100)
+    memory_percent_idle: float = _about(
+        MEMORY,
+        90.0,
+        "The same while nobody does, and on a machine without a display.",
+        ge=1,
+        le=100,
+    )
     disk_gib: float = _about(
         MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit.", ge=0, le=2**20
     )
