@@ -57,6 +57,13 @@ def swarm_client() -> None:
     show_default=True,
     help="Carry traffic of members that cannot be reached, when this machine can be.",
 )
+@click.option(
+    "--set",
+    "preferences",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A preference for this time only, before the file's; see `swarm-client config`.",
+)
 def join(
     invite: str,
     home: Path | None,
@@ -67,6 +74,7 @@ def join(
     listen: str,
     memory_gib: float | None,
     relay: bool,
+    preferences: tuple[str, ...],
 ) -> None:
     """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
     from swarm_client import faults
@@ -89,6 +97,7 @@ def join(
         listen=listen,
         memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
         may_relay=relay,
+        preferences=preferences,
     )
     trio.run(run, options, say)
 

@@ -19,9 +19,13 @@ import trio
 from swarm_client import shared_memory
 from swarm_client.averager import GroupAverager
 from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
-from swarm_client.device import choose_device
+from swarm_client.device import Device
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.governor.offer import usable_device
 from swarm_client.home import Home
 from swarm_client.port_mapping import PortMapper
+from swarm_client.preferences import PreferenceSource
+from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer, VolunteerOptions
 from swarm_shared.errors import NetworkError
@@ -54,16 +58,21 @@ class JoinOptions:
     listen: str
     memory_bytes: int | None
     may_relay: bool = True
+    preferences: tuple[str, ...] = ()
+    """NAME=VALUE, before what environment and file say."""
 
 
 async def join(options: JoinOptions, report: Report) -> None:
     """Take part in the run that the invite names until it is finished or the user leaves."""
     invite = Invite.decode(options.invite)
+    source = PreferenceSource(preferences_path(options.home), flags=options.preferences)
     home = Home.at(options.home)
     with home.locked():
         write_log(home)
         identity = Identity.load_or_create(home.identity_path)
-        device = await trio.to_thread.run_sync(choose_device, options.device, options.memory_bytes)
+        device = await trio.to_thread.run_sync(
+            usable_device, options.device, options.memory_bytes, source.current.preferences
+        )
         report(f"peer {identity.peer_id}")
         report(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
         shared_memory.unlink_stale(f"swarm-{identity.peer_id[-8:]}-")
@@ -78,10 +87,14 @@ async def join(options: JoinOptions, report: Report) -> None:
             listening_node(identity, options.listen, home) as node,
             trio.open_nursery() as nursery,
         ):
-            averager = GroupAverager(await start_averaging(home, nursery, report))
+            held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
+            averager = GroupAverager(await start_averaging(home, nursery, report, held_back))
             volunteer = Volunteer(
                 identity, invite, home, node, averager, volunteer_options, report, nursery
             )
+            governor = Governor(source, home, governed(volunteer, device, options.threads), report)
+            await governor.look()
+            nursery.start_soon(governor.run)
             nursery.start_soon(_leave_on_signal, volunteer, nursery.cancel_scope, report)
             nursery.start_soon(volunteer.use_directory)
             nursery.start_soon(volunteer.traversal.run)
@@ -143,9 +156,27 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         await watch.run()
 
 
-async def start_averaging(home: Home, nursery: trio.Nursery, report: Report) -> AveragingWorker:
+def governed(volunteer: Volunteer, device: Device, threads: int) -> Subject:
+    """The volunteer as the governor sees it."""
+    averager = volunteer.averager
+    return Subject(
+        volunteer,
+        averager.worker,
+        volunteer.node.bandwidth,
+        lambda: sum(link.sent + link.received for link in averager.links()),
+        device.name,
+        device.memory_bytes,
+        threads,
+        volunteer.invite.run_id,
+    )
+
+
+async def start_averaging(
+    home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
+) -> AveragingWorker:
     """Start hivemind's process and wait a moment for it, so that the first hello can name it."""
     worker = AveragingWorker(AveragingOptions(home=home.path))
+    worker.hold_back(held_back)
     nursery.start_soon(worker.run)
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()

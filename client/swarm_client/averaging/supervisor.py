@@ -186,6 +186,8 @@ class AveragingWorker:
     def hold_back(self, reason: str) -> None:
         """Run no worker and no p2pd, for this reason, until it is called without one. Rounds that
         are under way end first; the next ones run in the daemon."""
+        if reason == self._held_back:
+            return
         self._held_back = reason
         if reason and not self._started:
             self._reason = reason

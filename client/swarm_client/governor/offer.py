@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import psutil
 
 from swarm_client.device import Device, choose_device
@@ -12,19 +10,13 @@ from swarm_client.preferences import Preferences
 from swarm_shared.errors import CapacityError
 
 
-def offered_device(
+def usable_device(
     wanted: str,
     memory_bytes: int | None,
     preferences: Preferences,
-    *,
-    has_display: bool,
     gpus: list[tuple[str, int]] | None = None,
 ) -> Device:
-    """As `choose_device`; `auto` passes over GPUs that are not to be used.
-
-    On a machine with a display the stage must fit what is allowed while somebody sits there, if
-    it is to be computed with then.
-    """
+    """As `choose_device`; `auto` passes over GPUs that are not to be used."""
     device = choose_device(wanted, memory_bytes, gpus)
     index = gpu_index(device.name)
     while wanted == "auto" and index is not None and not preferences.for_gpu(index).use:
@@ -33,14 +25,15 @@ def offered_device(
             device = choose_device(f"cuda:{index}", memory_bytes, gpus)
         except CapacityError:  # that was the last one
             device, index = choose_device("cpu", memory_bytes, gpus), None
-    most = most_memory(device.name, preferences, has_display=has_display)
-    if most is None:
-        return device
-    return replace(device, memory_bytes=min(device.memory_bytes, most))
+    return device
 
 
 def most_memory(device: str, preferences: Preferences, *, has_display: bool) -> int | None:
-    """None: as much as there is."""
+    """What a stage may take; None: as much as there is.
+
+    On a machine with a display the stage must fit what is allowed while somebody sits there, if
+    it is to be computed with then.
+    """
     index = gpu_index(device)
     if index is not None:
         return int(preferences.for_gpu(index).vram_gib * GIB) or None
