@@ -8,9 +8,12 @@ from pathlib import Path
 import click
 
 from swarm_client.preferences.file import set_preference, spell
-from swarm_client.preferences.layers import Layered, load, preferences_path
+from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
 from swarm_shared.errors import UsageError
+
+ALL_GPUS = -1
+"""A number that no GPU has: what is said of all holds for it."""
 
 _home = click.option(
     "--home",
@@ -30,16 +33,13 @@ def config() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
 def get(name: str | None, home: Path | None, as_json: bool) -> None:
     """Show every preference that holds and where it comes from, or the value of NAME alone."""
-    from swarm_client.preferences.layers import check_name
-
     path = preferences_path(home)
     layered = load(path)
     if name is None:
         click.echo(_document(path, layered) if as_json else _table(path, layered))
         return
     check_name(name, "swarm-client config get")
-    values = {one: value for one, value, _ in layered.values()}
-    value = values.get(name, _default_of(name))
+    value = _value_of(layered.preferences, name)
     if as_json:
         origin = layered.origin(name)
         document = {"name": name, "value": value, "layer": origin.layer, "where": origin.where}
@@ -85,14 +85,17 @@ def schema() -> None:
     click.echo(json.dumps(document, indent=2))
 
 
-def _default_of(name: str) -> object:
-    from swarm_client.preferences.model import GpuPreferences
-
-    head, *_, last = name.split(".")
+def _value_of(preferences: Preferences, name: str) -> object:
+    """What holds, also of a GPU or a day that has no words of its own."""
+    head, *rest = name.split(".")
     if head == "gpu":
-        return getattr(GpuPreferences(), last)
-    # A day that was not named has the hours of every day.
-    return getattr(Preferences(), head.removesuffix("_on"))
+        which, key = rest
+        known = preferences.for_gpu(int(which) if which.isdecimal() else ALL_GPUS)
+        return getattr(known, key)
+    if rest:
+        days: dict[str, str] = getattr(preferences, head)
+        return days.get(rest[0], getattr(preferences, head.removesuffix("_on")))
+    return getattr(preferences, head)
 
 
 def _document(path: Path, layered: Layered) -> str:

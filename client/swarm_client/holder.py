@@ -245,6 +245,7 @@ class Holder:
             if untouched:
                 return worker.configured.digest
             return (await worker.adopt_fresh(assignment.version)).digest
+        volunteer.claim_disk(assignment.bytes)
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
             volunteer.membership.run,

@@ -152,6 +152,8 @@ class Volunteer:
         self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
+        self.disk_guard: Callable[[int], None] = lambda size_bytes: None
+        self._own_transport_only = False
         self._nursery = nursery
         self._holder = Holder(self, nursery)
         self._trainer = TrainerRole(self._report_lease, self.current_step, nursery)
@@ -417,7 +419,8 @@ class Volunteer:
             folder = await fetch_data(
                 self.node, self.home, self.invite.run_id, manifest,
                 Source(self.invite.coordinator, self.invite.addresses),
-                self.membership.certificate,
+                self.membership.certificate, self.claim_disk,
+                use_urls=not self._own_transport_only,
             )  # fmt: skip
             self._trainer.begin(manifest, folder, self.downstream(StageIndex(0), self._nursery))
         await self._holder.ready_to_take()
@@ -539,6 +542,15 @@ class Volunteer:
             self.stage_server.hand_back()
 
     # ---- limits
+
+    def claim_disk(self, size_bytes: int) -> None:
+        """StorageError when so much more may not be written; `disk_guard` decides."""
+        self.disk_guard(size_bytes)
+
+    def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:
+        """Whether bytes may pass elsewhere than over this peer's host, and others' over it."""
+        self._own_transport_only = own_transport_only
+        self.traversal.hold_relaying_back(not for_others)
 
     def limit(self, limits: WorkerLimits) -> None:
         """How much of its device the compute process may use, from now on."""

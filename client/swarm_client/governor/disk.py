@@ -12,11 +12,26 @@ from pathlib import Path
 
 from swarm_client.governor.probes.machine import folder_bytes
 from swarm_client.home import Home
+from swarm_client.preferences import Preferences
 from swarm_shared.types import RunId
+
+GIB = 2**30
 
 CACHES = ("data", "state")
 
 log = logging.getLogger(__name__)
+
+
+def missing_bytes(
+    preferences: Preferences, free: int | None, used: int | None, more: int = 0
+) -> float:
+    """How much too little there is for `more` bytes; 0 or less: they may be written."""
+    missing = 0.0
+    if free is not None and preferences.disk_leave_free_gib:
+        missing = preferences.disk_leave_free_gib * GIB - (free - more)
+    if used is not None and preferences.disk_gib:
+        missing = max(missing, used + more - preferences.disk_gib * GIB)
+    return missing
 
 
 def unused_caches(home: Home, current: RunId | None) -> list[Path]:

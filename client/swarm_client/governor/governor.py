@@ -16,9 +16,9 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.control.documents import DeviceView, MachineView, TrafficView
+from swarm_client.control.documents import DeviceView, MachineView, SuspendReason, TrafficView
 from swarm_client.governor.binding import ProcessBinding
-from swarm_client.governor.disk import make_room
+from swarm_client.governor.disk import make_room, missing_bytes
 from swarm_client.governor.ledger import TransferLedger
 from swarm_client.governor.offer import most_memory
 from swarm_client.governor.policy import GIB, Limits, Memory, Moment, Verdict, decide, gpu_index
@@ -27,8 +27,9 @@ from swarm_client.governor.readings import Readings
 from swarm_client.holder import WorkerLimits
 from swarm_client.home import Home
 from swarm_client.preferences import PreferenceSource
+from swarm_client.preferences.file import spell
 from swarm_client.suspension import Suspendable, Suspension
-from swarm_shared.errors import SwarmError
+from swarm_shared.errors import StorageError, SwarmError
 from swarm_shared.network import Bandwidth
 from swarm_shared.types import RunId
 
@@ -40,6 +41,9 @@ ROOM_SECONDS = 30.0
 
 P2PD_HELD_BACK = "the preferences limit the network, and p2pd cannot be held back"
 
+_NETWORK_REASONS = frozenset({SuspendReason.NETWORK_HOURS, SuspendReason.QUOTA_USED})
+"""With these, nothing is carried for others either."""
+
 log = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
@@ -48,7 +52,11 @@ Report = Callable[[str], None]
 class Governed(Suspendable, Protocol):
     """The volunteer."""
 
+    disk_guard: Callable[[int], None]
+
     def limit(self, limits: WorkerLimits) -> None: ...
+
+    def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None: ...
 
     def offer_memory(self, memory_bytes: int) -> None: ...
 
@@ -104,6 +112,7 @@ class Governor:
         self._room_made_at = -ROOM_SECONDS
         self.readings = Readings()
         self.verdict = Verdict((), Limits())
+        subject.volunteer.disk_guard = self.claim_disk
 
     # ---- what others ask
 
@@ -151,6 +160,21 @@ class Governor:
         }
         return view.model_copy(update=known)
 
+    def claim_disk(self, size_bytes: int) -> None:
+        """StorageError when so much more would pass what the preferences allow."""
+        disk, preferences = self._probes.disk, self.source.current.preferences
+        disk.used.forget()
+        free, used = disk.free_bytes(), disk.used()
+        missing = missing_bytes(preferences, free, used, size_bytes)
+        if missing > 0:
+            missing -= make_room(self._home, self._subject.run, missing)
+        if missing > 0:
+            raise StorageError(
+                f"{size_bytes / GIB:.2f} GiB are to be downloaded, {missing / GIB:.2f} GiB more "
+                "than disk_gib and disk_leave_free_gib leave for it; make room, or change one of "
+                "them with `swarm-client config set`"
+            )
+
     def reload(self) -> None:
         """Take the file up now. ConfigurationError and the like when it cannot be."""
         self.source.reload()
@@ -195,7 +219,7 @@ class Governor:
 
     def _report_preferences(self) -> None:
         said = [
-            f"{name} = {value}"
+            f"{name} = {spell(value)}"
             for name, value, origin in self.source.current.values()
             if origin.layer != "default"
         ]
@@ -208,6 +232,10 @@ class Governor:
         limits, subject = verdict.limits, self._subject
         subject.bandwidth.up.limit(limits.upload_bytes_per_second)
         subject.bandwidth.down.limit(limits.download_bytes_per_second)
+        network_is_free = not _NETWORK_REASONS.intersection(verdict.reasons)
+        subject.volunteer.limit_network(
+            own_transport_only=limits.own_transport_only, for_others=network_is_free
+        )
         subject.averaging.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
         subject.volunteer.limit(
@@ -226,7 +254,7 @@ class Governor:
         ordered = volunteer.suspended
         if ordered is not None and ordered is not self._mine:
             return  # somebody else's pause: theirs to end
-        told = tuple(cause.reason for cause in verdict.causes)
+        told = verdict.reasons
         if verdict.reason is not None:
             if ordered is None or ordered.reason is not verdict.reason:
                 volunteer.suspend(verdict.reason, verdict.until)
@@ -243,11 +271,7 @@ class Governor:
     async def _make_room(self) -> None:
         """Before the disk is a reason to pause: what can be fetched again goes."""
         preferences, readings = self.source.current.preferences, self.readings
-        missing = 0.0
-        if readings.disk_free_bytes is not None:
-            missing = preferences.disk_leave_free_gib * GIB - readings.disk_free_bytes
-        if preferences.disk_gib and readings.disk_used_bytes is not None:
-            missing = max(missing, readings.disk_used_bytes - preferences.disk_gib * GIB)
+        missing = missing_bytes(preferences, readings.disk_free_bytes, readings.disk_used_bytes)
         now = trio.current_time()
         if missing <= 0 or now - self._room_made_at < ROOM_SECONDS:
             return

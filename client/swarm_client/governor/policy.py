@@ -97,6 +97,10 @@ class Verdict:
         return self.causes[0].reason if self.causes else None
 
     @property
+    def reasons(self) -> tuple[SuspendReason, ...]:
+        return tuple(cause.reason for cause in self.causes)
+
+    @property
     def sentence(self) -> str:
         if not self.causes:
             return "nothing in the preferences stands against computing"
