@@ -234,7 +234,9 @@ class _Case:
             return None
         busy = at_display.seconds_left(self._idle_seconds(), self.now.steady) > 0
         preferences = self.preferences
-        percent = preferences.memory_percent_busy if busy else preferences.memory_percent_idle
+        percent = preferences.memory_percent_idle
+        if busy:
+            percent = min(percent, preferences.memory_percent_busy)
         return int(total * percent / 100)
 
     # ---- limits

@@ -35,14 +35,22 @@ def _window(text: str) -> str:
     return text
 
 
-def _rate(value: int) -> int:
-    if 0 < value < LEAST_BYTES_PER_SECOND:
-        raise ValueError(f"must be 0 (no limit) or at least {LEAST_BYTES_PER_SECOND}")
-    return value
+def _off_or_from(least: float) -> AfterValidator:
+    """What lies between nothing and the least that makes sense is a slip of the pen."""
+
+    def check(value: float) -> float:
+        if 0 < value < least:
+            raise ValueError(f"must be 0 (no limit) or at least {least:g}")
+        return value
+
+    return AfterValidator(check)
 
 
 WindowText = Annotated[str, Field(max_length=40), AfterValidator(_window)]
-BytesPerSecond = Annotated[int, Field(ge=0, le=2**40), AfterValidator(_rate)]
+BytesPerSecond = Annotated[int, Field(ge=0, le=2**40), _off_or_from(LEAST_BYTES_PER_SECOND)]
+Gib = Annotated[float, Field(ge=0, le=2**20), _off_or_from(0.01)]
+CpuAbove = Annotated[float, Field(ge=0, le=100), _off_or_from(1)]
+Celsius = Annotated[float, Field(ge=0, le=120), _off_or_from(30)]
 AppName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
@@ -60,11 +68,9 @@ class GpuPreferences(Section):
     """Of one GPU, or of all that have no words of their own."""
 
     use: bool = _about(GPU, True, "Whether this GPU may compute at all.")
-    vram_gib: float = _about(
-        GPU, 0.0, "GiB of its memory that may be used at most; 0: no limit.", ge=0, le=4096
-    )
-    temperature_ceiling_celsius: float = _about(
-        GPU, 90.0, "At this temperature it pauses; 0: at none.", ge=0, le=120
+    vram_gib: Gib = _about(GPU, 0.0, "GiB of its memory that may be used at most; 0: no limit.")
+    temperature_ceiling_celsius: Celsius = _about(
+        GPU, 90.0, "At this temperature it pauses; 0: at none."
     )
     temperature_hysteresis_celsius: float = _about(
         GPU, 10.0, "It goes on when it is that much cooler than the ceiling.", ge=1, le=60
@@ -89,10 +95,9 @@ class Preferences(Section):
         WHEN, 3.0, "So long without a key or a mouse movement, and nobody uses it any more.",
         ge=0.05, le=1440,
     )  # fmt: skip
-    suspend_if_cpu_above_percent: float = _about(
-        WHEN, 0.0, "Pause while other programs use more than this share of all cores; 0: never.",
-        ge=0, le=100,
-    )  # fmt: skip
+    suspend_if_cpu_above_percent: CpuAbove = _about(
+        WHEN, 0.0, "Pause while other programs use more than this share of all cores; 0: never."
+    )
     hours: WindowText = _about(
         WHEN, "always", 'Times of the day to compute at: "always", "never", or like '
         '"22:00-06:30", which ends on the next morning.',
@@ -139,22 +144,17 @@ class Preferences(Section):
         ge=1,
         le=100,
     )
-    disk_gib: float = _about(
-        MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit.", ge=0, le=2**20
-    )
-    disk_leave_free_gib: float = _about(
-        MEMORY, 1.0, "GiB that stay free on that disk.", ge=0, le=2**20
-    )
+    disk_gib: Gib = _about(MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit.")
+    disk_leave_free_gib: Gib = _about(MEMORY, 1.0, "GiB that stay free on that disk.")
 
     upload_bytes_per_second: BytesPerSecond = _about(
         NETWORK, 0, f"Bytes a second to send at most, over all connections; 0: no limit, otherwise "
         f"at least {LEAST_BYTES_PER_SECOND}.",
     )  # fmt: skip
     download_bytes_per_second: BytesPerSecond = _about(NETWORK, 0, "The same for what is received.")
-    transfer_gib: float = _about(
-        NETWORK, 0.0, "GiB to send and receive, both together, in `transfer_days`; 0: no limit.",
-        ge=0, le=2**20,
-    )  # fmt: skip
+    transfer_gib: Gib = _about(
+        NETWORK, 0.0, "GiB to send and receive, both together, in `transfer_days`; 0: no limit."
+    )
     transfer_days: int = _about(
         NETWORK, 30, "Days that `transfer_gib` is for, today included.", ge=1, le=366
     )

@@ -68,7 +68,7 @@ def _allowed(field: FieldInfo) -> str:
     }  # fmt: skip
     if bounds:
         return " ".join(
-            form.format(f"{bounds[name]:g}") for name, form in _BOUNDS if name in bounds
+            form.format(spell(float(bounds[name]))) for name, form in _BOUNDS if name in bounds
         )
     return {bool: "true, false", str: "text"}.get(field.annotation or object, "")  # type: ignore[arg-type]
 
