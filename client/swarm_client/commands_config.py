@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from swarm_client.commands.base import home_option as _home
+from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.file import set_preference, spell
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
@@ -14,12 +16,6 @@ from swarm_shared.errors import UsageError
 
 ALL_GPUS = -1
 """A number that no GPU has: what is said of all holds for it."""
-
-_home = click.option(
-    "--home",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of the client whose preferences these are.",
-)
 
 
 @click.group()
@@ -36,7 +32,7 @@ def get(name: str | None, home: Path | None, as_json: bool) -> None:
     path = preferences_path(home)
     layered = load(path)
     if name is None:
-        click.echo(_document(path, layered) if as_json else _table(path, layered))
+        click.echo(_json(path) if as_json else _table(path, layered))
         return
     check_name(name, "swarm-client config get")
     value = _value_of(layered.preferences, name)
@@ -98,13 +94,8 @@ def _value_of(preferences: Preferences, name: str) -> object:
     return getattr(preferences, head)
 
 
-def _document(path: Path, layered: Layered) -> str:
-    preferences = {
-        name: {"value": value, "layer": origin.layer, "where": origin.where}
-        for name, value, origin in layered.values()
-    }
-    document = {"version": VERSION, "file": str(path), "preferences": preferences}
-    return json.dumps(document, indent=2)
+def _json(path: Path) -> str:
+    return json.dumps(PreferenceDesk(path, tuple).show(), indent=2)
 
 
 def _table(path: Path, layered: Layered) -> str:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from swarm_client.control.gauges import folder_bytes
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus, load_nvml
@@ -32,7 +33,6 @@ from swarm_client.governor.probes.machine import (
     DiskProbe,
     Family,
     MemoryProbe,
-    folder_bytes,
 )
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences

@@ -10,7 +10,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from swarm_client.governor.probes.machine import folder_bytes
+from swarm_client.control.gauges import folder_bytes
 from swarm_client.home import Home
 from swarm_client.preferences import Preferences
 from swarm_shared.types import RunId

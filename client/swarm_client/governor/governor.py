@@ -16,7 +16,13 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.control.documents import DeviceView, MachineView, SuspendReason, TrafficView
+from swarm_client.control.documents import (
+    DeviceView,
+    MachineView,
+    Status,
+    SuspendReason,
+    TrafficView,
+)
 from swarm_client.governor.binding import ProcessBinding
 from swarm_client.governor.disk import make_room, missing_bytes
 from swarm_client.governor.ledger import TransferLedger
@@ -107,8 +113,6 @@ class Governor:
         self._mine: Suspension | None = None
         self._told: tuple[object, ...] = ()
         self._counted = self._transferred()
-        self._rates = (0.0, 0.0)
-        self._rated: tuple[float, int, int] | None = None
         self._room_made_at = -ROOM_SECONDS
         self.readings = Readings()
         self.verdict = Verdict((), Limits())
@@ -149,16 +153,21 @@ class Governor:
         return view.model_copy(update=known)
 
     def traffic(self, view: TrafficView) -> TrafficView:
-        bandwidth = self._subject.bandwidth
-        known = {
-            "sent_bytes": bandwidth.up.bytes,
-            "received_bytes": bandwidth.down.bytes,
-            "sent_bytes_per_second": self._rates[0],
-            "received_bytes_per_second": self._rates[1],
-            "quota_bytes": self.verdict.limits.quota_bytes,
-            "quota_used_bytes": self.verdict.quota_used_bytes,
-        }
+        limits, used = self.verdict.limits, self.verdict.quota_used_bytes
+        known = {"quota_bytes": limits.quota_bytes, "quota_used_bytes": used}
         return view.model_copy(update=known)
+
+    def completed(self, status: Status) -> Status:
+        """The status with what the probes know, and with our words for our own pause."""
+        known: dict[str, object] = {
+            "machine": self.machine(),
+            "devices": tuple(self.device(view) for view in status.devices),
+            "traffic": self.traffic(status.traffic),
+        }
+        mine = self._mine is not None and self._subject.volunteer.suspended is self._mine
+        if mine and status.reason is self.verdict.reason:
+            known |= {"sentence": f"paused: {self.verdict.sentence}", "until": self.verdict.until}
+        return status.model_copy(update=known)
 
     def claim_disk(self, size_bytes: int) -> None:
         """StorageError when so much more would pass what the preferences allow."""
@@ -296,10 +305,3 @@ class Governor:
         # p2pd's own count begins anew with each p2pd.
         self._ledger.add(date.fromtimestamp(self._wall()), max(0, total - self._counted))
         self._counted = total
-        now = trio.current_time()
-        up, down = self._subject.bandwidth.up.bytes, self._subject.bandwidth.down.bytes
-        if self._rated is None or now - self._rated[0] >= 1.0:
-            if self._rated is not None:
-                since, old_up, old_down = self._rated
-                self._rates = ((up - old_up) / (now - since), (down - old_down) / (now - since))
-            self._rated = (now, up, down)

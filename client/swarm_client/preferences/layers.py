@@ -17,6 +17,7 @@ import platformdirs
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from swarm_client.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError, StorageError, VersionError
@@ -62,9 +63,10 @@ class Layered:
 
 
 def preferences_path(home: Path | None) -> Path:
-    """In the home that was named, else where the platform keeps settings."""
-    if home is not None:
-        return home.expanduser().absolute() / FILE_NAME
+    """In the home that was named, or where the platform keeps settings for the usual one."""
+    place = Home.where(home).path
+    if place != Home.where(None).path:
+        return place / FILE_NAME
     return platformdirs.user_config_path("swarmtrain", appauthor=False) / FILE_NAME
 
 

@@ -15,7 +15,6 @@ one is a new protocol version.
 from __future__ import annotations
 
 from swarm_shared.messages.common import (
-    SOFTWARE_VERSION,
     Address,
     CarrierAddress,
     Count,
@@ -52,6 +51,7 @@ from swarm_shared.messages.control import (
     Leaving,
     Mask,
     MaskRequest,
+    NewsRow,
     NotFinite,
     Ready,
     Receipts,
@@ -60,6 +60,7 @@ from swarm_shared.messages.control import (
     Roster,
     RosterChange,
     RoundReport,
+    RunNews,
     SaveSnapshot,
     SnapshotFailed,
     SnapshotReady,
@@ -116,6 +117,7 @@ from swarm_shared.messages.transfer import (
     TransferRefused,
     transfer_messages,
 )
+from swarm_shared.version import SOFTWARE_VERSION
 
 __all__ = [
     "CONTROL_PROTOCOL",
@@ -167,6 +169,7 @@ __all__ = [
     "MaskRequest",
     "Microbatches",
     "Neighbour",
+    "NewsRow",
     "NotFinite",
     "PathKind",
     "PeerRecord",
@@ -179,6 +182,7 @@ __all__ = [
     "Roster",
     "RosterChange",
     "RoundReport",
+    "RunNews",
     "SaveSnapshot",
     "Seconds",
     "SnapshotFailed",

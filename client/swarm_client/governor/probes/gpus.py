@@ -6,7 +6,6 @@ and CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` here is looked up
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +16,10 @@ from swarm_client.governor.readings import GpuReading
 def load_nvml() -> Any | None:
     """nvidia-ml-py; None when it is not installed."""
     try:
-        return importlib.import_module("pynvml")
+        import pynvml
     except ImportError:
         return None
+    return pynvml
 
 
 class NvmlGpus:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from swarm_client.control.gauges import folder_bytes
 from swarm_shared.clock import Clock, monotonic
 
 FAMILY_SECONDS = 5.0
@@ -152,19 +152,6 @@ class DiskProbe:
             return psutil.disk_usage(str(self._folder)).free
         except OSError:
             return None
-
-
-def folder_bytes(folder: Path) -> int:
-    """Of all files in it; one that goes meanwhile counts nothing. What is being downloaded has its
-    full length already, as it should have here."""
-    total = 0
-    for where, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(where, name)).st_size  # noqa: PTH118
-            except OSError:
-                continue
-    return total
 
 
 class PowerProbe:
