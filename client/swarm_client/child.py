@@ -41,6 +41,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
 
 RECEIVE_BYTES = 64 * 2**10
+LONGEST_WAIT_SECONDS = 24 * 3600.0
+"""Poll counts milliseconds in 32 bits."""
 CLOSE_GRACE_SECONDS = 3.0
 """A worker in the middle of a computation notices the end of its socket only after it."""
 
@@ -122,7 +124,7 @@ class SyncLink(Generic[MessageT]):
         # A readable socket may hold half a message; the other half is on its way.
         if self._ready is not None:
             return True
-        return bool(self._poll.poll(math.ceil(1000 * wait_seconds)))
+        return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, LONGEST_WAIT_SECONDS))))
 
     def receive(self) -> MessageT | None:
         """The next message, waiting for it; None when the daemon has closed or died."""
