@@ -70,11 +70,21 @@ def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[byte
     assert probe.running([]) == frozenset()
 
 
+def test_a_long_name_is_known_in_full(tmp_path: Path) -> None:
+    program = tmp_path / "a-name-that-is-longer-than-linux-keeps"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        assert AppProbe(Time()).running([program.name, program.name[:15]]) == {program.name}
+        process.kill()
+
+
 def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
     program = tmp_path / "becomes-it"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
     time = Time()
     probe = AppProbe(time)
+    probe.running(["becomes-it"])
+    time.now += 1
     shell = ["/bin/sh", "-c", f'echo ready; read line; exec "{program}" 600']
     with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 
@@ -12,6 +13,9 @@ YOUNG_SECONDS = 5.0
 """A new process becomes another program (exec) soon after its start, if at all."""
 ROUND_SECONDS = 10.0
 """Older ones are looked at again once in so long, a part of them at each look."""
+
+LONGEST_SHORT_NAME = 15
+"""Linux cuts names there; psutil finds out the rest, and takes ten times as long for it."""
 
 
 def plain_name(name: str) -> str:
@@ -43,8 +47,10 @@ class AppProbe:
         for gone in self._names.keys() - pids:
             for table in (self._names, self._first_seen, self._read_at):
                 table.pop(gone, None)
+        # Those that were there before us are what they are, most of them for hours.
+        born = now if self._first_seen else now - YOUNG_SECONDS
         for pid in pids:
-            first = self._first_seen.setdefault(pid, now)
+            first = self._first_seen.setdefault(pid, born)
             young = now - first < YOUNG_SECONDS
             # By their numbers, so that not all of them are read at the same look.
             due = now - self._read_at.get(pid, -1e9) >= ROUND_SECONDS + pid % 7
@@ -53,6 +59,12 @@ class AppProbe:
                 self._names[pid] = self._name(pid)
 
     def _name(self, pid: int) -> str:
+        try:
+            short = Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
+        except (OSError, UnicodeDecodeError):
+            short = ""
+        if 0 < len(short) < LONGEST_SHORT_NAME:
+            return plain_name(short)
         try:
             return plain_name(psutil.Process(pid).name())
         except (psutil.Error, OSError):
