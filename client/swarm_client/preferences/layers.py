@@ -109,7 +109,7 @@ def read_file(path: Path) -> Named:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
         raise StorageError(
