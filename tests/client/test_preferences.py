@@ -10,6 +10,7 @@ import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.file import edited, set_preference, template
 from swarm_client.preferences.layers import PreferenceSource, load, parse_file, preferences_path
 from swarm_client.preferences.model import GpuPreferences, Preferences
@@ -214,6 +215,19 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
         source.reload()
     assert source.current.preferences.cpu_percent == 50
     assert not source.changed()
+
+
+def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path) -> None:
+    desk = PreferenceDesk(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
+    assert desk.set("cpu_percent", "50") == 50
+    shown = desk.show()["preferences"]
+    assert shown["cpu_percent"]["value"] == 50
+    assert shown["max_cores"] == {"value": 2, "layer": "flag", "where": "max_cores=2"}
+    with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
+        desk.set("cpu_procent", "50")
+    desk.set("cpu_percent", "")
+    assert desk.show()["preferences"]["cpu_percent"]["layer"] == "default"
+    json.dumps(desk.show())
 
 
 def test_preferences_lie_in_the_home_that_is_named(tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ class PeerBase:
         self._forget()
 
     def _forget(self) -> None:
+        self.paused = False
         self.holding: Holding | None = None
         self.link: Link | None = None
         self.attached = False
