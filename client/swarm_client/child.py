@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
@@ -40,6 +41,8 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
 
 RECEIVE_BYTES = 64 * 2**10
+LONGEST_WAIT_SECONDS = 24 * 3600.0
+"""Poll counts milliseconds in 32 bits."""
 CLOSE_GRACE_SECONDS = 3.0
 """A worker in the middle of a computation notices the end of its socket only after it."""
 
@@ -113,12 +116,15 @@ class SyncLink(Generic[MessageT]):
         except (BrokenPipeError, ConnectionError) as error:
             raise LinkClosed("the daemon that started this process is gone") from error
 
-    def has_message(self) -> bool:
-        """Whether `receive` would return without waiting (a message, or the end)."""
+    def has_message(self, wait_seconds: float = 0.0) -> bool:
+        """Whether `receive` would return without waiting (a message, or the end), at once or, if
+        there is none yet, after so long at most."""
         if self._ready is None:
             self._ready = self._framer.next_message()
         # A readable socket may hold half a message; the other half is on its way.
-        return self._ready is not None or bool(self._poll.poll(0))
+        if self._ready is not None:
+            return True
+        return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, LONGEST_WAIT_SECONDS))))
 
     def receive(self) -> MessageT | None:
         """The next message, waiting for it; None when the daemon has closed or died."""

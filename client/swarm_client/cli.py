@@ -16,6 +16,7 @@ import platformdirs
 from swarm_client.commands.asking import finish, leave, logs, pause, resume, runs, shutdown, status
 from swarm_client.commands.joining import daemon, join
 from swarm_client.commands.offline import completion, credit, doctor, paths, version
+from swarm_client.commands_config import config
 from swarm_client.expected import expected_error
 from swarm_shared.version import SOFTWARE_VERSION
 
@@ -56,8 +57,8 @@ def swarm_client(context: click.Context) -> None:
 
 
 for _command in (
-    join, status, pause, resume, finish, leave, doctor, credit, logs, runs, paths, daemon, shutdown,
-    completion, version,
+    join, status, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths, daemon,
+    shutdown, completion, version,
 ):  # fmt: skip
     swarm_client.add_command(_command)
 

@@ -30,7 +30,10 @@ from swarm_client.control.reporter import DaemonFacts, Reporter
 from swarm_client.control.service import Preferences, Service
 from swarm_client.control.word import SENTENCES, Stopped, clock_text
 from swarm_client.expected import expected_error
+from swarm_client.governor.governor import Governor
 from swarm_client.home import Home
+from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.preferences.layers import preferences_path
 from swarm_client.stay import stay
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
@@ -100,8 +103,12 @@ class Daemon:
         self.home = home
         self.identity = Identity.load_or_create(home.identity_path)
         self.log_book = LogBook(wall_clock)
-        self.preferences: Preferences | None = None
+        self.preferences: Preferences | None = PreferenceDesk(
+            preferences_path(home.path),
+            lambda: () if self._wanted is None else self._wanted.preferences,
+        )
         self.volunteer: Volunteer | None = None
+        self.governor: Governor | None = None
         self._report = report
         self._foreground = foreground
         self._wall, self._clock = wall_clock, clock
@@ -171,7 +178,7 @@ class Daemon:
                 invite = Invite.decode(join.invite)
                 begun = await stay(
                     join, invite, self.home, self.identity, self._contribution, self.event,
-                    lambda volunteer: self._begun(volunteer, join),
+                    lambda volunteer, governor: self._begun(volunteer, governor, join),
                 )  # fmt: skip
                 finished = begun.finished and not begun.leaving
         except BaseException as error:
@@ -183,6 +190,7 @@ class Daemon:
             if self.volunteer is not None:
                 self.event(str(self._contribution))
             self.volunteer, self._stay, self._handing_over = None, None, False
+            self.governor = None
         if finished and self._wanted is join:
             self._wanted, self._stopped = None, Stopped(SuspendReason.RUN_FINISHED)
             self._set_book(self._book.choosing(None))
@@ -195,8 +203,8 @@ class Daemon:
             self._wanted, self._stopped = None, Stopped(reason, str(error))
             self.failure = error
 
-    def _begun(self, volunteer: Volunteer, join: JoinArguments) -> None:
-        self.volunteer = volunteer
+    def _begun(self, volunteer: Volunteer, governor: Governor, join: JoinArguments) -> None:
+        self.volunteer, self.governor = volunteer, governor
         self.failure = None
         volunteer.on_admitted = lambda manifest: self._admitted(volunteer, manifest, join)
         if self._book.pause is not None:
@@ -279,7 +287,7 @@ class Daemon:
     async def status(self) -> Status:
         machine = await trio.to_thread.run_sync(self._gauges.read)
         pause = self._book.pause
-        return self._reporter.status(
+        status = self._reporter.status(
             self.volunteer,
             DaemonFacts(
                 now=self._wall(), moment=self._clock(), started_at=self._started_at,
@@ -292,6 +300,7 @@ class Daemon:
                 stopped=self._stopped, diary=self._diary, machine=machine,
             ),
         )  # fmt: skip
+        return status if self.governor is None else self.governor.completed(status)
 
     def pause(self, seconds: float | None) -> str:
         now = self._wall()

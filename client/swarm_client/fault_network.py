@@ -59,5 +59,5 @@ def install() -> Outage:
         return await write(self, data)
 
     BufferedTcpStream.read = read_after  # type: ignore[method-assign]
-    BufferedTcpStream.write = write_after
+    BufferedTcpStream.write = write_after  # type: ignore[method-assign]
     return outage

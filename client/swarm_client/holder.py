@@ -7,6 +7,7 @@ until a step is applied with it (`moving_rounds`).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from dataclasses import dataclass, field
@@ -45,6 +46,16 @@ def _strike(phase: Phase, version: int) -> None:
     faults.strike(phase, version + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """How much of its device a worker may use; the threads are at most those it was started
+    with."""
+
+    duty_cycle: float = 1.0
+    threads: int = 1024
+    vram_bytes: int | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Stay:
     """One stage's life here: from its worker's start to its end."""
@@ -59,6 +70,8 @@ class _Stay:
     """When its worker is at the assigned version."""
     nursery: trio.Nursery | None = None
     next_stage: Downstream | None = None
+    worker: StageWorker | None = None
+    """While its process lives."""
 
     async def end(self) -> None:
         self.scope.cancel()
@@ -78,6 +91,7 @@ class Holder:
         self._beside: _Stay | None = None
         self._numbers = itertools.count(1)
         self._deaths = 0
+        self._limits = WorkerLimits()
         self._spare = SpareWorker(
             volunteer.options.threads, volunteer.home.log_folder / "worker.log"
         )
@@ -114,6 +128,20 @@ class Holder:
             _strike(Phase.STAGE_MIGRATION, assignment.version)
         self._held = _Stay(assignment)
         self._nursery.start_soon(self._hold, self._held)
+
+    def limit(self, limits: WorkerLimits) -> None:
+        """From now on, for every worker; one in the middle of something hears of it after that."""
+        if limits != self._limits:
+            self._limits = limits
+            for stay in filter(None, (self._held, self._beside)):
+                if stay.worker is not None:
+                    self._nursery.start_soon(self._limit, stay.worker)
+
+    async def _limit(self, worker: StageWorker) -> None:
+        limits = self._limits
+        # A worker that has died is its stay's business; the next one is limited at its start.
+        with contextlib.suppress(WorkerDied):
+            await worker.limit(limits.duty_cycle, limits.threads, limits.vram_bytes)
 
     async def drop(self) -> None:
         """End what is held and what is prepared, their workers included."""
@@ -177,6 +205,9 @@ class Holder:
             volunteer.home.log_folder / "worker.log",
             process=self._spare.process(),
         ) as worker:
+            stay.worker = worker
+            if self._limits != WorkerLimits():
+                await self._limit(worker)
             untouched = True
             while True:
                 with trio.CancelScope() as stay.serving:
@@ -220,6 +251,7 @@ class Holder:
             if untouched:
                 return worker.configured.digest
             return (await worker.adopt_fresh(assignment.version)).digest
+        volunteer.claim_disk(assignment.bytes)
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
             volunteer.membership.run,

@@ -19,9 +19,13 @@ from swarm_client.averager import GroupAverager
 from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
 from swarm_client.contribution import Contribution
 from swarm_client.control.messages import JoinArguments
-from swarm_client.device import choose_device
+from swarm_client.device import Device
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.governor.offer import usable_device
 from swarm_client.home import Home
 from swarm_client.port_mapping import PortMapper
+from swarm_client.preferences import PreferenceSource
+from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer, VolunteerOptions
 from swarm_shared.errors import NetworkError
@@ -45,13 +49,16 @@ async def stay(
     identity: Identity,
     contribution: Contribution,
     report: Report,
-    begun: Callable[[Volunteer], None],
+    begun: Callable[[Volunteer, Governor], None],
 ) -> Volunteer:
     """Take part until the run is finished or the volunteer has left; who that was.
 
     `begun` is told of the volunteer before it attaches for the first time.
     """
-    device = await trio.to_thread.run_sync(choose_device, join.device, join.memory_bytes)
+    source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
+    device = await trio.to_thread.run_sync(
+        usable_device, join.device, join.memory_bytes, source.current.preferences
+    )
     report(f"peer {identity.peer_id}")
     report(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
     shared_memory.unlink_stale(f"swarm-{identity.peer_id[-8:]}-")
@@ -66,10 +73,14 @@ async def stay(
         listening_node(identity, join.listen, home) as node,
         trio.open_nursery() as nursery,
     ):
-        averager = GroupAverager(await start_averaging(home, nursery, report))
+        held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
+        averager = GroupAverager(await start_averaging(home, nursery, report, held_back))
         volunteer = Volunteer(identity, invite, home, node, averager, options, report, nursery)
         volunteer.contribution = contribution
-        begun(volunteer)
+        governor = Governor(source, home, governed(volunteer, device), report)
+        begun(volunteer, governor)
+        await governor.look()
+        nursery.start_soon(governor.run)
         nursery.start_soon(volunteer.use_directory)
         nursery.start_soon(volunteer.traversal.run)
         nursery.start_soon(averager.run)
@@ -128,9 +139,27 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         await watch.run()
 
 
-async def start_averaging(home: Home, nursery: trio.Nursery, report: Report) -> AveragingWorker:
+def governed(volunteer: Volunteer, device: Device) -> Subject:
+    """The volunteer as the governor sees it."""
+    averager = volunteer.averager
+    return Subject(
+        volunteer,
+        averager.worker,
+        volunteer.node.bandwidth,
+        lambda: sum(link.sent + link.received for link in averager.links()),
+        device.name,
+        device.memory_bytes,
+        volunteer.options.threads,
+        volunteer.invite.run_id,
+    )
+
+
+async def start_averaging(
+    home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
+) -> AveragingWorker:
     """Start hivemind's process and wait a moment for it, so that the first hello can name it."""
     worker = AveragingWorker(AveragingOptions(home=home.path))
+    worker.hold_back(held_back)
     nursery.start_soon(worker.run)
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()

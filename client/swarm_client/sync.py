@@ -121,14 +121,25 @@ def _hash_file(path: Path) -> tuple[str, int]:
 
 
 async def fetch_data(
-    node: Node, home: Home, run: RunId, manifest: Manifest, coordinator: Source, certificate: str
+    node: Node,
+    home: Home,
+    run: RunId,
+    manifest: Manifest,
+    coordinator: Source,
+    certificate: str,
+    claim_disk: Callable[[int], None] = lambda size_bytes: None,
+    *,
+    use_urls: bool = True,
 ) -> Path:
     """Bring the run's token shards into the volunteer's folder, verified; the folder.
 
-    A shard with a URL is fetched from there first, and from the coordinator when that fails.
+    A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
+    that fails. `claim_disk` is told of what will be needed and raises when it may not be.
     """
     folder = home.data_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
+    missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
+    claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
     for shard in manifest.data.shards:
         path = folder / shard.name
         if path.exists():
@@ -138,7 +149,8 @@ async def fetch_data(
             except DataError as error:
                 log.warning("%s; it is fetched again", error)
                 path.unlink()
-        if shard.url is None or not await _fetch_url(path, shard, manifest):
+        by_url = use_urls and shard.url is not None
+        if not by_url or not await _fetch_url(path, shard, manifest):
             size = shard.tokens * manifest.data.token_bytes
             await fetch(
                 node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,

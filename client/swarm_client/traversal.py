@@ -85,6 +85,7 @@ class Traversal:
         self._send = send
         self._report = report
         self._may_relay = may_relay
+        self._relaying_held_back = False
         self._reachability = Reachability.UNKNOWN
         self._changed = trio.Event()
         self._admitted = trio.Event()
@@ -135,6 +136,12 @@ class Traversal:
         self._known_addresses = addresses
         self.wake()
 
+    def hold_relaying_back(self, held_back: bool) -> None:
+        """Carry nothing for others for now, whatever else allows it: their bytes count here."""
+        if held_back != self._relaying_held_back:
+            self._relaying_held_back = held_back
+            self.wake()
+
     async def run(self) -> None:
         while True:
             self._changed = trio.Event()
@@ -158,7 +165,7 @@ class Traversal:
 
     @property
     def _offers_relay(self) -> bool:
-        return self._may_relay and self._is_public
+        return self._may_relay and self._is_public and not self._relaying_held_back
 
     def _use_relays(self) -> None:
         """Slots until it is certain that others can dial in; the coordinator's is the last."""

@@ -27,7 +27,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import HELLO_LIMITS, StageServer, stage_limits
-from swarm_client.holder import Holder
+from swarm_client.holder import Holder, WorkerLimits
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
@@ -160,6 +160,8 @@ class Volunteer:
         self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
+        self.disk_guard: Callable[[int], None] = lambda size_bytes: None
+        self._own_transport_only = False
         self._nursery = nursery
         self._holder = Holder(self, nursery)
         self._trainer = TrainerRole(self._report_lease, self.current_step, nursery)
@@ -449,7 +451,8 @@ class Volunteer:
             folder = await fetch_data(
                 self.node, self.home, self.invite.run_id, manifest,
                 Source(self.invite.coordinator, self.invite.addresses),
-                self.membership.certificate,
+                self.membership.certificate, self.claim_disk,
+                use_urls=not self._own_transport_only,
             )  # fmt: skip
             self._trainer.begin(manifest, folder, self.downstream(StageIndex(0), self._nursery))
         await self._holder.ready_to_take()
@@ -589,6 +592,27 @@ class Volunteer:
         self._stepping_back = True
         self.send(Leaving())
         self._attach_now.set()
+
+    # ---- limits
+
+    def claim_disk(self, size_bytes: int) -> None:
+        """StorageError when so much more may not be written; `disk_guard` decides."""
+        self.disk_guard(size_bytes)
+
+    def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:
+        """Whether bytes may pass elsewhere than over this peer's host, and others' over it."""
+        self._own_transport_only = own_transport_only
+        self.traversal.hold_relaying_back(not for_others)
+
+    def limit(self, limits: WorkerLimits) -> None:
+        """How much of its device the compute process may use, from now on."""
+        self._holder.limit(limits)
+
+    def offer_memory(self, memory_bytes: int) -> None:
+        """What a stage may take; counts at the next choice of a stage, not for the one held."""
+        if memory_bytes != self.options.device.memory_bytes:
+            device = replace(self.options.device, memory_bytes=memory_bytes)
+            self.options = replace(self.options, device=device)
 
     # ---- leaving
 

@@ -152,6 +152,8 @@ class LocalSwarm:
         # Libraries under torch make a thread per core in every process if they are not told.
         count = str(self.threads)
         quiet = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+        # What is measured and tested here goes first like any other program of this machine.
+        quiet["SWARM_NICE"] = "0"
         return {**quiet, **self.environment}
 
 

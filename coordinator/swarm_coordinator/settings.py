@@ -7,11 +7,10 @@ already signed. Does not touch the disk, and does not decide stage boundaries or
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
@@ -19,6 +18,7 @@ from pydantic_core import ErrorDetails
 from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.corpus import PYTHON_STDLIB
 from swarm_coordinator.places import SCHEMES
+from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import LimitsConfig, Manifest, OptimizerConfig, TrainingConfig
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Preset, preset
@@ -208,7 +208,7 @@ def _checked_names(values: Mapping[str, object], where: str) -> dict[str, dict[s
         if section not in _SECTIONS:
             shape = "section" if isinstance(content, Mapping) else "setting outside a section"
             raise ConfigurationError(
-                f"{where}: there is no {shape} {section!r}{_nearest(section, _SECTIONS, '[{}]')}"
+                f"{where}: there is no {shape} {section!r}{nearest(section, _SECTIONS, '[{}]')}"
             )
         if not isinstance(content, Mapping):
             raise ConfigurationError(
@@ -218,7 +218,7 @@ def _checked_names(values: Mapping[str, object], where: str) -> dict[str, dict[s
         for key, value in content.items():
             if key not in known:
                 raise ConfigurationError(
-                    f"{where}: [{section}] has no setting {key!r}{_nearest(key, known)}"
+                    f"{where}: [{section}] has no setting {key!r}{nearest(key, known)}"
                 )
             if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigurationError(
@@ -230,13 +230,6 @@ def _checked_names(values: Mapping[str, object], where: str) -> dict[str, dict[s
             for key, value in content.items()
         }
     return sections
-
-
-def _nearest(name: str, known: Mapping[str, object], form: str = "'{}'") -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if near:
-        return f"; did you mean {form.format(near[0])}?"
-    return f"; it may have {', '.join(known)}"
 
 
 def _preset_name(sections: Mapping[str, Mapping[str, object]], where: str) -> str:
@@ -283,44 +276,15 @@ def _sentences(error: ValidationError, where: str, section: str | None = None) -
     )
 
 
-def _plain(bound: float) -> str:
-    return str(int(bound)) if bound == int(bound) else str(bound)
-
-
-_WHOLE = "must be a whole number"
-_RULES: dict[str, Callable[[dict[str, Any]], str]] = {
-    "int_type": lambda _: _WHOLE,
-    "int_from_float": lambda _: _WHOLE,
-    "int_parsing_size": lambda _: "must be a smaller number",
-    "float_type": lambda _: "must be a number",
-    "bool_type": lambda _: "must be true or false",
-    "string_type": lambda _: "must be text in quotes",
-    "tuple_type": lambda _: "must be a list, like []",
-    "literal_error": lambda context: f"must be {context['expected']}",
-    "greater_than_equal": lambda context: f"must be at least {_plain(context['ge'])}",
-    "greater_than": lambda context: f"must be more than {_plain(context['gt'])}",
-    "less_than_equal": lambda context: f"must be at most {_plain(context['le'])}",
-    "less_than": lambda context: f"must be less than {_plain(context['lt'])}",
-    "string_unicode": lambda _: "must be text in UTF-8",
-    "string_too_short": lambda context: f"must have at least {context['min_length']} character",
-    "string_too_long": lambda context: f"must have at most {context['max_length']} characters",
-    "string_pattern_mismatch": lambda _: "must be an address that begins with http:// or https://",
-}
-
-
 def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
     path = ([section] if section else []) + [str(part) for part in detail["loc"]]
-    context = dict(detail.get("ctx") or {})
     if detail["type"] == "value_error":
         place = f"[{path[0]}] " if path else ""
-        return f"{where}: {place}{context['error']}"
+        return f"{where}: {place}{detail.get('ctx', {}).get('error')}"
     name = f"[{path[0]}] {path[1]}" if len(path) > 1 else path[0]
     if len(path) > 2:
         name = f"each part of {name}"
-    rule = _RULES.get(detail["type"])
-    wanted = rule(context) if rule else f"is not accepted ({detail['msg']}); it is"
-    shown = repr(detail["input"])
-    return f"{where}: {name} {wanted}, not {shown if len(shown) < 60 else shown[:57] + '...'}"
+    return f"{where}: {name} {complaint(detail)}"
 
 
 def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]:

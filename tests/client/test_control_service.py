@@ -26,6 +26,7 @@ from swarm_client.daemon import Daemon, DaemonOptions, run_daemon
 from swarm_client.home import Home
 from swarm_shared import errors
 from swarm_shared.errors import (
+    ConfigurationError,
     DaemonError,
     InviteError,
     StorageError,
@@ -119,7 +120,7 @@ async def test_a_question_of_another_version_is_refused_with_both_named(
         ("status", {"verbose": True}, "verbose"),
         ("log", {"after": -1}, "after"),
         ("choose_run", {"run": "x"}, "no known run"),
-        ("config_show", {}, "no preferences"),
+        ("config_show", {"name": "nice"}, "name"),
     ],
 )
 async def test_what_cannot_be_asked_is_a_usage_error_that_names_it(
@@ -128,6 +129,15 @@ async def test_what_cannot_be_asked_is_a_usage_error_that_names_it(
     async with scene(tmp_path) as s:
         with pytest.raises(UsageError, match=told):
             await s.ask(method, **arguments)
+
+
+async def test_preferences_are_shown_and_changed_over_the_socket(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        assert (await s.ask("config_set", name="cpu_percent", text="50"))["value"] == 50
+        shown = (await s.ask("config_show"))["preferences"]["cpu_percent"]
+        assert (shown["value"], shown["layer"]) == (50, "file")
+        with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
+            await s.ask("config_set", name="cpu_procent", text="50")
 
 
 async def test_a_damaged_invite_is_refused_and_nothing_is_remembered(tmp_path: Path) -> None:

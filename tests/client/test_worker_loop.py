@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 
@@ -185,3 +186,33 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
     assert isinstance(answer, protocol.Failed)
     assert answer.code == "bad_input"
     assert reason in answer.message
+
+
+def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig) -> None:
+    rig.ask(protocol.Limit(request=1, duty_cycle=0.05, threads=1))
+    assert isinstance(rig.link.receive(), protocol.Limited)
+    rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1))
+    begun = time.monotonic()
+    first = rig.link.receive()
+    assert isinstance(first, protocol.ForwardDone)
+    # The rest is some milliseconds long; what is asked meanwhile does not wait for its end.
+    rig.ask(protocol.Accumulated(request=4))
+    answers = {
+        answer.request: answer for answer in (rig.link.receive(), rig.link.receive()) if answer
+    }
+    assert answers.keys() == {3, 4}
+    rested = time.monotonic() - begun
+    assert rested >= first.seconds * 0.9
+
+
+def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
+    rig.ask(protocol.Limit(request=1, duty_cycle=1e-9, threads=1))
+    rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1), rig.forward(4, slot=2))
+    assert [answer.request for answer in (rig.link.receive(), rig.link.receive()) if answer] == [
+        1,
+        2,
+    ]
+    # It would rest for weeks.
+    rig.ask(protocol.Accumulated(request=5), protocol.Limit(request=6, duty_cycle=1, threads=4))
+    answers = [rig.link.receive() for _ in range(4)]
+    assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]

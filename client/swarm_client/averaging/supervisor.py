@@ -120,6 +120,7 @@ class AveragingWorker:
         self._permanent = False
         self._admitted = Admit(p2pd_peer_ids=())
         self._membership: ShowMembership | None = None
+        self._held_back = ""
         self._elsewhere: dict[str, Elsewhere] = {}
         self._entrances: tuple[str, ...] = ()
         self.restarts = 0
@@ -156,7 +157,7 @@ class AveragingWorker:
 
     async def settled(self) -> bool:
         """Wait until it is known whether the worker serves: True, or False for good reason."""
-        while not self.available and not self._permanent and not self.restarts:
+        while not (self.available or self._permanent or self.restarts or self._held_back):
             await self._changed.wait()
         return self.available
 
@@ -181,6 +182,16 @@ class AveragingWorker:
             trusted_relays=tuple(sorted(trusted_relays)),
             announce_addresses=tuple(sorted(announce_addresses)),
         )
+
+    def hold_back(self, reason: str) -> None:
+        """Run no worker and no p2pd, for this reason, until it is called without one. Rounds that
+        are under way end first; the next ones run in the daemon."""
+        if reason == self._held_back:
+            return
+        self._held_back = reason
+        if reason and not self._started:
+            self._reason = reason
+        self._notify()
 
     def use_host(self, open_channel: OpenChannel) -> None:
         """How streams of the daemon's host are opened for the worker."""
@@ -313,6 +324,9 @@ class AveragingWorker:
     async def _keep_alive(self) -> None:
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while True:
+            while self._held_back:
+                self._reason = self._held_back
+                await self._changed.wait()
             begun = trio.current_time()
             self._planned_end = self._died_in_round = False
             await self._run_once()
@@ -409,13 +423,17 @@ class AveragingWorker:
         reason = ""
         while not reason:
             await trio.sleep(RESTART_LOOK_SECONDS)
+            if self._held_back and not self._requests.has_rounds:
+                reason = self._held_back
+                break
             reason = self._restart_policy.look(
                 trio.current_time(),
                 differs=self._options != running,
                 misses_relay=self._misses_relay(running),
                 busy=self._requests.has_rounds,
             )
-        logger.info("%s; the averaging worker is started again", reason)
+        then = "stays away" if self._held_back else "is started again"
+        logger.info("%s; the averaging worker %s", reason, then)
         # From here on rounds begin in the daemon.
         self._started, self._planned_end, self._reason = None, True, reason
         with contextlib.suppress(LinkClosed):

@@ -49,6 +49,13 @@ FRESH_LOG_BYTES = 5 * 2**20
     show_default=True,
     help="Carry traffic of members that cannot be reached, when this machine can be.",
 )
+@click.option(
+    "--set",
+    "preferences",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A preference for this run, before the file's; see `swarm-client config`.",
+)
 @click.option("--detach", is_flag=True, help="Go on behind the terminal, and return.")
 def join(
     invite: str,
@@ -60,6 +67,7 @@ def join(
     listen: str,
     memory_gib: float | None,
     relay: bool,
+    preferences: tuple[str, ...],
     detach: bool,
 ) -> None:
     """Take part in the run that INVITE names; Ctrl-C leaves cleanly.
@@ -70,14 +78,16 @@ def join(
 
     from swarm_client.control.client import is_running
     from swarm_client.control.messages import JoinArguments, first_fault
+    from swarm_client.preferences.layers import load, preferences_path
     from swarm_shared.invite import Invite
 
     Invite.decode(invite)
+    load(preferences_path(home), flags=preferences)
     try:
         arguments = JoinArguments(
             invite=invite, device=device, stage=stage, threads=threads, name=name, listen=listen,
             memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
-            may_relay=relay,
+            may_relay=relay, preferences=preferences,
         )  # fmt: skip
     except ValidationError as error:
         raise UsageError(f"this cannot be asked for: {first_fault(error)}") from error

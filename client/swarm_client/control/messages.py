@@ -78,6 +78,10 @@ class JoinArguments(FrozenModel):
     listen: Annotated[str, Field(max_length=300)] = "/ip4/0.0.0.0/tcp/0"
     memory_bytes: int | None = Field(default=None, gt=0)
     may_relay: bool = True
+    preferences: Annotated[
+        tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=100)
+    ] = ()
+    """NAME=VALUE, before what environment and file say."""
 
 
 class RunArguments(FrozenModel):

@@ -216,6 +216,13 @@ class StageWorker:
         request = protocol.AdoptFresh(request=self._number(), version=version)
         return await self._call(request, protocol.StateLoaded)
 
+    async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
+        """How much of its device it may use from now on."""
+        request = protocol.Limit(
+            request=self._number(), duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes
+        )
+        await self._call(request, protocol.Limited)
+
     # ---- machinery
 
     def _number(self) -> int:

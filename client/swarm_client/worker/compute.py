@@ -102,6 +102,7 @@ class StageRunner:
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
+        self._device = device
         self.sizes = stage_sizes(manifest, stage_index)
         self.stage: Stage = build_stage(manifest, stage_index, device)
         self.layout = FlatLayout.of(self.stage)
@@ -218,6 +219,13 @@ class StageRunner:
         """Empty the accumulator and forget what is in flight."""
         self.accumulator.reset()
         self._flights.clear()
+
+    def limit_memory(self, vram_bytes: int | None) -> None:
+        """Of a GPU, what torch's allocator may take; beyond it requests fail as out of memory."""
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
+            torch.cuda.set_per_process_memory_fraction(share, self._device)
 
     def check_step(self, step: Step) -> None:
         if step != self.version + 1:

@@ -21,12 +21,16 @@ from swarm_client.child import SyncLink
 from swarm_client.faults import Phase
 from swarm_client.worker import protocol
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.worker.duty import DutyCycle
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.pace import FORWARD_SHARE, pace_from_environment
 from swarm_client.worker.steps import StepRunner
 from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.manifest import Manifest
+
+_WORK = (protocol.Uncommit, protocol.PrepareRound, protocol.Norm, protocol.Apply)
+"""What computes, among the control requests."""
 
 WorkerLink = SyncLink[protocol.WorkerRequest]
 RequestT = TypeVar("RequestT", bound=protocol.Numbered)
@@ -93,6 +97,8 @@ class ComputeLoop:
         self._clock = clock
         cut = runner.manifest.stages[runner.stage_index]
         self._pace = pace_from_environment(cut.work_flops, clock)
+        self._duty = DutyCycle(clock)
+        self._threads = torch.get_num_threads()
         self._backwards: deque[protocol.Backward] = deque()
         self._forwards: deque[protocol.Forward | protocol.Evaluate] = deque()
 
@@ -104,13 +110,16 @@ class ComputeLoop:
                     request: protocol.ComputeRequest = self._backwards.popleft()
                 else:
                     request = self._forwards.popleft()
+                begun = self._clock()
                 self._link.send(_answer(request, self._compute))
+                self._duty.computed(self._clock() - begun)
         except LinkClosed:
             return
 
     def _drain(self) -> bool:
         """Take in all messages; wait for one when nothing is queued. False at the end."""
-        while self._link.has_message() or not (self._backwards or self._forwards):
+        # What rests listens: others may wait for this stage to close the step.
+        while self._link.has_message(self._duty.rest_seconds()) or not self._queued():
             message = self._link.receive()
             if message is None:
                 return False
@@ -122,8 +131,14 @@ class ComputeLoop:
                 case protocol.Discard():
                     self._discard(message.request)
                 case _:
+                    begun = self._clock()
                     self._link.send(_answer(message, self._control))
+                    if isinstance(message, _WORK):
+                        self._duty.worked(self._clock() - begun)
         return True
+
+    def _queued(self) -> bool:
+        return bool(self._backwards or self._forwards)
 
     def _discard(self, number: int) -> None:
         self._runner.discard(number)
@@ -170,7 +185,7 @@ class ComputeLoop:
                 nbytes = self._write(result.output, request.slot)
                 self._spoil(Phase.FORWARD, request.slot, nbytes)
                 return protocol.ForwardDone(
-                    request=request.request, nbytes=nbytes, seconds=self._clock() - started
+                    request=request.request, nbytes=nbytes, seconds=self._seconds(started)
                 )
             case BackwardResult():
                 nbytes = 0
@@ -179,13 +194,16 @@ class ComputeLoop:
                     self._spoil(Phase.BACKWARD, request.slot, nbytes)
                 return protocol.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
-                    loss_sum=result.loss_sum, seconds=self._clock() - started,
+                    loss_sum=result.loss_sum, seconds=self._seconds(started),
                 )  # fmt: skip
             case float():
                 return protocol.EvaluateDone(
                     request=request.request, loss_sum=result, tokens=tokens,
-                    seconds=self._clock() - started,
+                    seconds=self._seconds(started),
                 )  # fmt: skip
+
+    def _seconds(self, started: float) -> float:
+        return self._duty.effective_seconds(self._clock() - started)
 
     def _write(self, tensor: Tensor, slot: int) -> int:
         host = self._runner.copier.to_host(tensor)
@@ -236,8 +254,16 @@ class ComputeLoop:
                     request=number, version=self._runner.version, digest=print_.digest,
                     norm=print_.norm,
                 )  # fmt: skip
+            case protocol.Limit():
+                self._limit(request)
+                return protocol.Limited(request=number)
             case _:
                 return self._state(number, request)
+
+    def _limit(self, request: protocol.Limit) -> None:
+        self._duty.change(request.duty_cycle)
+        torch.set_num_threads(min(request.threads, self._threads))
+        self._runner.limit_memory(request.vram_bytes)
 
     def _strike_result(self, phase: Phase, step: int) -> None:
         if faults.active is not None:

@@ -15,7 +15,8 @@ Rules
 4. **Order.** Between two computations the inbox is drained. Control requests are carried out
    there, in the order they came and ahead of queued computations; then one computation: a
    Backward before any Forward or Evaluate (1F1B: it frees memory soonest), else in order of
-   arrival. Who needs a control request after a computation awaits the computation's answer first.
+   arrival. Under a duty cycle a rest goes before that computation, and control requests are carried
+   out in it. Who needs a control request after a computation awaits the computation's answer first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only. Apply,
    LoadState and AdoptFresh forget everything in flight; a Backward for it is Failed
    "unknown_microbatch".
@@ -186,10 +187,23 @@ class AdoptFresh(Numbered):
     version: Version
 
 
+class Limit(Numbered):
+    """How much of the device may be used from now on; may be said at any time."""
+
+    kind: Literal["limit"] = "limit"
+    duty_cycle: float = Field(gt=0, le=1)
+    """Share of the time that is computed in."""
+    threads: int = Field(ge=1, le=1024)
+    """At most those that Configure gave."""
+    vram_bytes: Bytes | None = None
+    """What the allocator may take of a GPU's memory; None: all of it."""
+
+
 ComputeRequest = Forward | Backward | Evaluate
 WorkerRequest = Annotated[
     Configure | Forward | Backward | Evaluate | Discard | Uncommit | ResetAccumulator
-    | Accumulated | PrepareRound | Norm | Apply | SaveState | LoadState | AdoptFresh,
+    | Accumulated | PrepareRound | Norm | Apply | SaveState | LoadState | AdoptFresh
+    | Limit,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -223,7 +237,7 @@ class ForwardDone(Numbered):
     kind: Literal["forward_done"] = "forward_done"
     nbytes: Bytes
     seconds: Finite
-    """Compute alone, without the time in the queue."""
+    """Compute alone, without the time in the queue; with the rest that a duty cycle asks for."""
 
 
 class BackwardDone(Numbered):
@@ -303,6 +317,10 @@ class StateLoaded(Numbered):
     digest: str
 
 
+class Limited(Numbered):
+    kind: Literal["limited"] = "limited"
+
+
 class Failed(Numbered):
     kind: Literal["failed"] = "failed"
     code: FailureCode
@@ -311,7 +329,8 @@ class Failed(Numbered):
 
 WorkerAnswer = Annotated[
     Awake | Configured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted | AccumulatorReset
-    | AccumulatedAre | RoundPrepared | NormDone | Applied | StateSaved | StateLoaded | Failed,
+    | AccumulatedAre | RoundPrepared | NormDone | Applied | StateSaved | StateLoaded | Limited
+    | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@
 Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
 """
 
+from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.inbound import Handler
 from swarm_shared.network.node import Node, open_node
 from swarm_shared.network.relay_server import RelayLimits
@@ -17,6 +18,7 @@ from swarm_shared.network.traffic import LinkTraffic
 from swarm_shared.wire import Frame, FrameLimits
 
 __all__ = [
+    "Bandwidth",
     "Frame",
     "FrameLimits",
     "FramedStream",

@@ -41,6 +41,7 @@ from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
 from swarm_shared.identity import Identity
+from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.tcp import BufferedTcp, BufferedTcpStream
 from swarm_shared.network.yamux import YamuxConnection
 from swarm_shared.rate_limit import RateLimit
@@ -75,8 +76,10 @@ def build_host(
     identity: Identity,
     max_connections: int,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    bandwidth: Bandwidth | None = None,
 ) -> BasicHost:
     """A host with the identity's key that has not been started."""
+    bandwidth = bandwidth or Bandwidth()
     _quieten_libp2p()
     private_key = Ed25519PrivateKey.from_bytes(identity.private_seed)
     key_pair = KeyPair(private_key, private_key.get_public_key())
@@ -95,12 +98,13 @@ def build_host(
         peer_id,
         peerstore,
         upgrader,
-        transports=[BufferedTcp()],
+        transports=[BufferedTcp(bandwidth)],
         retry_config=RetryConfig(max_retries=0),
         connection_config=_connection_config(max_connections),
     )
     swarm.auto_connector = NoAutoConnector(swarm)
     swarm.max_connections_per_address = max_connections_per_address
+    swarm.bandwidth = bandwidth
     host = BasicHost(swarm, disable_identify_address_discovery=True)
     # Identify and ping: nobody asks for them, and their handlers let a remote write into the
     # peer store. Without them the host also does not open identify streams by itself.
@@ -160,6 +164,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self.bandwidth = Bandwidth()
         self._pending: Counter[str] = Counter()
         self._from_address: Counter[str] = Counter()
         self._strangers: dict[str, set[YamuxConnection]] = {}
@@ -191,7 +196,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         self, read_write_closer: ReadWriteCloser, maddr: Multiaddr
     ) -> None:
         if isinstance(read_write_closer, TrioTCPStream):
-            read_write_closer = BufferedTcpStream(read_write_closer.stream)
+            read_write_closer = BufferedTcpStream(read_write_closer.stream, self.bandwidth)
         place = read_write_closer.get_remote_address() or ("", 0)
         address = address_group(place[0])
         if (

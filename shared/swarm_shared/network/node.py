@@ -22,6 +22,7 @@ from multiaddr import Multiaddr
 from swarm_shared.errors import FrameError, NetworkError
 from swarm_shared.identity import Identity, public_key_of
 from swarm_shared.messages import LinkPath
+from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
 from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.errors import dial_errors, summary
@@ -74,7 +75,11 @@ class Node:
     ) -> None:
         self.peer_id = identity.peer_id
         self._identity = identity
-        self._host = build_host(identity, max_connections, max_connections_per_address)
+        self.bandwidth = Bandwidth()
+        """Of all its connections together; limits may be set at any time."""
+        self._host = build_host(
+            identity, max_connections, max_connections_per_address, self.bandwidth
+        )
         swarm = self._host.get_network()
         assert isinstance(swarm, NodeSwarm)
         self._swarm = swarm

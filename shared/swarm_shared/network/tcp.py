@@ -21,6 +21,7 @@ from libp2p.transport.tcp.tcp import TCP
 from multiaddr import Multiaddr
 
 from swarm_shared.errors import NetworkError
+from swarm_shared.network.bandwidth import Bandwidth
 
 # The longest thing read in one piece: a Noise message.
 _MAX_READ_BYTES = 65_535
@@ -53,10 +54,14 @@ tcp_module._set_reuse_flags = _reuse_port
 
 
 class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
-    """Reads exactly as many bytes as asked for, or fewer at the end of the stream."""
+    """Reads exactly as many bytes as asked for, or fewer at the end of the stream.
 
-    def __init__(self, stream: trio.SocketStream) -> None:
+    Both ways within `bandwidth`, which all connections of a node share; by default its own.
+    """
+
+    def __init__(self, stream: trio.SocketStream, bandwidth: Bandwidth | None = None) -> None:
         super().__init__(stream)
+        self._bandwidth = bandwidth or Bandwidth()
         internet = stream.socket.family in (socket.AF_INET, socket.AF_INET6)
         if internet and hasattr(socket, "TCP_USER_TIMEOUT"):
             milliseconds = int(UNACKNOWLEDGED_SECONDS * 1000)
@@ -76,6 +81,14 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
             self._remote = (host, port)
         return self._remote
 
+    async def write(self, data: bytes) -> None:
+        up = self._bandwidth.up
+        size = up.piece(len(data))
+        for start in range(0, len(data), size):
+            piece = data[start : start + size] if size < len(data) else data
+            await up.pass_(len(piece))
+            await super().write(piece)
+
     async def read(self, n: int | None = None) -> bytes:
         if n is None:
             n = min(max(1, self._end - self._start), _MAX_READ_BYTES)
@@ -94,13 +107,17 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
             self._start = self._end = 0
         elif self._start + wanted > len(self._view):
             self._move_to_front(self._view)
+        down = self._bandwidth.down
+        # What is not taken from the socket holds the sender back.
+        room = self._view[self._end : self._end + down.piece(len(self._view) - self._end)]
         try:
-            received: int = await self.stream.socket.recv_into(self._view[self._end :])
+            received: int = await self.stream.socket.recv_into(room)
         except trio.ClosedResourceError:
             return 0
         except OSError as error:
             raise ConnectionClosedError(f"the connection is lost: {error}") from error
         self._end += received
+        await down.pass_(received)
         size = len(self._view)
         if self._end == size and size < _LARGEST_BUFFER_BYTES:
             self._move_to_front(memoryview(bytearray(4 * size)))
@@ -115,13 +132,17 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
 class BufferedTcp(TCP):  # type: ignore[misc]
     """py-libp2p's TCP transport whose connections read through a buffer."""
 
+    def __init__(self, bandwidth: Bandwidth) -> None:
+        super().__init__()
+        self._bandwidth = bandwidth
+
     async def _dial_resolved(
         self, maddr: Multiaddr, source: tuple[str, int] | None = None
     ) -> IRawConnection:
         raw = await super()._dial_resolved(maddr, source)
         assert isinstance(raw, RawConnection)
         assert isinstance(raw.stream, TrioTCPStream)
-        raw.stream = BufferedTcpStream(raw.stream.stream)
+        raw.stream = BufferedTcpStream(raw.stream.stream, self._bandwidth)
         return raw
 
 

@@ -1,0 +1,72 @@
+"""Switches that do not flicker: what turns them on is further away than what turns them off.
+
+Pure and immutable: each look at a reading gives the switch as it is afterwards. Times are of a
+monotonic clock, so a clock that is set back changes nothing here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """On when a reading has been at `on_at` or above for `on_seconds`; off again when it has been
+    at `off_at` or below for `off_seconds`."""
+
+    on_at: float
+    off_at: float
+    on_seconds: float = 0.0
+    off_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        assert self.off_at < self.on_at, "the two lie apart, or it would flicker"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    on: bool = False
+    since: float | None = None
+    """Since when the readings ask for the other state without a break."""
+    unread_since: float | None = None
+
+    def look(self, reading: float | None, band: Band, now: float, patience: float) -> Switch:
+        """A reading that is missing changes nothing, until it has been missing for `patience`
+        seconds: a probe that is gone for good must not hold a machine for ever."""
+        if reading is None:
+            unread_since = self.unread_since if self.unread_since is not None else now
+            if now - unread_since >= patience:
+                return Switch(unread_since=unread_since)
+            return replace(self, unread_since=unread_since)
+        asks = reading <= band.off_at if self.on else reading >= band.on_at
+        if not asks:
+            return Switch(self.on)
+        since = self.since if self.since is not None else now
+        if now - since < (band.off_seconds if self.on else band.on_seconds):
+            return Switch(self.on, since)
+        return Switch(not self.on)
+
+
+OFF = Switch()
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """When somebody was last seen."""
+
+    last_seen: float | None = None
+
+    def look(self, idle_seconds: float | None, now: float) -> Presence:
+        if idle_seconds is None:
+            return self
+        seen = now - idle_seconds
+        return self if self.last_seen is not None and self.last_seen >= seen else Presence(seen)
+
+    def seconds_left(self, idle_seconds: float, now: float) -> float:
+        """How long somebody who does nothing more still counts as there; 0: nobody does."""
+        if self.last_seen is None:
+            return 0.0
+        return max(0.0, self.last_seen + idle_seconds - now)
+
+
+NOBODY = Presence()

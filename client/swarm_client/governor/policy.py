@@ -1,0 +1,399 @@
+"""Whether this machine computes now, why not, and how much it may use: one pure function.
+
+`decide` is given the preferences, the readings, what it remembered the last time, and the time;
+it returns the verdict and what to remember. It never asks anything. Readings that cannot be had
+(None) never stop a machine: a server has no battery, no display and no user.
+
+Order of the reasons: first what a person has just done or decided, then what will pass by itself,
+then what needs mending. All that hold are in the verdict, the first is the one that is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta, tzinfo
+
+from swarm_client.control.documents import SuspendReason
+from swarm_client.governor.hysteresis import NOBODY, OFF, Band, Presence, Switch
+from swarm_client.governor.readings import Readings
+from swarm_client.preferences import GpuPreferences, Preferences
+
+GIB = 2**30
+
+CPU_BUSY_SECONDS = 10.0
+"""Of others' work before it counts: opening a page is no reason to stop. BOINC looks as often."""
+CPU_CALM_SECONDS = 30.0
+CPU_MARGIN = 0.05
+"""Of all cores: others must fall so far below what is allowed before this program goes on."""
+
+PATIENCE_SECONDS = 60.0
+"""A probe that has read nothing for so long is gone, and what it last said with it."""
+
+DISK_MARGIN_SHARE = 0.05
+DISK_MARGIN_BYTES = 64 * 2**20
+MEMORY_MARGIN_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """`wall`: seconds since the epoch, for hours and days; may be set back. `steady`: seconds of
+    a monotonic clock, for all durations."""
+
+    wall: float
+    steady: float
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Of the past, as far as the next decision needs it."""
+
+    at_display: Presence = NOBODY
+    at_any: Presence = NOBODY
+    cpu_busy: Switch = OFF
+    too_hot: Switch = OFF
+    disk_short: Switch = OFF
+    disk_used_up: Switch = OFF
+    memory_short: Switch = OFF
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much may be used. None: as much as there is."""
+
+    cores: int | None = None
+    nice: int = 0
+    duty_cycle: float = 1.0
+    """Share of the time that the device computes."""
+    memory_bytes: int | None = None
+    """Of this machine's, for all of this program."""
+    vram_bytes: int | None = None
+    upload_bytes_per_second: int | None = None
+    download_bytes_per_second: int | None = None
+    quota_bytes: int | None = None
+    disk_bytes: int | None = None
+    own_transport_only: bool = False
+    """Nothing may pass by a way on which it is neither counted nor held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    reason: SuspendReason
+    sentence: str
+    until: float | None = None
+    """Seconds since the epoch; None: nobody knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Computes if and only if there is no cause against it."""
+
+    causes: tuple[Cause, ...]
+    limits: Limits
+    quota_used_bytes: int = 0
+
+    @property
+    def reason(self) -> SuspendReason | None:
+        return self.causes[0].reason if self.causes else None
+
+    @property
+    def reasons(self) -> tuple[SuspendReason, ...]:
+        return tuple(cause.reason for cause in self.causes)
+
+    @property
+    def sentence(self) -> str:
+        if not self.causes:
+            return "nothing in the preferences stands against computing"
+        return "; also, ".join(cause.sentence for cause in self.causes)
+
+    @property
+    def until(self) -> float | None:
+        """When the last of the causes passes, if all of that is known."""
+        known = [cause.until for cause in self.causes if cause.until is not None]
+        return max(known) if known and len(known) == len(self.causes) else None
+
+
+def decide(
+    preferences: Preferences,
+    readings: Readings,
+    memory: Memory,
+    now: Moment,
+    device: str = "cpu",
+    zone: tzinfo | None = None,
+) -> tuple[Verdict, Memory]:
+    """For one device, "cpu" or like "cuda:0". `zone`: this machine's, if not given."""
+    case = _Case(preferences, readings, now, gpu_index(device), zone)
+    remembered = case.remember(memory)
+    limits = case.limits(remembered)
+    used = transferred_bytes(readings, preferences.transfer_days, case.today)
+    return Verdict(tuple(case.causes(remembered)), limits, used), remembered
+
+
+def gpu_index(device: str) -> int | None:
+    return int(device.partition(":")[2] or 0) if device.startswith("cuda") else None
+
+
+def transferred_bytes(readings: Readings, days: int, today: date) -> int:
+    """Days to come count too: a clock that was set back frees nothing."""
+    first = today.toordinal() - days + 1
+    return sum(n for day, n in readings.transferred_bytes_by_day.items() if day >= first)
+
+
+class _Case:
+    """One decision's givens."""
+
+    def __init__(
+        self,
+        preferences: Preferences,
+        readings: Readings,
+        now: Moment,
+        gpu: int | None,
+        zone: tzinfo | None,
+    ) -> None:
+        self.preferences = preferences
+        self.readings = readings
+        self.now = now
+        self.gpu_index = gpu
+        self.zone = zone
+        self.today = datetime.fromtimestamp(now.wall, zone).date()
+
+    @property
+    def gpu(self) -> GpuPreferences | None:
+        return None if self.gpu_index is None else self.preferences.for_gpu(self.gpu_index)
+
+    # ---- what is remembered
+
+    def remember(self, memory: Memory) -> Memory:
+        steady, readings = self.now.steady, self.readings
+        at_display = memory.at_display.look(readings.display_idle_seconds, steady)
+        return Memory(
+            at_display=at_display,
+            at_any=memory.at_any.look(readings.user_idle_seconds, steady),
+            cpu_busy=self._cpu_busy(memory.cpu_busy),
+            too_hot=self._too_hot(memory.too_hot),
+            disk_short=self._disk_short(memory.disk_short),
+            disk_used_up=self._disk_used_up(memory.disk_used_up),
+            memory_short=self._memory_short(memory.memory_short, at_display),
+        )
+
+    def _look(self, switch: Switch, reading: float | None, band: Band) -> Switch:
+        return switch.look(reading, band, self.now.steady, PATIENCE_SECONDS)
+
+    def _cpu_busy(self, switch: Switch) -> Switch:
+        percent = self.preferences.suspend_if_cpu_above_percent
+        if percent <= 0:
+            return OFF
+        allowed = percent / 100
+        off_at = max(allowed / 2, allowed - CPU_MARGIN)
+        band = Band(allowed, off_at, CPU_BUSY_SECONDS, CPU_CALM_SECONDS)
+        return self._look(switch, self.readings.others_cpu_share, band)
+
+    def _too_hot(self, switch: Switch) -> Switch:
+        gpu = self.gpu
+        if gpu is None or self.gpu_index is None or gpu.temperature_ceiling_celsius <= 0:
+            return OFF
+        ceiling = gpu.temperature_ceiling_celsius
+        band = Band(ceiling, ceiling - gpu.temperature_hysteresis_celsius)
+        reading = self.readings.gpu(self.gpu_index)
+        return self._look(switch, reading.temperature_celsius if reading else None, band)
+
+    def _disk_short(self, switch: Switch) -> Switch:
+        leave = self.preferences.disk_leave_free_gib * GIB
+        if leave <= 0:
+            return OFF
+        margin = max(DISK_MARGIN_BYTES, DISK_MARGIN_SHARE * leave)
+        # What is missing of the space that is to stay free.
+        free = self.readings.disk_free_bytes
+        missing = None if free is None else leave - free
+        return self._look(switch, missing, Band(1.0, -margin))
+
+    def _disk_used_up(self, switch: Switch) -> Switch:
+        most = self.preferences.disk_gib * GIB
+        if most <= 0:
+            return OFF
+        band = Band(most, most * (1 - DISK_MARGIN_SHARE))
+        return self._look(switch, self.readings.disk_used_bytes, band)
+
+    def _memory_short(self, switch: Switch, at_display: Presence) -> Switch:
+        allowed = self._memory_bytes(at_display)
+        if allowed is None:
+            return OFF
+        # Memory that is all allowed cannot be exceeded.
+        band = Band(allowed + 1.0, allowed * (1 - MEMORY_MARGIN_SHARE))
+        return self._look(switch, self.readings.own_memory_bytes, band)
+
+    # ---- who is there
+
+    def _idle_seconds(self) -> float:
+        return self.preferences.idle_minutes * 60
+
+    def _memory_bytes(self, at_display: Presence) -> int | None:
+        """Of this machine's, for all of this program, at this moment."""
+        total = self.readings.memory_total_bytes
+        if total is None:
+            return None
+        busy = at_display.seconds_left(self._idle_seconds(), self.now.steady) > 0
+        preferences = self.preferences
+        percent = preferences.memory_percent_idle
+        if busy:
+            percent = min(percent, preferences.memory_percent_busy)
+        return int(total * percent / 100)
+
+    # ---- limits
+
+    def limits(self, memory: Memory) -> Limits:
+        preferences, gpu = self.preferences, self.gpu
+        percent = preferences.cpu_percent if gpu is None else gpu.duty_cycle_percent
+        return Limits(
+            cores=preferences.max_cores or None,
+            nice=preferences.nice,
+            duty_cycle=percent / 100,
+            memory_bytes=self._memory_bytes(memory.at_display),
+            vram_bytes=int(gpu.vram_gib * GIB) or None if gpu is not None else None,
+            upload_bytes_per_second=preferences.upload_bytes_per_second or None,
+            download_bytes_per_second=preferences.download_bytes_per_second or None,
+            quota_bytes=int(preferences.transfer_gib * GIB) or None,
+            disk_bytes=int(preferences.disk_gib * GIB) or None,
+            own_transport_only=preferences.limits_transport,
+        )
+
+    # ---- causes
+
+    def causes(self, memory: Memory) -> Iterator[Cause]:
+        yield from self._exclusive()
+        yield from self._user_active(memory)
+        yield from self._batteries()
+        yield from self._hours()
+        yield from self._not_used()
+        yield from self._quota()
+        yield from self._too_hot_cause(memory)
+        yield from self._short(memory)
+        if memory.cpu_busy.on:
+            yield Cause(SuspendReason.CPU_BUSY, self._cpu_sentence())
+
+    def _exclusive(self) -> Iterator[Cause]:
+        wanted = list(self.preferences.exclusive_apps)
+        if self.gpu is not None:
+            wanted += self.preferences.exclusive_gpu_apps
+        running = [app for app in wanted if app in self.readings.running_apps]
+        if running:
+            yield Cause(
+                SuspendReason.EXCLUSIVE_APP,
+                f"{running[0]} runs, beside which nothing is to be computed",
+            )
+
+    def _user_active(self, memory: Memory) -> Iterator[Cause]:
+        preferences = self.preferences
+        if self.gpu is None:
+            allowed, presence, who = preferences.run_if_user_active, memory.at_any, "this machine"
+        else:
+            allowed, presence = preferences.run_gpu_if_user_active, memory.at_display
+            who = "this machine's display"
+        left = presence.seconds_left(self._idle_seconds(), self.now.steady)
+        if not allowed and left > 0:
+            yield Cause(
+                SuspendReason.USER_ACTIVE,
+                f"somebody uses {who}; goes on when nobody has for {preferences.idle_minutes:g} "
+                "minutes",
+                self.now.wall + left,
+            )
+
+    def _batteries(self) -> Iterator[Cause]:
+        if self.readings.on_batteries and not self.preferences.run_on_batteries:
+            yield Cause(
+                SuspendReason.ON_BATTERIES,
+                "this machine runs on batteries; goes on when it is plugged in",
+            )
+
+    def _hours(self) -> Iterator[Cause]:
+        for hours, reason, what in (
+            (self.preferences.running_hours, SuspendReason.TIME_OF_DAY, "computing"),
+            (self.preferences.networking_hours, SuspendReason.NETWORK_HOURS, "the network"),
+        ):
+            if hours.contain(self.now.wall, self.zone):
+                continue
+            opens = hours.next_opening(self.now.wall, self.zone)
+            when = "they never come" if opens is None else f"they begin {self._clock(opens)}"
+            yield Cause(reason, f"it is outside the hours for {what}; {when}", opens)
+
+    def _clock(self, moment: float) -> str:
+        local = datetime.fromtimestamp(moment, self.zone)
+        if local.date() == self.today:
+            return f"at {local:%H:%M}"
+        return f"on {local:%A} at {local:%H:%M}"
+
+    def _not_used(self) -> Iterator[Cause]:
+        if self.gpu is not None and not self.gpu.use:
+            # No reason of its own: as an owner's word it is nearest to a pause.
+            yield Cause(
+                SuspendReason.PAUSED_BY_USER,
+                f"GPU {self.gpu_index} is not to be used; `swarm-client config set "
+                f"gpu.{self.gpu_index}.use true` changes that",
+            )
+
+    def _quota(self) -> Iterator[Cause]:
+        preferences = self.preferences
+        quota = int(preferences.transfer_gib * GIB)
+        days = preferences.transfer_days
+        used = transferred_bytes(self.readings, days, self.today)
+        if not quota or used < quota:
+            return
+        until = None
+        for ahead in range(1, days + 1):
+            day = self.today + timedelta(days=ahead)
+            if transferred_bytes(self.readings, days, day) < quota:
+                until = datetime.combine(day, time(), self.zone).timestamp()
+                break
+        when = "" if until is None else f"; goes on {self._clock(until)}"
+        yield Cause(
+            SuspendReason.QUOTA_USED,
+            f"{used / GIB:.2f} GiB have been transferred in {days} days, of "
+            f"{preferences.transfer_gib:g} allowed{when}",
+            until,
+        )
+
+    def _too_hot_cause(self, memory: Memory) -> Iterator[Cause]:
+        gpu, index = self.gpu, self.gpu_index
+        if not memory.too_hot.on or gpu is None or index is None:
+            return
+        reading = self.readings.gpu(index)
+        seen = reading.temperature_celsius if reading is not None else None
+        now = "" if seen is None else f" ({seen:.0f} °C now)"
+        cool = gpu.temperature_ceiling_celsius - gpu.temperature_hysteresis_celsius
+        advice = ""
+        if reading is not None and reading.power_limit_watts:
+            watts = 0.8 * reading.power_limit_watts
+            advice = f"; `sudo nvidia-smi -i {index} -pl {watts:.0f}` would keep it cooler"
+        yield Cause(
+            SuspendReason.TOO_HOT,
+            f"GPU {index} has reached {gpu.temperature_ceiling_celsius:g} °C{now}; goes on at "
+            f"{cool:g} °C{advice}",
+        )
+
+    def _short(self, memory: Memory) -> Iterator[Cause]:
+        preferences = self.preferences
+        if memory.disk_short.on:
+            yield Cause(
+                SuspendReason.DISK_FULL,
+                f"less than {preferences.disk_leave_free_gib:g} GiB of disk are free; make room, "
+                "or lower disk_leave_free_gib",
+            )
+        if memory.disk_used_up.on:
+            yield Cause(
+                SuspendReason.DISK_FULL,
+                f"the {preferences.disk_gib:g} GiB of disk allowed are used; raise disk_gib",
+            )
+        if memory.memory_short.on:
+            yield Cause(
+                SuspendReason.MEMORY_SHORT,
+                "more memory is used than the preferences allow at the moment; raise "
+                "memory_percent_busy or memory_percent_idle, or start again for a smaller stage",
+            )
+
+    def _cpu_sentence(self) -> str:
+        share = self.readings.others_cpu_share
+        seen = "" if share is None else f" ({100 * share:.0f} % now)"
+        return (
+            f"other programs use more than {self.preferences.suspend_if_cpu_above_percent:g} % "
+            f"of the processor{seen}"
+        )

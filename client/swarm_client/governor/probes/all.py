@@ -1,0 +1,97 @@
+"""All probes of this machine, read together: one value for the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from swarm_client.governor.probes import GpuProbe, IdleProbe
+from swarm_client.governor.probes.apps import AppProbe
+from swarm_client.governor.probes.gpus import NvmlGpus
+from swarm_client.governor.probes.idle import TerminalIdle, display_idle
+from swarm_client.governor.probes.machine import (
+    CpuProbe,
+    DiskProbe,
+    Family,
+    MemoryProbe,
+    PowerProbe,
+)
+from swarm_client.governor.readings import Readings
+from swarm_client.preferences import Preferences
+from swarm_shared.clock import Clock, monotonic
+
+CPU_SECONDS = 1.0
+"""The share over less says little."""
+UNHURRIED_SECONDS = 10.0
+"""Between two looks for somebody at the display, where nothing stops at once because of them: on
+some systems asking means starting a program."""
+
+
+class MachineProbes:
+    """Not for two threads at once."""
+
+    def __init__(
+        self,
+        home: Path,
+        display: IdleProbe | None = None,
+        terminals: IdleProbe | None = None,
+        gpus: GpuProbe | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.family = Family(clock=clock)
+        self._clock = clock
+        self._cpu = CpuProbe(self.family, clock)
+        self._memory = MemoryProbe(self.family, clock)
+        self.disk = DiskProbe(home, clock)
+        self._power = PowerProbe(clock)
+        self._apps = AppProbe(clock)
+        self._gpus = gpus or NvmlGpus()
+        self._display = display or display_idle()
+        self._terminals = terminals or TerminalIdle()
+        self._last = Readings()
+        self._cpu_at = self._display_at = -1e9
+
+    def read(
+        self,
+        preferences: Preferences,
+        device: str,
+        transferred_bytes_by_day: Mapping[int, int],
+    ) -> Readings:
+        """All of it as it is now; what changes slowly, or matters to nobody, may be older."""
+        now = self._clock()
+        memory = self._memory.read()
+        on_gpu = device.startswith("cuda")
+        apps = preferences.exclusive_apps
+        self._last = replace(
+            self._last,
+            on_batteries=self._power.on_batteries(),
+            terminal_idle_seconds=self._terminals.idle_seconds(),
+            memory_total_bytes=memory.total_bytes,
+            memory_available_bytes=memory.available_bytes,
+            own_memory_bytes=memory.own_bytes,
+            disk_free_bytes=self.disk.free_bytes(),
+            disk_used_bytes=self.disk.used(),
+            running_apps=self._apps.running(
+                (*apps, *preferences.exclusive_gpu_apps) if on_gpu else apps
+            ),
+            gpus=self._gpus.read(),
+            transferred_bytes_by_day=transferred_bytes_by_day,
+        )
+        self._read_display(preferences, on_gpu, now)
+        if now - self._cpu_at >= CPU_SECONDS:
+            self._cpu_at = now
+            share, own = self._cpu.shares()
+            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+        return self._last
+
+    def _read_display(self, preferences: Preferences, on_gpu: bool, now: float) -> None:
+        hurried = not (
+            preferences.run_gpu_if_user_active if on_gpu else preferences.run_if_user_active
+        )
+        if not hurried and now - self._display_at < UNHURRIED_SECONDS:
+            # As the policy remembers it: when somebody was seen, not how long ago.
+            self._last = replace(self._last, display_idle_seconds=None)
+            return
+        self._display_at = now
+        self._last = replace(self._last, display_idle_seconds=self._display.idle_seconds())

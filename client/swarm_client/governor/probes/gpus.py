@@ -1,0 +1,102 @@
+"""NVIDIA GPUs, by NVML: the one door to nvidia-ml-py. Nothing without a driver.
+
+NVML numbers GPUs by their place on the bus. CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID,
+and CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` here is looked up through both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swarm_client.governor.readings import GpuReading
+
+
+def load_nvml() -> Any | None:
+    """nvidia-ml-py; None when it is not installed."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    return pynvml
+
+
+class NvmlGpus:
+    """Starts NVML at the first reading; without a driver that is the only attempt."""
+
+    def __init__(
+        self, nvml: Any | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._nvml = nvml if nvml is not None else load_nvml()
+        self._visible = (os.environ if environment is None else environment).get(
+            "CUDA_VISIBLE_DEVICES"
+        )
+        self._handles: list[Any] | None = None
+
+    def read(self) -> tuple[GpuReading, ...]:
+        """In CUDA's order, as far as that is known."""
+        if self._nvml is None:
+            return ()
+        if self._handles is None:
+            self._handles = self._start()
+        return tuple(self._read(index, handle) for index, handle in enumerate(self._handles))
+
+    def _start(self) -> list[Any]:
+        assert self._nvml is not None
+        try:
+            self._nvml.nvmlInit()
+            count = self._nvml.nvmlDeviceGetCount()
+            handles = [self._nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
+        except self._nvml.NVMLError:
+            return []
+        if self._visible is None:
+            return handles
+        shown: list[Any] = []
+        for word in filter(None, (word.strip() for word in self._visible.split(","))):
+            found = self._named(word, handles)
+            if found is None:
+                break  # CUDA, too, shows nothing from the first one on that is not there
+            shown.append(found)
+        return shown
+
+    def _named(self, word: str, handles: list[Any]) -> Any | None:
+        if word.isdecimal():
+            return handles[int(word)] if int(word) < len(handles) else None
+        assert self._nvml is not None
+        for handle in handles:
+            uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
+            if uuid is not None and _text(uuid).startswith(word):
+                return handle
+        return None
+
+    def _read(self, index: int, handle: Any) -> GpuReading:
+        nvml = self._nvml
+        assert nvml is not None
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        temperature = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
+        milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
+        limit = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        return GpuReading(
+            index=index,
+            name=_text(self._ask(nvml.nvmlDeviceGetName, handle) or ""),
+            temperature_celsius=None if temperature is None else float(temperature),
+            utilization=None if rates is None else rates.gpu / 100,
+            memory_total_bytes=None if memory is None else int(memory.total),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            power_watts=None if milliwatts is None else milliwatts / 1000,
+            power_limit_watts=None if limit is None else limit / 1000,
+        )
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
+        """None for what this GPU does not tell."""
+        assert self._nvml is not None
+        try:
+            return question(*arguments)
+        except self._nvml.NVMLError:
+            return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

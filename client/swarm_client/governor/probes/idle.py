@@ -1,0 +1,148 @@
+"""Since when nobody has touched this machine: X11, logind, macOS for its display; terminals.
+
+Wayland lets no program ask; there the desktop tells logind when its session becomes idle and when
+it is no longer, which is all that is known: a session that is not idle counts as just touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from swarm_client.governor.probes import IdleProbe
+from swarm_client.governor.probes.x11 import X11Idle
+from swarm_shared.clock import Clock, monotonic
+
+COMMAND_SECONDS = 1.0
+"""A command that has not answered by then is given up for that look."""
+SESSIONS_SECONDS = 10.0
+"""Between two looks for sessions at the display."""
+
+Run = Callable[[Sequence[str]], str | None]
+
+
+def run_command(words: Sequence[str]) -> str | None:
+    """What it prints; None when it fails."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, timeout=COMMAND_SECONDS, check=True, text=True
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout
+
+
+class TerminalIdle:
+    """The last key in any terminal, from the times at which their devices were read.
+
+    The kernel writes these with a grain of eight seconds, so that nobody can time a password.
+    """
+
+    def __init__(self, folders: Sequence[Path] | None = None, wall: Clock = time.time) -> None:
+        self._folders = folders if folders is not None else (Path("/dev/pts"),)
+        self._wall = wall
+
+    def idle_seconds(self) -> float | None:
+        newest: float | None = None
+        for folder in self._folders:
+            try:
+                entries = list(os.scandir(folder))
+            except OSError:
+                continue
+            for entry in entries:
+                if not entry.name.isdecimal():
+                    continue
+                try:
+                    read_at = entry.stat().st_atime
+                except OSError:
+                    continue
+                newest = read_at if newest is None else max(newest, read_at)
+        return None if newest is None else max(0.0, self._wall() - newest)
+
+
+class LogindIdle:
+    """systemd's login manager, of local graphical sessions."""
+
+    def __init__(
+        self, run: Run = run_command, clock: Clock = monotonic, wall: Clock = time.time
+    ) -> None:
+        self._run = run
+        self._clock = clock
+        self._wall = wall
+        self._sessions: list[str] = []
+        self._looked_at = -SESSIONS_SECONDS
+
+    def idle_seconds(self) -> float | None:
+        if self._clock() - self._looked_at >= SESSIONS_SECONDS:
+            self._looked_at = self._clock()
+            listed = self._run(["loginctl", "list-sessions", "--no-legend"]) or ""
+            self._sessions = [line.split()[0] for line in listed.splitlines() if line.split()]
+        if not self._sessions:
+            return None
+        properties = ("Type", "Remote", "Class", "IdleHint", "IdleSinceHint")
+        words = ["loginctl", "show-session", *self._sessions]
+        shown = self._run([*words, *(f"--property={name}" for name in properties)])
+        found = [self._of_session(block) for block in (shown or "").split("\n\n")]
+        return min((seconds for seconds in found if seconds is not None), default=None)
+
+    def _of_session(self, block: str) -> float | None:
+        said = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        graphical = said.get("Type") in ("x11", "wayland", "mir")
+        if not graphical or said.get("Remote") == "yes" or said.get("Class") != "user":
+            return None
+        if said.get("IdleHint") != "yes":
+            return 0.0
+        since = said.get("IdleSinceHint", "")
+        return max(0.0, self._wall() - int(since) / 1e6) if since.isdecimal() else None
+
+
+class MacIdle:
+    """macOS counts nanoseconds since the last event of any keyboard, mouse or trackpad."""
+
+    def __init__(self, run: Run = run_command) -> None:
+        self._run = run
+
+    def idle_seconds(self) -> float | None:
+        shown = self._run(["ioreg", "-c", "IOHIDSystem", "-d", "4"]) or ""
+        times = re.findall(r'"HIDIdleTime"\s*=\s*(\d+)', shown)
+        return min((int(text) / 1e9 for text in times), default=None)
+
+
+class FirstThatKnows:
+    """Of several probes for the same thing; one that knew nothing is asked again later."""
+
+    def __init__(self, probes: Sequence[IdleProbe], clock: Clock = monotonic) -> None:
+        self._probes = list(probes)
+        self._clock = clock
+        self._rest_until = [0.0] * len(self._probes)
+
+    def idle_seconds(self) -> float | None:
+        now = self._clock()
+        for index, probe in enumerate(self._probes):
+            if self._rest_until[index] > now:
+                continue
+            seconds = probe.idle_seconds()
+            if seconds is not None:
+                return seconds
+            self._rest_until[index] = now + SESSIONS_SECONDS
+        return None
+
+
+def display_idle(environment: Mapping[str, str] | None = None) -> IdleProbe:
+    """What this system has for its display; a probe that knows nothing where it has none."""
+    environment = os.environ if environment is None else environment
+    probes: list[IdleProbe] = []
+    if sys.platform == "darwin":
+        probes.append(MacIdle())
+    elif "WAYLAND_DISPLAY" not in environment:
+        # Under Wayland, X11 hears only of what goes to its own windows.
+        probes.append(X11Idle(environment))
+    if sys.platform.startswith("linux") and shutil.which("loginctl"):
+        probes.append(LogindIdle())
+    return FirstThatKnows(probes)

@@ -1,0 +1,173 @@
+"""Processor, memory, disk and power, by psutil, with what this program itself uses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from swarm_client.control.gauges import folder_bytes
+from swarm_shared.clock import Clock, monotonic
+
+FAMILY_SECONDS = 5.0
+"""Between two looks for new child processes: that reads every process of the machine."""
+DISK_SECONDS = 10.0
+"""Between two walks through the home; free space is asked for every time."""
+POWER_SECONDS = 2.0
+MEMORY_SECONDS = 5.0
+"""Between two readings of each own process's memory, which the kernel has to add up."""
+
+
+class Family:
+    """This process and all that it has started."""
+
+    def __init__(self, pid: int | None = None, clock: Clock = monotonic) -> None:
+        self._self = psutil.Process(pid)
+        self._clock = clock
+        self._looked_at = -FAMILY_SECONDS
+        self._members: list[psutil.Process] = [self._self]
+
+    def members(self) -> list[psutil.Process]:
+        if self._clock() - self._looked_at >= FAMILY_SECONDS:
+            self.look()
+        return self._members
+
+    def look(self) -> None:
+        """Now, because something was started."""
+        self._looked_at = self._clock()
+        known = {member.pid: member for member in self._members}
+        try:
+            found = self._self.children(recursive=True)
+        except psutil.Error:
+            found = []
+        # The old objects, which remember what they have read.
+        self._members = [self._self, *(_same(known.get(one.pid), one) for one in found)]
+
+
+def _same(old: psutil.Process | None, new: psutil.Process) -> psutil.Process:
+    return old if old is not None and old == new else new
+
+
+class CpuProbe:
+    """Shares of all cores since the last call; None at the first."""
+
+    def __init__(self, family: Family, clock: Clock = monotonic) -> None:
+        self._family = family
+        self._clock = clock
+        self._cores = psutil.cpu_count() or 1
+        self._all: tuple[float, float] | None = None
+        self._own: dict[psutil.Process, float] = {}
+        self._at = 0.0
+
+    def shares(self) -> tuple[float | None, float | None]:
+        """Of all programs, and of this one with its children."""
+        now = self._clock()
+        times = psutil.cpu_times()
+        # guest times are part of user's; waiting for a disk is idle.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        busy = total - times.idle - getattr(times, "iowait", 0.0)
+        own = self._own_seconds()
+        before, self._all = self._all, (busy, total)
+        spent = sum(max(0.0, value - self._own.get(process, value)) for process, value in own)
+        elapsed, self._at = now - self._at, now
+        self._own = dict(own)
+        if before is None or total <= before[1] or elapsed <= 0:
+            return None, None
+        share = (busy - before[0]) / (total - before[1])
+        return min(1.0, max(0.0, share)), min(1.0, spent / (elapsed * self._cores))
+
+    def _own_seconds(self) -> list[tuple[psutil.Process, float]]:
+        found: list[tuple[psutil.Process, float]] = []
+        for process in self._family.members():
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            found.append((process, times.user + times.system))
+        return found
+
+
+class Slowly:
+    """Asks again only every so often, and remembers the answer."""
+
+    def __init__(self, ask: Callable[[], int | None], seconds: float, clock: Clock) -> None:
+        self._ask = ask
+        self._seconds = seconds
+        self._clock = clock
+        self._asked_at = -seconds
+        self._answer: int | None = None
+
+    def __call__(self) -> int | None:
+        if self._clock() - self._asked_at >= self._seconds:
+            self._asked_at = self._clock()
+            self._answer = self._ask()
+        return self._answer
+
+    def forget(self) -> None:
+        self._asked_at = self._clock() - self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    total_bytes: int | None = None
+    available_bytes: int | None = None
+    own_bytes: int | None = None
+
+
+class MemoryProbe:
+    def __init__(self, family: Family, clock: Clock = monotonic) -> None:
+        self._family = family
+        self._own = Slowly(self._own_bytes, MEMORY_SECONDS, clock)
+
+    def read(self) -> MemoryReading:
+        try:
+            memory = psutil.virtual_memory()
+        except (OSError, psutil.Error):
+            return MemoryReading()
+        return MemoryReading(memory.total, memory.available, self._own())
+
+    def _own_bytes(self) -> int:
+        """Resident; what processes share (tensors that pass between them) counts once."""
+        total, shared = 0, 0
+        for process in self._family.members():
+            try:
+                memory = process.memory_info()
+            except psutil.Error:
+                continue
+            common = getattr(memory, "shared", 0)
+            total += memory.rss - common
+            shared = max(shared, common)
+        return total + shared
+
+
+class DiskProbe:
+    def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
+        self._folder = folder
+        self.used = Slowly(lambda: folder_bytes(folder), DISK_SECONDS, clock)
+
+    def free_bytes(self) -> int | None:
+        try:
+            return psutil.disk_usage(str(self._folder)).free
+        except OSError:
+            return None
+
+
+class PowerProbe:
+    def __init__(self, clock: Clock = monotonic) -> None:
+        self._plugged = Slowly(self._ask, POWER_SECONDS, clock)
+
+    def on_batteries(self) -> bool | None:
+        """None without a battery, or when nothing says whether it is in use."""
+        answer = self._plugged()
+        return None if answer is None else answer == 0
+
+    def _ask(self) -> int | None:
+        try:
+            battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        except (OSError, RuntimeError, psutil.Error):
+            return None
+        if battery is None or battery.power_plugged is None:
+            return None
+        return int(battery.power_plugged)

@@ -1,0 +1,289 @@
+"""Where each preference comes from: flag, then environment, then file, then default.
+
+Inside, a preference has one name with dots (`gpu.0.vram_gib`), whichever layer says it. Every
+mistake names the layer it was made in. A file of a newer version is refused and left as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_origin
+
+import platformdirs
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from swarm_client.home import Home
+from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
+from swarm_shared.complaints import complaint, nearest
+from swarm_shared.errors import ConfigurationError, StorageError, VersionError
+
+FILE_NAME = "preferences.toml"
+ENVIRONMENT_PREFIX = "SWARM_"
+MAX_FILE_BYTES = 2**20
+"""A file of all preferences has some 6 KB."""
+
+Named = dict[str, object]
+"""Values by their dotted names."""
+
+_TABLES = ("hours_on", "network_hours_on", "gpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    layer: str
+    """`flag`, `environment`, `file` or `default`."""
+    where: str
+    """How a person finds it: the flag's words, the variable, the path."""
+
+
+DEFAULT = Origin("default", "the default")
+
+
+@dataclass(frozen=True, slots=True)
+class Layered:
+    """The preferences that hold, and where those come from that were said at all."""
+
+    preferences: Preferences
+    origins: Mapping[str, Origin]
+
+    def origin(self, name: str) -> Origin:
+        return self.origins.get(name, DEFAULT)
+
+    def values(self) -> Iterator[tuple[str, object, Origin]]:
+        """All of them by name; of tables only what was said."""
+        for name, value in flatten(self.preferences.model_dump(exclude_unset=False)).items():
+            said = name in self.origins
+            if said or name.partition(".")[0] not in _TABLES:
+                yield name, value, self.origin(name)
+
+
+def preferences_path(home: Path | None) -> Path:
+    """In the home that was named, or where the platform keeps settings for the usual one."""
+    place = Home.where(home).path
+    if place != Home.where(None).path:
+        return place / FILE_NAME
+    return platformdirs.user_config_path("swarmtrain", appauthor=False) / FILE_NAME
+
+
+def load(
+    path: Path,
+    environment: Mapping[str, str] | None = None,
+    flags: Sequence[str] = (),
+) -> Layered:
+    """All layers together. `flags` are NAME=VALUE.
+
+    ConfigurationError for an unknown name or an impossible value, VersionError for a newer file,
+    StorageError for one that cannot be read. A file that is not there says nothing.
+    """
+    values: Named = {}
+    origins: dict[str, Origin] = {}
+    for layer, where, said in (
+        ("file", str(path), read_file(path)),
+        *(("environment", name, one) for name, one in _from_environment(environment)),
+        *(("flag", text, _from_flag(text)) for text in flags),
+    ):
+        values.update(said)
+        origins.update(dict.fromkeys(said, Origin(layer, where)))
+    return Layered(build(values, origins), origins)
+
+
+def build(values: Named, origins: Mapping[str, Origin]) -> Preferences:
+    try:
+        return Preferences.model_validate(unflatten(values))
+    except ValidationError as error:
+        # One sentence for each value: a value of two faults needs one of them mended first.
+        found = {_name_of(one): one for one in reversed(error.errors(include_url=False))}
+        sentences = [_sentence(name, one, origins) for name, one in reversed(found.items())]
+        raise ConfigurationError("; ".join(sentences)) from None
+
+
+# ---------------------------------------------------------------------------------- the file
+
+
+def read_file(path: Path) -> Named:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise StorageError(
+            f"the preferences in {path} cannot be read: {error.strerror}; mend that or move it away"
+        ) from error
+    return parse_file(content, str(path))
+
+
+def parse_file(content: bytes, where: str) -> Named:
+    """What the file says, its names known and its version not too new; values are not checked."""
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigurationError(
+            f"{where}: is longer than {MAX_FILE_BYTES} bytes, which no preferences are"
+        )
+    try:
+        document = tomllib.loads(content.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{where}: is not text in UTF-8") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"{where}: is not TOML: {error}") from error
+    version = document.pop("version", VERSION)
+    if type(version) is not int or version < 1:
+        raise ConfigurationError(f"{where}: version must be {VERSION}, not {version!r}")
+    if version > VERSION:
+        raise VersionError(
+            f"{where}: was written by a newer swarm-client (version = {version}; this one knows "
+            f"{VERSION}); update this one, or move the file away. It was not changed"
+        )
+    named = flatten(document)
+    for name in named:
+        check_name(name, where)
+    return named
+
+
+def _from_environment(environment: Mapping[str, str] | None) -> Iterator[tuple[str, Named]]:
+    """SWARM_CPU_PERCENT and SWARM_GPU_0_VRAM_GIB; other variables of that prefix are others'."""
+    for variable, text in sorted((os.environ if environment is None else environment).items()):
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
+            continue
+        name = _name_of_variable(variable.removeprefix(ENVIRONMENT_PREFIX).lower())
+        if name is not None:
+            yield variable, {name: parse_value(name, text)}
+
+
+def _name_of_variable(words: str) -> str | None:
+    fields = Preferences.model_fields
+    if words in fields and words not in _TABLES:
+        return words
+    table = next((table for table in _TABLES if words.startswith(f"{table}_")), None)
+    if table is None:
+        return None
+    rest = words.removeprefix(f"{table}_")
+    if table == "gpu":
+        which, _, key = rest.partition("_")
+        return f"gpu.{which}.{key}" if key in GpuPreferences.model_fields else None
+    return f"{table}.{rest}"
+
+
+def _from_flag(text: str) -> Named:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigurationError(
+            f"{text!r} is not a preference; write NAME=VALUE, for example cpu_percent=50"
+        )
+    check_name(name.strip(), text)
+    return {name.strip(): parse_value(name.strip(), value)}
+
+
+def parse_value(name: str, text: str) -> object:
+    """As TOML; where that is none, a list of words or the text itself. Its type is not checked."""
+    try:
+        value: object = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    field = Preferences.model_fields.get(name)
+    if field is not None and get_origin(field.annotation) is tuple and isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return tuple(value) if isinstance(value, list) else value
+
+
+# ------------------------------------------------------------------------------------- names
+
+
+def check_name(name: str, where: str) -> None:
+    """ConfigurationError with the nearest known name when it is none."""
+    head, *rest = name.split(".")
+    fields = Preferences.model_fields
+    if head not in fields:
+        raise ConfigurationError(f"{where}: there is no preference {name!r}{nearest(head, fields)}")
+    if head not in _TABLES:
+        if rest:
+            raise ConfigurationError(f"{where}: {head} is one value and has no {rest[0]!r}")
+        return
+    depth = 2 if head == "gpu" else 1
+    if len(rest) != depth:
+        form = "gpu.0.vram_gib" if head == "gpu" else f"{head}.saturday"
+        raise ConfigurationError(f"{where}: {head} is a table; name one of its values, like {form}")
+    if head == "gpu" and rest[1] not in GpuPreferences.model_fields:
+        raise ConfigurationError(
+            f"{where}: [gpu.{rest[0]}] has no preference {rest[1]!r}"
+            f"{nearest(rest[1], GpuPreferences.model_fields)}"
+        )
+
+
+def known_names() -> list[str]:
+    """Every name, with examples in place of those that are made up."""
+    plain = [name for name in Preferences.model_fields if name not in _TABLES]
+    gpu = [f"gpu.all.{name}" for name in GpuPreferences.model_fields]
+    return [*plain, "hours_on.saturday", "network_hours_on.saturday", *gpu]
+
+
+def flatten(document: Mapping[str, Any]) -> Named:
+    named: Named = {}
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            named |= {f"{name}.{key}": one for key, one in flatten(value).items()}
+        else:
+            named[name] = tuple(value) if isinstance(value, list) else value
+    return named
+
+
+def unflatten(values: Mapping[str, object]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for name, value in values.items():
+        *path, last = name.split(".")
+        table = document
+        for part in path:
+            table = table.setdefault(part, {})
+        table[last] = value
+    return document
+
+
+def _name_of(detail: ErrorDetails) -> str:
+    """A part of a list belongs to the list."""
+    return ".".join(part for part in detail["loc"] if isinstance(part, str))
+
+
+def _sentence(name: str, detail: ErrorDetails, origins: Mapping[str, Origin]) -> str:
+    origin = origins.get(name)
+    if origin is None:
+        # A table as a whole: the first of its values leads to the layer.
+        inside = (one for key, one in origins.items() if key.startswith(f"{name}."))
+        origin = next(inside, DEFAULT)
+    listed = any(isinstance(part, int) for part in detail["loc"])
+    shown = f"each part of {name}" if listed else name
+    return f"{origin.where}: {shown} {complaint(detail)}"
+
+
+class PreferenceSource:
+    """The layers of one running program; looks at the file again when asked."""
+
+    def __init__(
+        self, path: Path, environment: Mapping[str, str] | None = None, flags: Sequence[str] = ()
+    ) -> None:
+        self.path = path
+        self._environment = environment
+        self._flags = tuple(flags)
+        self._seen = _stamp(path)
+        self.current = load(path, environment, self._flags)
+
+    def changed(self) -> bool:
+        """Whether the file is another one than at the last load, or attempt at it."""
+        return _stamp(self.path) != self._seen
+
+    def reload(self) -> Layered:
+        """Load again. When that fails, what held so far still holds."""
+        self._seen = _stamp(self.path)
+        self.current = load(self.path, self._environment, self._flags)
+        return self.current
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino

@@ -1,0 +1,95 @@
+"""A volunteer whose machine is wanted by its owner, in a real run with real processes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from swarm_coordinator.processes import Child, wait_until
+
+pytestmark = [pytest.mark.runs, pytest.mark.timeout(420)]
+
+STEPS = 14
+GAME = "swarmgame"
+
+
+def lines(volunteer: Child) -> str:
+    return "\n".join(volunteer.last_lines(400))
+
+
+def counted_at(volunteer: Child) -> dict[int, int]:
+    """By step, the microbatches that it has counted."""
+    found = re.findall(r"step (\d+) applied: stage \d+, (\d+) microbatches", lines(volunteer))
+    return {int(step): int(count) for step, count in found}
+
+
+def start_game(folder: Path) -> subprocess.Popen[bytes]:
+    """A program of that name, like one that a person starts."""
+    program = folder / GAME
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    return subprocess.Popen([program, "600"])
+
+
+def test_a_game_pauses_a_volunteer_and_the_run_goes_on_to_the_losses_of_one_process(
+    make_run, tmp_path: Path, record_property
+) -> None:
+    run = make_run(1, steps=STEPS)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    home = swarm.home("volunteer-2")
+    home.mkdir(parents=True)
+    (home / "preferences.toml").write_text(
+        f'exclusive_apps = ["{GAME}"]\nupload_bytes_per_second = {3 * 2**20}\n'
+    )
+    governed = swarm.start_volunteer(invite)
+
+    def wait_for(text: str, times: int = 1) -> None:
+        wait_until(lambda: lines(governed).count(text) >= times, swarm.children, 120, text)
+
+    run.wait_for_version(2)
+    game = start_game(tmp_path)
+    try:
+        begun = time.monotonic()
+        wait_for(f"paused (exclusive_app): {GAME} runs")
+        record_property("seconds until the reason was shown", time.monotonic() - begun)
+        paused_at = run.version()
+        run.wait_for_version(paused_at + 4)
+    finally:
+        game.kill()
+        game.wait()
+    wait_for("going on")
+    resumed_at = run.version()
+    run.wait_for_version(STEPS)
+
+    assert swarm.wait_for_goodbye() == []
+    counted = counted_at(governed)
+    # Steps that began and ended in the pause: closed with the others, nothing computed for them.
+    assert [counted[step] for step in range(paused_at + 2, paused_at + 4)] == [0, 0]
+    assert sum(n for step, n in counted.items() if step > resumed_at + 1) > 0
+    assert "all-reduce goes over libp2p: the preferences limit the network" in lines(governed)
+    transfer = json.loads((home / "transfer.json").read_text())
+    assert sum(transfer["days"].values()) > STEPS * 10**6
+    run.assert_equals_reference()
+
+
+def test_preferences_that_cannot_be_stop_a_start_before_anything_is_joined(
+    make_run, tmp_path: Path
+) -> None:
+    run = make_run(1, steps=2, limits__starting_peers_per_stage=1)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    home = swarm.home("volunteer-1")
+    home.mkdir(parents=True)
+    (home / "preferences.toml").write_text("cpu_procent = 50\n")
+    volunteer = swarm.start_volunteer(invite)
+    swarm.excuse(volunteer)
+    assert volunteer.wait(60) == 3
+    assert "did you mean 'cpu_percent'?" in lines(volunteer)
+    assert "peer " not in lines(volunteer)
