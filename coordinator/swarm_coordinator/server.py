@@ -49,6 +49,7 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.generations import generation_floor
+from swarm_coordinator.http.companion import Companion
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.reports import Reports
@@ -116,6 +117,8 @@ class Service:
     verified: CheckpointRecord | None = None
     """The newest checkpoint, where it has been read and hashed already."""
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
+    companion: Companion | None = None
+    """Keeps the process of the pages."""
 
 
 async def serve(service: Service) -> None:
@@ -272,6 +275,8 @@ class Coordinator:
             nursery.start_soon(self._write_links)
             nursery.start_soon(self._desk.serve_commands, self._note)
             nursery.start_soon(self._desk.renew_certificates)
+            if self._service.companion is not None:
+                nursery.start_soon(self._service.companion.run)
             await self._consume()
             nursery.cancel_scope.cancel()
 
@@ -471,6 +476,7 @@ class Coordinator:
             admission=self._desk.document(),
             sessions=len(self._sessions),
             sessions_ended=dict(control.ended),
+            http={} if self._service.companion is None else self._service.companion.told(),
         )
 
     async def _write_status(self, control: Control) -> None:
