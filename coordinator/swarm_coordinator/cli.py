@@ -74,8 +74,9 @@ def cli() -> None:
 
 for _command in (
     init_command, start_command, invite_command, status_command, dashboard_command,
-    history_command, verify_command, backup_command, restore_command, token_command, allow_command, ban_command,
-    unban_command, export_command, reference_command, simulate_command, refresh_command,
+    history_command, verify_command, backup_command, restore_command, token_command,
+    allow_command, ban_command, unban_command, export_command, reference_command,
+    simulate_command, refresh_command,
 ):  # fmt: skip
     cli.add_command(_command)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import click
-
 from pathlib import Path
+
+import click
 
 from swarm_coordinator.commands_run import RUN_DIR, quoted
 from swarm_coordinator.http.listener import parse_address

@@ -101,8 +101,8 @@ _SETTINGS: dict[str, str] = {
     "volunteers keep the stage that they joined with.",
     "rebalancing.period_seconds": "A stage takes part in at most one move in so long.",
     "rebalancing.minimum_replicas": "A stage is never left with fewer volunteers than so many.",
-    "http.listen": 'HOST:PORT. "127.0.0.1:0" is for this machine only, at a free port that is kept; '
-    '"0.0.0.0:8080" for everybody (no peer\'s address is shown to them); "" for none.',
+    "http.listen": 'HOST:PORT. "127.0.0.1:0" is for this machine only, at a free port that is '
+    'kept; "0.0.0.0:8080" for everybody (no peer\'s address is shown to them); "" for none.',
 }
 
 

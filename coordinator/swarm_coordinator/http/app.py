@@ -136,9 +136,7 @@ def _add_public(app: FastAPI, site: Site) -> None:
     async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Who takes part now, without addresses."""
         found = _now(site).peers
-        return answer(
-            Peers(total=len(found), offset=offset, peers=found[offset : offset + limit])
-        )
+        return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
 
     @app.get("/api/v1/events/stream", response_class=EventStream)
     async def stream() -> Response:
@@ -161,7 +159,9 @@ def _add_history(app: FastAPI, site: Site) -> None:
         begin = min(read.step_count, max(0, after - first + 1))
         end = min(read.step_count, begin + limit)
         rows = tuple(read.steps.row(index) for index in range(begin, end))
-        return answer(Steps(steps=rows, next_after=rows[-1].step if end < read.step_count else None))
+        return answer(
+            Steps(steps=rows, next_after=rows[-1].step if end < read.step_count else None)
+        )
 
     @app.get("/api/v1/curve", response_model=Curve)
     async def curve() -> Response:
@@ -179,9 +179,7 @@ def _add_history(app: FastAPI, site: Site) -> None:
     async def events(after: After = 0, limit: Limit = 100) -> Response:
         """What happened, of the newest few hundred: those after `after`, the newest `limit`."""
         found = [event for event in _now(site).events if event.id > after][-limit:]
-        return answer(
-            Events(events=tuple(found), next_after=found[-1].id if found else after)
-        )
+        return answer(Events(events=tuple(found), next_after=found[-1].id if found else after))
 
 
 def _add_organisers(app: FastAPI, site: Site) -> None:
@@ -208,9 +206,15 @@ def _add_organisers(app: FastAPI, site: Site) -> None:
     )  # fmt: skip
     async def full_peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Who takes part now, with everything that is known of them."""
-        found = _now(site).full_peers
+        snapshot = _now(site)
+        found = snapshot.full_peers
         return answer(
-            FullPeers(total=len(found), offset=offset, peers=found[offset : offset + limit])
+            FullPeers(
+                coordinator=snapshot.status["coordinator"],
+                total=len(found),
+                offset=offset,
+                peers=found[offset : offset + limit],
+            )
         )
 
     @app.get(

@@ -164,4 +164,3 @@ class Companion:
                 for pipe in (process.stdin, process.stderr):
                     if pipe is not None:
                         await pipe.aclose()
-

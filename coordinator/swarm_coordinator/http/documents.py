@@ -186,6 +186,7 @@ class FullPeer(Document):
 
 
 class FullPeers(Document):
+    coordinator: str = Field(description="Its own peer ID, which paths may name.")
     total: int
     offset: int
     peers: tuple[FullPeer, ...]

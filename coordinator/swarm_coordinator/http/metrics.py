@@ -211,9 +211,7 @@ def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
         "swarm_peers_reachability": _labelled(reachability),
         "swarm_marked_peers": _one(sum("marked" in peer for peer in peers)),
         "swarm_bans": _one(len(book.bans)),
-        "swarm_valid_tokens": _one(
-            sum(token.state == "valid" for token in snapshot.tokens.tokens)
-        ),
+        "swarm_valid_tokens": _one(sum(token.state == "valid" for token in snapshot.tokens.tokens)),
     }
 
 

@@ -17,6 +17,7 @@ from swarm_coordinator.http.curve import CurveKeeper
 from swarm_coordinator.http.documents import Contribution, Curve, StepRow
 from swarm_coordinator.places import Place, is_there, reading
 from swarm_coordinator.sql import Connection
+from swarm_coordinator.status import printable
 from swarm_shared.credit import RecentCredit, credit_of
 
 ROWS_AT_ONCE = 5_000
@@ -79,7 +80,7 @@ class _Tally:
     microbatches: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
     """By stage."""
-    recent: RecentCredit = RecentCredit()
+    recent: RecentCredit = field(default_factory=RecentCredit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +171,11 @@ class Reader:
             return False
         written: dict[int, float] = {}
         for row, *values in rows:
-            self._enter_step(StepRow.model_construct(None, **dict(zip(_COLUMNS, values))))
-            written[row] = values[-1]
+            step, loss, tokens, seconds, at = values
+            self._enter_step(
+                StepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
+            )
+            written[row] = at
         shares = connection.execute(
             "SELECT s.applied_step, p.peer, s.stage, s.microbatches, s.tokens "
             "FROM shares s JOIN peers p ON p.id = s.peer "
@@ -241,7 +245,7 @@ class Reader:
             "SELECT peer, name, last_seen FROM peers WHERE last_seen >= ? ORDER BY last_seen",
             (self._names_until,),
         ):
-            self._names[peer] = name
+            self._names[peer] = None if name is None else printable(name)
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:
@@ -252,9 +256,6 @@ class Reader:
         ).fetchall()
         self._noted += [Noted(*row) for row in reversed(rows)]
         del self._noted[:-EVENTS_KEPT]
-
-
-_COLUMNS = ("step", "loss", "tokens", "seconds", "written_at")
 
 
 def _one(connection: Connection, sql: str) -> int:

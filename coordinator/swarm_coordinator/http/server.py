@@ -18,6 +18,7 @@ import ipaddress
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import formatdate
 from http import HTTPStatus
@@ -268,10 +269,8 @@ class _Exchange:
             raise Gone("it went away before its answer was complete")
 
     async def _watch(self, scope: trio.CancelScope) -> None:
-        try:
+        with suppress(h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
             await self._connection.watch()
-        except (h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
         scope.cancel()
 
     async def _receive(self) -> Message:

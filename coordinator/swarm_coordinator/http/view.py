@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.administration import admission_document, token_document
+from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.http.documents import (
     Admission,
     EventRow,
@@ -122,9 +122,7 @@ def health_of(status: Mapping[str, Any], manifest: Manifest, now: float) -> Heal
         return say(Word.FINISHED, f"all {status['steps']} steps are made")
     age_seconds = now - status["time"]
     if age_seconds > STALE_SECONDS:
-        return say(
-            Word.DEGRADED, f"the coordinator has said nothing for {age_seconds:.0f} seconds"
-        )
+        return say(Word.DEGRADED, f"the coordinator has said nothing for {age_seconds:.0f} seconds")
     if status["phase"] == WAITING:
         return say(Word.WAITING, printable(status["waiting_for"]) or "training has not begun")
     if alone:
@@ -205,8 +203,7 @@ def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
             for row, layers in zip(status["stages"], manifest.stages, strict=True)
         ),
         rebalancing=tuple(
-            without_addresses(printable(decision["text"]))
-            for decision in told.get("decisions", [])
+            without_addresses(printable(decision["text"])) for decision in told.get("decisions", [])
         ),
         nobody_moves=printable(told.get("reason", "")),
     )

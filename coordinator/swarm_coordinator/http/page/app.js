@@ -71,7 +71,7 @@ const plots = {
   rate: new Plot($("rate"), "Throughput", "tokens/s", (point) => ({
     x: point.last_step, label: stepsOf(point), value: point.tokens_per_second,
     low: point.tokens_per_second, high: point.tokens_per_second,
-  })),
+  }), true),
 };
 
 function stepsOf(point) {
@@ -212,6 +212,7 @@ function forget() {
 
 function showFullPeers(full) {
   const names = new Map(full.peers.map((peer) => [peer.peer, peer.name]));
+  names.set(full.coordinator, "the coordinator");
   const short = (id) => names.get(id) ?? `…${id.slice(-8)}`;
   const body = $("full-peers");
   body.replaceChildren();

@@ -39,8 +39,9 @@ function trimmed(value) {
 
 export class Plot {
   // `read` gives a point's {x, label, value, low, high}; value may be null.
-  constructor(root, title, unit, read) {
+  constructor(root, title, unit, read, fromZero = false) {
     this.read = read;
+    this.fromZero = fromZero;
     this.unit = unit;
     this.title = title;
     this.points = [];
@@ -104,7 +105,8 @@ export class Plot {
     const lows = this.points.map((point) => point.low), highs = this.points.map((point) => point.high);
     let low = Math.min(...lows), high = Math.max(...highs);
     const margin = (high - low || Math.abs(high) || 1) * 0.06;
-    low = low >= 0 ? Math.max(0, low - margin) : low - margin;
+    if (this.fromZero) low = 0;
+    else low = low >= 0 ? Math.max(0, low - margin) : low - margin;
     high += margin;
     this.low = low;
     this.high = high;
@@ -121,7 +123,7 @@ export class Plot {
       const text = shape("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" }, this.svg);
       text.textContent = compact(tick);
     }
-    for (const tick of ticks(this.first, this.last, Math.max(2, Math.floor(width / 130)))) {
+    for (const tick of ticks(this.first, this.last, Math.max(2, Math.floor(width / 80)))) {
       if (!Number.isInteger(tick)) continue;
       const text = shape("text", { x: this.x(tick), y: height - 8, "text-anchor": "middle" }, this.svg);
       text.textContent = compact(tick);
