@@ -49,8 +49,8 @@ class Feed:
         self.joined = 0
         self.left = 0
 
-    async def run(self) -> None:
-        """Until cancelled."""
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until cancelled. Started when it has looked once."""
         failing = False
         while True:
             try:
@@ -61,6 +61,8 @@ class Feed:
                 if not failing:  # once, not every second
                     log.warning("what the coordinator wrote cannot be read: %s", error)
                 failing = True
+            task_status.started()
+            task_status = trio.TASK_STATUS_IGNORED
             await trio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:

@@ -68,7 +68,7 @@ class Pages:
     async def serve(self, listener: trio.SocketListener) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.feed.run)
+            await nursery.start(self.feed.run)
             nursery.start_soon(self.server.serve, listener)
 
 
