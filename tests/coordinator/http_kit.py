@@ -29,9 +29,9 @@ LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/h
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"
 
 
-def peer(name: str, stage: int | None, **changes: object) -> dict[str, Any]:
+def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
     return {
-        "peer": name, "name": None, "stage": stage, "phase": "ready", "version": 5,
+        "peer": peer_id, "name": None, "stage": stage, "phase": "ready", "version": 5,
         "leaving": False, "device": "CPU", "reachability": "public", "offers_relay": False,
         "microbatches_per_second": 2.0, "queued": 0, "silent_seconds": 0.3, **changes,
     }  # fmt: skip

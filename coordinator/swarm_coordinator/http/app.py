@@ -83,6 +83,7 @@ def build_app(site: Site) -> FastAPI:
     _add_organisers(app, site)
     _add_watching(app, site)
     page.add_to(app)
+    app.openapi()  # made once, and now: it is no request that finds a mistake in it
     return app
 
 
@@ -103,6 +104,11 @@ def _add_problems(app: FastAPI) -> None:
     async def refuse(request: Request, error: StarletteHTTPException) -> Response:
         problem = Problem(error=str(error.detail))
         return JSONResponse(problem.model_dump(), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def confess(request: Request, error: Exception) -> Response:
+        """Only the answer: the server logs and counts what happened."""
+        return answer(Problem(error="this should not have happened; the log says more"), 500)
 
     @app.exception_handler(RequestValidationError)
     async def explain(request: Request, error: RequestValidationError) -> Response:
@@ -138,7 +144,7 @@ def _add_public(app: FastAPI, site: Site) -> None:
         found = _now(site).peers
         return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
 
-    @app.get("/api/v1/events/stream", response_class=EventStream)
+    @app.get("/api/v1/events/stream", response_class=EventStream, status_code=200)
     async def stream() -> Response:
         """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
         snapshot = _now(site)
