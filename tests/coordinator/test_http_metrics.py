@@ -135,7 +135,9 @@ def test_labels_in_queries_are_those_that_are_emitted(text: str) -> None:
     for _, labels in samples(text):
         for label, value in labels:
             values.setdefault(label, set()).add(value)
-    queries = "".join((MONITORING / n).read_text() for n in ("grafana-dashboard.json", "alerts.yml"))
+    queries = "".join(
+        (MONITORING / n).read_text() for n in ("grafana-dashboard.json", "alerts.yml")
+    )
     asked = re.findall(r"\{(\w+)=\\?\"([^\"\\]+)\\?\"\}", queries)
     assert asked
     for label, value in asked:

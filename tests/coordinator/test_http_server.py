@@ -124,11 +124,13 @@ async def test_who_does_not_finish_a_head_in_time_is_let_go() -> None:
 
 
 async def test_who_never_reads_does_not_hold_a_connection_for_ever() -> None:
-    async with serving(send_seconds=0.05) as (server, port):
-        async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
-            await stream.send_all(REQUEST.replace(b"/one", b"/never"))
-            await until(lambda: server.connections == 1)
-            await until(lambda: server.connections == 0)
+    async with (
+        serving(send_seconds=0.05) as (server, port),
+        await trio.open_tcp_stream("127.0.0.1", port) as stream,
+    ):
+        await stream.send_all(REQUEST.replace(b"/one", b"/never"))
+        await until(lambda: server.connections == 1)
+        await until(lambda: server.connections == 0)
 
 
 async def test_an_answer_without_end_ends_when_its_reader_goes() -> None:

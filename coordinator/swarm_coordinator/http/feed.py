@@ -13,6 +13,7 @@ from typing import Any
 
 import trio
 import trio.to_thread
+from trio import TaskStatus
 
 from swarm_coordinator.http.documents import EventRow, Run
 from swarm_coordinator.http.hub import Hub, encoded
@@ -49,7 +50,7 @@ class Feed:
         self.joined = 0
         self.left = 0
 
-    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Started when it has looked once."""
         failing = False
         while True:
