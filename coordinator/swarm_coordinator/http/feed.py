@@ -13,7 +13,6 @@ from typing import Any
 
 import trio
 import trio.to_thread
-from trio import TaskStatus
 
 from swarm_coordinator.http.documents import EventRow, Run
 from swarm_coordinator.http.hub import Hub, encoded
@@ -50,8 +49,8 @@ class Feed:
         self.joined = 0
         self.left = 0
 
-    async def run(self, task_status: TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. Started when it has looked once."""
+    async def run(self, looked: trio.Event) -> None:
+        """Until cancelled. `looked` is set when it has done so once."""
         failing = False
         while True:
             try:
@@ -62,8 +61,7 @@ class Feed:
                 if not failing:  # once, not every second
                     log.warning("what the coordinator wrote cannot be read: %s", error)
                 failing = True
-            task_status.started()
-            task_status = trio.TASK_STATUS_IGNORED
+            looked.set()
             await trio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:

@@ -68,7 +68,9 @@ class Pages:
     async def serve(self, listener: trio.SocketListener) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            await nursery.start(self.feed.run)
+            looked = trio.Event()
+            nursery.start_soon(self.feed.run, looked)
+            await looked.wait()  # so that the first visitor is not sent away
             nursery.start_soon(self.server.serve, listener)
 
 
