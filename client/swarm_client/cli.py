@@ -15,6 +15,7 @@ import click
 import platformdirs
 import trio
 
+from swarm_client.commands_ledger import verify_ledger_command
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import SOFTWARE_VERSION
 
@@ -121,6 +122,9 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
     columns = shutil.get_terminal_size().columns
     click.echo(report.model_dump_json(indent=2) if as_json else table(report, min(columns, 110)))
     sys.exit(report.exit_code)
+
+
+swarm_client.add_command(verify_ledger_command)
 
 
 def say(text: str) -> None:
