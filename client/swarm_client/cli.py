@@ -44,6 +44,7 @@ def swarm_client() -> None:
     help="Compute threads on a CPU. [default: all cores but one]",
 )
 @click.option("--name", help="A public name for the contributions; none by default.")
+@click.option("--team", help="A team for whom the contributions count as well; none by default.")
 @click.option(
     "--listen",
     default="/ip4/0.0.0.0/tcp/0",
@@ -64,6 +65,7 @@ def join(
     stage: int | None,
     threads: int | None,
     name: str | None,
+    team: str | None,
     listen: str,
     memory_gib: float | None,
     relay: bool,
@@ -86,6 +88,7 @@ def join(
         stage=stage,
         threads=threads or max(1, (os.cpu_count() or 2) - 1),
         name=name,
+        team=team,
         listen=listen,
         memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
         may_relay=relay,

@@ -24,6 +24,7 @@ from swarm_client.home import Home
 from swarm_client.port_mapping import PortMapper
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -54,6 +55,7 @@ class JoinOptions:
     listen: str
     memory_bytes: int | None
     may_relay: bool = True
+    team: str | None = None
 
 
 async def join(options: JoinOptions, report: Report) -> None:
@@ -73,6 +75,7 @@ async def join(options: JoinOptions, report: Report) -> None:
             StageIndex(options.stage) if options.stage is not None else None,
             options.name,
             options.may_relay,
+            cleaned_team(options.team) or None,
         )
         async with (
             listening_node(identity, options.listen, home) as node,

@@ -118,6 +118,7 @@ class VolunteerOptions:
     wanted_stage: StageIndex | None
     name: str | None
     may_relay: bool = True
+    team: str | None = None
 
 
 class Volunteer:
@@ -313,6 +314,7 @@ class Volunteer:
             software=SOFTWARE_VERSION,
             token=self.invite.token,
             name=self.options.name,
+            team=self.options.team,
             addresses=position.addresses,
             carrier=position.carrier,
             reachability=position.reachability,

@@ -17,6 +17,7 @@ from swarm_shared.clock import wall
 from swarm_shared.errors import StorageError, UsageError
 from swarm_shared.ledger import StepLine, write_ledger
 from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES
+from swarm_shared.types import PeerId
 
 STEPS_AT_ONCE = 500
 
@@ -52,7 +53,10 @@ def export_ledger_command(run_dir: Path, file: Path) -> None:
                 f"the database knows no steps before {begins} (it is newer than the run), and a "
                 "ledger that begins there could not be checked"
             )
-        names = dict(connection.execute("SELECT peer, name FROM peers").fetchall())
+        rows = connection.execute(
+            "SELECT p.peer, p.name, t.team FROM peers p LEFT JOIN teams t ON t.peer = p.id"
+        ).fetchall()
+        names = {PeerId(peer): (name, team or None) for peer, name, team in rows}
         written = write_ledger(
             load_identity(folder), envelope, _steps(connection), names, as_of=wall()
         )

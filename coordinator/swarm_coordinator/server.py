@@ -62,6 +62,7 @@ from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
 from swarm_coordinator.transition import begin, transition
 from swarm_coordinator.visitors import visitor_judge
 from swarm_shared.clock import Clock, monotonic, wall
+from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError, SwarmError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -378,7 +379,9 @@ class Coordinator:
                 self._sessions.refuse(event.session, refusal)
                 return False
             self._sessions.make_current(event.session, event.peer)
-            self._service.store.post(PeerSeen(event.peer, event.hello.name))
+            hello = event.hello
+            seen = PeerSeen(event.peer, hello.name, cleaned_team(hello.team))
+            self._service.store.post(seen)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._part_from, peer)

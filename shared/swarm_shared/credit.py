@@ -12,10 +12,12 @@ contributions in another order get the same number.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 HALF_LIFE_SECONDS = 7 * 86_400.0
+MAX_TEAM_CHARACTERS = 40
 _PER_DAY = 86_400.0 * math.log(2) / HALF_LIFE_SECONDS
 """A stream of one credit a day has decayed to a sum of 1 / _PER_DAY credits at any moment."""
 
@@ -52,6 +54,17 @@ class RecentCredit:
     def per_day(self, now: float) -> float:
         """Credit per day as of `now`, which is not before the last part."""
         return self.decayed * left_after(max(0.0, now - self.at)) * _PER_DAY
+
+
+def cleaned_team(text: str | None) -> str:
+    """A team's name as all of its members are found by it; empty for none.
+
+    People type the same name with other spaces, or their system composes its letters otherwise.
+    What cannot be printed is left out: it would make teams that look alike.
+    """
+    composed = unicodedata.normalize("NFKC", text or "")
+    kept = "".join(c if c.isprintable() else " " for c in composed)
+    return " ".join(kept.split())[:MAX_TEAM_CHARACTERS].rstrip()
 
 
 def left_after(seconds: float) -> float:

@@ -31,7 +31,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from swarm_shared.credit import RecentCredit, credit_of, work_shares
+from swarm_shared.credit import MAX_TEAM_CHARACTERS, RecentCredit, credit_of, work_shares
 from swarm_shared.errors import ProtocolError, SignatureError
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest
@@ -57,6 +57,8 @@ MAX_LINE_BYTES = 16 * 2**20
 TOLERANCE = 1e-9
 """Of an average that fades, relative: machines round powers differently in the last digits."""
 
+Named = tuple[str | None, str | None]
+"""A peer's name and its team."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 Finite = Annotated[float, Field(ge=0, le=1e300, allow_inf_nan=False)]
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -86,6 +88,8 @@ class TotalLine(FrozenModel):
     peer: Peer
     name: Annotated[str, Field(max_length=60)] | None
     """As the peer calls itself; nothing follows from it."""
+    team: Annotated[str, Field(max_length=MAX_TEAM_CHARACTERS)] | None
+    """That it is in now, by its own word."""
     microbatches: Count
     tokens: Count
     credit: Finite
@@ -134,11 +138,12 @@ class _Sums:
             credit = credit_of([(stage, tokens)], self._shares)
             one.recent = one.recent.with_credit(credit, step.applied_at)
 
-    def total(self, peer: str, name: str | None, as_of: float) -> TotalLine:
+    def total(self, peer: str, named: Named, as_of: float) -> TotalLine:
         one = self.of[peer]
         return TotalLine(
             peer=peer,
-            name=name,
+            name=named[0],
+            team=named[1],
             microbatches=one.microbatches,
             tokens=one.tokens.total(),
             credit=credit_of(one.tokens.items(), self._shares),
@@ -153,7 +158,7 @@ def write_ledger(
     organiser: Identity,
     envelope: bytes,
     steps: Iterable[StepLine],
-    names: Mapping[PeerId, str | None],
+    names: Mapping[PeerId, Named],
     as_of: float,
 ) -> Iterator[bytes]:
     """The lines of a ledger, each with its line break. `envelope` is the signed manifest."""
@@ -166,7 +171,7 @@ def write_ledger(
         sums.add(step)
         yield chain.put(step)
     for peer in sorted(sums.of):
-        yield chain.put(sums.total(peer, names.get(PeerId(peer)), as_of))
+        yield chain.put(sums.total(peer, names.get(PeerId(peer), (None, None)), as_of))
     sealed = sign_message(
         organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
     )
@@ -319,7 +324,8 @@ class _Check:
             raise ProtocolError(f"{line.peer} has a total and counts in no step")
         if self._totals and line.peer <= next(reversed(self._totals)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
-        right = self._sums.total(line.peer, line.name, self._head.as_of)
+        named = (line.name, line.team)
+        right = self._sums.total(line.peer, named, self._head.as_of)
         for name in ("microbatches", "tokens", "credit", "credit_per_day"):
             told, recomputed = getattr(line, name), getattr(right, name)
             if not math.isclose(told, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):

@@ -113,6 +113,26 @@ def test_a_new_name_is_seen(store: SqliteStore) -> None:
     store.close()
 
 
+def test_a_team_is_those_who_are_in_it_now_with_everything_they_did(store: SqliteStore) -> None:
+    reader = Reader(place(store), SHARES)
+    run_kit.write(store, run_kit.step(1))
+    assert reader.look(NOW).teams == ()
+    run_kit.write(
+        store, PeerSeen(run_kit.ANNA, "anna", "the team"), PeerSeen(run_kit.BERT, None, "the team")
+    )
+    read = reader.look(NOW)
+    [team] = read.teams
+    assert (team.team, team.members, team.tokens) == ("the team", 2, 64)
+    assert math.isclose(team.credit, sum(one.credit for one in read.contributions))
+    assert {one.team for one in read.contributions} == {"the team"}
+    # The end of a session says nothing of teams; another hello without one does.
+    run_kit.write(store, PeerSeen(run_kit.ANNA))
+    assert reader.look(NOW).teams[0].members == 2
+    run_kit.write(store, PeerSeen(run_kit.ANNA, "anna", ""))
+    assert reader.look(NOW).teams[0].members == 1
+    store.close()
+
+
 def test_only_the_newest_notes_are_kept(store: SqliteStore) -> None:
     reader = Reader(place(store), SHARES)
     run_kit.write(store, *(Note(f"note {number}") for number in range(EVENTS_KEPT)))

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.credit import HALF_LIFE_SECONDS, RecentCredit, credit_of, work_shares
+from swarm_shared.credit import (
+    HALF_LIFE_SECONDS,
+    MAX_TEAM_CHARACTERS,
+    RecentCredit,
+    cleaned_team,
+    credit_of,
+    work_shares,
+)
 
 DAY = 86_400.0
 flops = st.floats(0, 1e18)
@@ -80,3 +87,17 @@ def test_steady_work_tends_to_its_own_rate(per_day: float) -> None:
     for hour in range(hours):
         recent = recent.with_credit(per_day / 24, hour * 3600.0)
     assert math.isclose(recent.per_day(hours * 3600.0), per_day, rel_tol=0.01)
+
+
+@given(st.text())
+def test_a_teams_name_is_short_printable_and_stays_as_it_is_when_cleaned_again(text: str) -> None:
+    name = cleaned_team(text)
+    assert len(name) <= MAX_TEAM_CHARACTERS
+    assert name.isprintable()
+    assert name == name.strip()
+    assert cleaned_team(name) == name
+
+
+def test_the_same_team_typed_otherwise_is_the_same_team() -> None:
+    assert cleaned_team("  Les  E\u0301toiles\u202e ") == cleaned_team("Les \u00c9toiles")
+    assert cleaned_team(None) == cleaned_team(" \t") == ""

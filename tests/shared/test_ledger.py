@@ -63,7 +63,7 @@ def step(number: int, annas: int = 1) -> StepLine:
 
 
 def ledger(*steps: StepLine, as_of: float = AS_OF) -> list[bytes]:
-    return list(write_ledger(ORGANISER, ENVELOPE, steps, {ANNA: "anna"}, as_of))
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, {ANNA: ("anna", "the As")}, as_of))
 
 
 def refused(lines: list[bytes], organiser: PeerId | None = None) -> str:
@@ -82,7 +82,7 @@ def test_a_ledger_is_right_as_it_was_written() -> None:
     assert verify_ledger(WHOLE) == found
     bert, anna = found.totals
     tokens = MANIFEST.tokens_per_microbatch
-    assert (anna.name, bert.name) == ("anna", None)
+    assert (anna.name, bert.name, anna.team) == ("anna", None, "the As")
     assert (anna.microbatches, anna.tokens) == (5, 5 * tokens)
     first, second = work_shares([1e9, 3e9])
     assert anna.credit == pytest.approx(5 * tokens * first)
@@ -143,7 +143,7 @@ def forged(*steps: StepLine, **changes: object) -> list[bytes]:
         sums.add(one)
         lines.append(chain.put(one))
     for number, peer in enumerate(sorted(sums.of)):
-        total = sums.total(peer, None, AS_OF)
+        total = sums.total(peer, (None, None), AS_OF)
         if number == 0:
             total = TotalLine.model_validate({**total.model_dump(), **changes})
         lines.append(chain.put(total))

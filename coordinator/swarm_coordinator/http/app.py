@@ -32,6 +32,7 @@ from swarm_coordinator.http.documents import (
     Run,
     Stages,
     Steps,
+    Teams,
     Tokens,
     Word,
 )
@@ -180,6 +181,13 @@ def _add_history(app: FastAPI, site: Site) -> None:
         found = _now(site).read.contributions
         part = found[offset : offset + limit]
         return answer(Contributions(total=len(found), offset=offset, contributions=part))
+
+    @app.get("/api/v1/teams", response_model=Teams, responses=_UNFIT)
+    async def teams(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """Teams that volunteers have named, the most credit first."""
+        found = _now(site).read.teams
+        part = found[offset : offset + limit]
+        return answer(Teams(total=len(found), offset=offset, teams=part))
 
     @app.get("/api/v1/events", response_model=Events, responses=_UNFIT)
     async def events(after: After = 0, limit: Limit = 100) -> Response:

@@ -129,6 +129,7 @@ class Contribution(Document):
     rank: int
     id_end: str
     name: str | None
+    team: str | None
     stages: tuple[int, ...]
     steps: int = Field(description="Steps in which it counted.")
     microbatches: int
@@ -141,6 +142,21 @@ class Contributions(Document):
     total: int
     offset: int
     contributions: tuple[Contribution, ...]
+
+
+class Team(Document):
+    rank: int
+    team: str
+    members: int = Field(description="Peers that are in it now and have counted in a step.")
+    tokens: int
+    credit: float
+    credit_per_day: float
+
+
+class Teams(Document):
+    total: int
+    offset: int
+    teams: tuple[Team, ...]
 
 
 class EventRow(Document):

@@ -7,6 +7,7 @@ at a time; what it hands out is not changed afterwards.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission
 from swarm_coordinator.http.curve import CurveKeeper
-from swarm_coordinator.http.documents import Contribution, Curve, StepRow
+from swarm_coordinator.http.documents import Contribution, Curve, StepRow, Team
 from swarm_coordinator.places import Place, is_there, reading
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.status import printable
@@ -95,6 +96,8 @@ class Read:
     curve: Curve
     contributions: tuple[Contribution, ...]
     """The most credit first."""
+    teams: tuple[Team, ...]
+    """The most credit first."""
     noted: tuple[Noted, ...]
     """The newest, oldest first."""
     rollbacks: int
@@ -114,6 +117,7 @@ class Reader:
         self._place = place
         self._work_shares = work_shares
         self._names: dict[str, str | None] = {}
+        self._teams: dict[str, str | None] = {}
         self._names_until = -1.0
         self._noted: list[Noted] = []
         self._forget_steps()
@@ -145,13 +149,15 @@ class Reader:
                 book = read_admission(connection)
         else:
             book = AdmissionBook()
+        contributions = self._rank(now)
         return Read(
             steps=self._steps,
             step_count=len(self._steps),
             tokens=self._tokens,
             seconds=self._seconds,
             curve=self._curve.curve(),
-            contributions=self._rank(now),
+            contributions=contributions,
+            teams=teams_of(contributions),
             noted=tuple(self._noted),
             rollbacks=self._rollbacks,
             durations=tuple(self._durations),
@@ -225,6 +231,7 @@ class Reader:
                 rank=place,
                 id_end=peer[-ID_END:],
                 name=self._names.get(peer),
+                team=self._teams.get(peer),
                 stages=tuple(sorted(tally.tokens)),
                 steps=tally.steps,
                 microbatches=tally.microbatches,
@@ -241,11 +248,13 @@ class Reader:
     def _read_names(self, connection: Connection) -> None:
         # Whoever gives another name is seen at that moment. Again from the last moment itself:
         # others may have been seen in it, too.
-        for peer, name, seen in connection.execute(
-            "SELECT peer, name, last_seen FROM peers WHERE last_seen >= ? ORDER BY last_seen",
+        for peer, name, team, seen in connection.execute(
+            "SELECT p.peer, p.name, t.team, p.last_seen FROM peers p "
+            "LEFT JOIN teams t ON t.peer = p.id WHERE p.last_seen >= ? ORDER BY p.last_seen",
             (self._names_until,),
         ):
             self._names[peer] = None if name is None else printable(name)
+            self._teams[peer] = team or None
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:
@@ -256,6 +265,27 @@ class Reader:
         ).fetchall()
         self._noted += [Noted(*row) for row in reversed(rows)]
         del self._noted[:-EVENTS_KEPT]
+
+
+def teams_of(contributions: Sequence[Contribution]) -> tuple[Team, ...]:
+    """Whoever is in a team now counts for it with everything, as in other such projects."""
+    members: dict[str, list[Contribution]] = {}
+    for one in contributions:
+        if one.team is not None:
+            members.setdefault(one.team, []).append(one)
+    sums = [(math.fsum(one.credit for one in those), team) for team, those in members.items()]
+    sums.sort(key=lambda row: (-row[0], row[1]))
+    return tuple(
+        Team(
+            rank=place,
+            team=team,
+            members=len(members[team]),
+            tokens=sum(one.tokens for one in members[team]),
+            credit=credit,
+            credit_per_day=math.fsum(one.credit_per_day for one in members[team]),
+        )
+        for place, (credit, team) in enumerate(sums, start=1)
+    )
 
 
 def _one(connection: Connection, sql: str) -> int:

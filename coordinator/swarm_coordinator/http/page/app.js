@@ -155,6 +155,16 @@ function showBoard(found) {
   if (!found.total) cells(body.insertRow(), [""], ["nobody has counted in a step yet"]);
 }
 
+function showTeams(found) {
+  $("teams-part").hidden = !found.total;
+  const body = $("teams");
+  body.replaceChildren();
+  for (const one of found.teams) {
+    cells(body.insertRow(), [String(one.rank)], [one.team], [String(one.members), "number"],
+      [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
+  }
+}
+
 let newest = 0;
 
 function addEvents(rows) {
@@ -251,6 +261,7 @@ async function refresh() {
     ask("/api/v1/peers?limit=500").then((found) => { peers = found.peers; }),
     ask("/api/v1/curve").then(showCurve),
     ask("/api/v1/contributions?limit=50").then(showBoard),
+    ask("/api/v1/teams?limit=20").then(showTeams),
     ask("/api/v1/events?limit=100").then((found) => addEvents(found.events)),
     refreshOrganiser(),
   ]);
