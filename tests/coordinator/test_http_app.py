@@ -22,7 +22,8 @@ from swarm_shared.types import Version
 
 PUBLIC = (
     "/api/v1/run", "/api/v1/health", "/api/v1/stages", "/api/v1/peers", "/api/v1/steps",
-    "/api/v1/curve", "/api/v1/contributions", "/api/v1/teams", "/api/v1/events", "/healthz", "/readyz", "/metrics",
+    "/api/v1/curve", "/api/v1/contributions", "/api/v1/teams", "/api/v1/events",
+    "/healthz", "/readyz", "/metrics",
 )  # fmt: skip
 ORGANISERS = tuple(f"/api/v1/organiser/{name}" for name in ("peers", "bans", "tokens"))
 

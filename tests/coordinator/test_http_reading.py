@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from swarm_coordinator.history import history
 from swarm_coordinator.http import reading
 from swarm_coordinator.http.curve import CurveKeeper
 from swarm_coordinator.http.reading import EVENTS_KEPT, STEP_SECONDS, Read, Reader
+from swarm_coordinator.places import Place
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
+from swarm_coordinator.stores import open_store
 from swarm_shared.types import StageIndex, Step, Version
 
 SHARES = (0.25, 0.75)
@@ -101,6 +104,21 @@ def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_shar
     told = history(place(store)).contributions
     assert sum(one.tokens for one in told) == bert.tokens + anna.tokens
     assert sum(one.microbatches for one in told) == bert.microbatches + anna.microbatches
+    store.close()
+
+
+def test_both_kinds_of_database_tell_the_same(new_place: Callable[[], Place]) -> None:
+    at = new_place()
+    store = open_store(at)
+    store.next_generation()
+    reader = Reader(at, SHARES)
+    run_kit.write(store, PeerSeen(run_kit.ANNA, "anna", "As"), run_kit.step(1), Note("hello"))
+    first = reader.look(NOW)
+    assert (first.step_count, first.noted[-1].text, first.teams[0].team) == (1, "hello", "As")
+    run_kit.write(store, run_kit.step(2), RolledBack(Version(1), "lost"), run_kit.step(2, 7))
+    second = reader.look(NOW)
+    assert (second.step_count, second.tokens, second.rollbacks) == (2, 64, 1)
+    assert second.contributions == Reader(at, SHARES).look(NOW).contributions
     store.close()
 
 

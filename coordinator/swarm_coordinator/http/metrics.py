@@ -53,8 +53,8 @@ METRICS: dict[str, Described] = {
     "swarm_step_seconds": Described(
         HISTOGRAM, "How long the steps took that are in the run's history."
     ),
-    "swarm_cells_done": Described(GAUGE, "Microbatches times stages of the step under way."),
-    "swarm_cells_total": Described(GAUGE, "Microbatches times stages of one step."),
+    "swarm_step_cells_done": Described(GAUGE, "Microbatches times stages of the step under way."),
+    "swarm_step_cells": Described(GAUGE, "Microbatches times stages of one step."),
     "swarm_microbatches_counted_total": Described(
         COUNTER, "Microbatches times stages entered since the start."
     ),
@@ -186,8 +186,8 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
         "swarm_heldout_loss_nats": _one(run.heldout_loss),
         "swarm_trained_tokens": _one(run.tokens),
         "swarm_tokens_per_second": _one(run.tokens_per_second),
-        "swarm_cells_done": _one(run.cells_done),
-        "swarm_cells_total": _one(run.cells_total),
+        "swarm_step_cells_done": _one(run.cells_done),
+        "swarm_step_cells": _one(run.cells_total),
         "swarm_microbatches_counted_total": _one(work["counted"]),
         "swarm_microbatches_duplicated_total": _one(work["duplicated"]),
         "swarm_microbatches_cleared_total": _one(work["cleared"]),
