@@ -17,7 +17,7 @@ help:
 	@echo "make test     unit and integration tests (ARGS are pytest's)"
 	@echo "make test-runs whole runs under churn, minutes each"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
-	@echo "make test-attacks attackers against a run, and other slow tests"
+	@echo "make test-attacks attackers against a run, the dashboard in Chromium (sh tools/install_chromium.sh), other slow tests"
 	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
 	@echo "make test-faults faults on purpose: a table of them, random ones, a stage that is lost"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"

@@ -17,6 +17,7 @@ from swarm_client.commands.asking import finish, leave, logs, pause, resume, run
 from swarm_client.commands.joining import daemon, join
 from swarm_client.commands.offline import completion, credit, doctor, paths, version
 from swarm_client.commands_config import config
+from swarm_client.commands_ledger import verify_ledger_command
 from swarm_client.expected import expected_error
 from swarm_shared.version import SOFTWARE_VERSION
 
@@ -58,7 +59,7 @@ def swarm_client(context: click.Context) -> None:
 
 for _command in (
     join, status, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths, daemon,
-    shutdown, completion, version,
+    shutdown, completion, version, verify_ledger_command,
 ):  # fmt: skip
     swarm_client.add_command(_command)
 

@@ -28,6 +28,7 @@ from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -68,6 +69,7 @@ async def stay(
         StageIndex(join.stage) if join.stage is not None else None,
         join.name,
         join.may_relay,
+        team=cleaned_team(join.team) or None,
     )
     async with (
         listening_node(identity, join.listen, home) as node,

@@ -122,6 +122,7 @@ class VolunteerOptions:
     name: str | None
     may_relay: bool = True
     long_pause_seconds: float = LONG_SECONDS
+    team: str | None = None
 
 
 class Volunteer:
@@ -348,6 +349,7 @@ class Volunteer:
             software=SOFTWARE_VERSION,
             token=self.invite.token,
             name=self.options.name,
+            team=self.options.team,
             addresses=position.addresses,
             carrier=position.carrier,
             reachability=position.reachability,

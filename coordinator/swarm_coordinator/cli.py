@@ -23,11 +23,13 @@ from swarm_coordinator.commands_admission import (
     token_command,
     unban_command,
 )
+from swarm_coordinator.commands_dashboard import dashboard_command
 from swarm_coordinator.commands_durability import (
     backup_command,
     restore_command,
     verify_command,
 )
+from swarm_coordinator.commands_ledger import ledger_command
 from swarm_coordinator.commands_model import export_command, reference_command
 from swarm_coordinator.commands_run import (
     history_command,
@@ -72,9 +74,10 @@ def cli() -> None:
 
 
 for _command in (
-    init_command, start_command, invite_command, status_command, history_command,
-    verify_command, backup_command, restore_command, token_command, allow_command, ban_command,
-    unban_command, export_command, reference_command, simulate_command, refresh_command,
+    init_command, start_command, invite_command, status_command, dashboard_command,
+    history_command, verify_command, backup_command, restore_command, token_command,
+    allow_command, ban_command, unban_command, export_command, reference_command,
+    ledger_command, simulate_command, refresh_command,
 ):  # fmt: skip
     cli.add_command(_command)
 

@@ -24,6 +24,8 @@ from swarm_coordinator.addresses import dialable_addresses, invite_for, listen_a
 from swarm_coordinator.administration import admission_document, standing_token
 from swarm_coordinator.events import Restored
 from swarm_coordinator.history import history, steps_document
+from swarm_coordinator.http.companion import Companion
+from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.places import Place, PostgresqlPlace
 from swarm_coordinator.run_check import check_start, refuse_damage
 from swarm_coordinator.run_folder import RunFolder
@@ -125,12 +127,20 @@ def init_command(
 @RUN_DIR
 @click.option("--port", type=click.IntRange(1, 65_535), help="Listen on this TCP port.")
 @click.option(
+    "--http",
+    "http",
+    metavar="HOST:PORT",
+    help='Serve the dashboard there instead of at [http] listen of run.toml; "" for none.',
+)
+@click.option(
     "--standby",
     is_flag=True,
     help="Wait while another coordinator serves the run, and take over when it ends.",
 )
-def start_command(run_dir: Path, port: int | None, standby: bool) -> None:
+def start_command(run_dir: Path, port: int | None, http: str | None, standby: bool) -> None:
     """Serve the run in RUN_DIR and print the invite. Ctrl-C stops it in order."""
+    if http:
+        parse_address(http)
     folder = RunFolder.open(run_dir)
     with folder.lock():
         place = place_of(folder)
@@ -144,11 +154,13 @@ def start_command(run_dir: Path, port: int | None, standby: bool) -> None:
         while True:
             if isinstance(place, PostgresqlPlace):
                 trio.run(partial(wait_for_turn, place, _report, stand_by=standby))
-            if _serve(folder, place, port, standby):
+            if _serve(folder, place, port, http, standby):
                 return
 
 
-def _serve(folder: RunFolder, place: Place, port: int | None, standby: bool) -> bool:
+def _serve(
+    folder: RunFolder, place: Place, port: int | None, http: str | None, standby: bool
+) -> bool:
     """Until its end. False when another one that stood by was quicker to take over."""
     from swarm_coordinator.server import Service, serve
     from swarm_coordinator.stores import open_store
@@ -178,6 +190,7 @@ def _serve(folder: RunFolder, place: Place, port: int | None, standby: bool) -> 
             port=port,
             verified=checkpoint,
             on_serving=_say_serving(folder, settings, manifest),
+            companion=_companion(folder, settings.http.listen if http is None else http),
         )
         trio.run(serve, service)
     except LeadershipError:
@@ -190,6 +203,10 @@ def _serve(folder: RunFolder, place: Place, port: int | None, standby: bool) -> 
     if end is not None and _is_over(end, manifest):
         _say_finished(folder, end)
     return True
+
+
+def _companion(folder: RunFolder, listen: str) -> Companion | None:
+    return Companion(folder, parse_address(listen), _report) if listen else None
 
 
 def _follow_settings(

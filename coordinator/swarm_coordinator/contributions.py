@@ -32,3 +32,10 @@ def read_contributions(connection: Connection) -> tuple[Contribution, ...]:
         Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
         for peer, name, stage, steps, microbatches, tokens in rows
     )
+
+
+def read_teams(connection: Connection) -> dict[PeerId, str]:
+    rows = connection.execute(
+        "SELECT p.peer, t.team FROM teams t JOIN peers p ON p.id = t.peer WHERE t.team <> ''"
+    )
+    return {PeerId(peer): team for peer, team in rows if team}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarm_coordinator.contributions import Contribution
 from swarm_coordinator.events import AppliedStep
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import waiting_for
+from swarm_shared.credit import work_shares
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import NewsRow, RunNews
 from swarm_shared.types import PeerId, StageIndex, Version
@@ -38,27 +39,26 @@ class Leaderboard:
     """Tokens and credit of everybody, over all applied steps that belong to the run."""
 
     def __init__(self, manifest: Manifest) -> None:
-        self._shares = [manifest.work_share(stage) for stage in range(manifest.stage_count)]
+        self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._sums: dict[PeerId, _Sum] = {}
-        self._names: dict[PeerId, str] = {}
+        self._names: dict[PeerId, tuple[str | None, str | None]] = {}
 
-    def begin(self, contributions: Iterable[Contribution]) -> None:
+    def begin(
+        self, contributions: Iterable[Contribution], teams: Mapping[PeerId, str] | None = None
+    ) -> None:
         """As the database has them: at a start, and after a fall back to a checkpoint."""
         self._sums.clear()
         for part in contributions:
             self._add(part.peer, part.stage, part.tokens)
-            self.name(part.peer, part.name)
+            self.name(part.peer, part.name, (teams or {}).get(part.peer))
 
     def add(self, step: AppliedStep) -> None:
         for share in step.shares:
             self._add(share.peer, share.stage, share.tokens)
 
-    def name(self, peer: PeerId, name: str | None) -> None:
-        """The public name that it gives itself now."""
-        if name:
-            self._names[peer] = name
-        else:
-            self._names.pop(peer, None)
+    def name(self, peer: PeerId, name: str | None, team: str | None) -> None:
+        """The public name that it gives itself now, and its team."""
+        self._names[peer] = name or None, team or None
 
     def _add(self, peer: PeerId, stage: StageIndex, tokens: int) -> None:
         found = self._sums.setdefault(peer, _Sum())
@@ -68,11 +68,10 @@ class Leaderboard:
     def rows(self, most: int = ROWS) -> tuple[NewsRow, ...]:
         first = heapq.nsmallest(most, self._sums.items(), key=lambda e: (-e[1].credit, e[0]))
         return tuple(
-            NewsRow(
-                peer=peer, name=self._names.get(peer), tokens=one.tokens, credit=one.credit
-            )
+            NewsRow(peer=peer, name=name, team=team, tokens=one.tokens, credit=one.credit)
             for peer, one in first
-        )  # fmt: skip
+            for name, team in (self._names.get(peer, (None, None)),)
+        )
 
 
 class NewsDesk:

@@ -34,6 +34,8 @@ class PeerSeen:
 
     peer: PeerId
     name: str | None = None
+    team: str | None = None
+    """None: nothing was said of it; empty: it is in none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +97,19 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             connection.execute(
                 "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (known, text, now)
             )
-        case PeerSeen(peer, name):
+        case PeerSeen(peer, name, team):
             connection.execute(
                 "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (peer) DO UPDATE SET last_seen = excluded.last_seen, "
                 "name = coalesce(excluded.name, peers.name)",
                 (peer, name, now, now),
             )
+            if team is not None:
+                connection.execute(
+                    "INSERT INTO teams (peer, team) VALUES (?, ?) "
+                    "ON CONFLICT (peer) DO UPDATE SET team = excluded.team",
+                    (_peer_row(connection, peer, now), team),
+                )
         case LinksSeen():
             _insert_links(connection, record, now)
         case _:

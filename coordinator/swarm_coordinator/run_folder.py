@@ -83,6 +83,14 @@ class RunFolder:
     def token_file(self) -> Path:
         return self.path / "admission.token"
 
+    @property
+    def dashboard_token_file(self) -> Path:
+        return self.path / "dashboard.token"
+
+    @property
+    def http_port_file(self) -> Path:
+        return self.path / "http.port"
+
     @classmethod
     def create(cls, path: Path) -> RunFolder:
         """A new folder with its subfolders; UsageError if something is there already."""
@@ -180,34 +188,54 @@ class RunFolder:
 
     def remembered_port(self) -> int | None:
         """The port picked at the first start, which invites name."""
-        if not self.port_file.exists():
-            return None
-        text = read_bytes(self.port_file).decode("ascii", "replace").strip()
-        if not (text.isdecimal() and 0 < int(text) < 65_536):
-            raise StorageError(
-                f"{self.port_file} holds {text[:20]!r}, which is no port; write the port that "
-                "your invites name into it, or delete it and send new invites"
-            )
-        return int(text)
+        return _remembered(self.port_file, "write the port that your invites name into it, or "
+                           "delete it and send new invites")  # fmt: skip
 
     def remember_port(self, port: int) -> None:
         write_atomically(self.port_file, f"{port}\n".encode("ascii"))
+
+    def remembered_http_port(self) -> int | None:
+        """The port picked for the pages, which people's bookmarks name."""
+        return _remembered(self.http_port_file, "delete it, and another port is picked")
+
+    def remember_http_port(self, port: int) -> None:
+        write_atomically(self.http_port_file, f"{port}\n".encode("ascii"))
+
+    def dashboard_token(self) -> str:
+        """The secret that opens the organiser's pages; made on first use."""
+        return _secret_in(
+            self.dashboard_token_file, "delete it, and `swarm-coordinator dashboard` prints a new "
+            "link after the next start"
+        )  # fmt: skip
 
     def admission_token(self) -> str:
         """The secret of the run's own invite where [admission] mode is "token"; made on first use.
 
         In clear, so that `invite` can print it again; the database has its hash only.
         """
-        if not self.token_file.exists():
-            token = secrets.token_urlsafe(24)
-            write_atomically(self.token_file, f"{token}\n".encode("ascii"), PRIVATE_MODE)
-        token = read_bytes(self.token_file).decode("ascii", "replace").strip()
-        if not token:
-            raise StorageError(
-                f"{self.token_file} is empty; delete it, and send new invites, as "
-                "`swarm-coordinator token create` makes them"
-            )
-        return token
+        return _secret_in(
+            self.token_file, "delete it, and send new invites, as `swarm-coordinator token create` "
+            "makes them"
+        )  # fmt: skip
+
+
+def _secret_in(path: Path, advice: str) -> str:
+    if not path.exists():
+        token = secrets.token_urlsafe(24)
+        write_atomically(path, f"{token}\n".encode("ascii"), PRIVATE_MODE)
+    token = read_bytes(path).decode("ascii", "replace").strip()
+    if not token:
+        raise StorageError(f"{path} is empty; {advice}")
+    return token
+
+
+def _remembered(path: Path, advice: str) -> int | None:
+    if not path.exists():
+        return None
+    text = read_bytes(path).decode("ascii", "replace").strip()
+    if not (text.isdecimal() and 0 < int(text) < 65_536):
+        raise StorageError(f"{path} holds {text[:20]!r}, which is no port; {advice}")
+    return int(text)
 
 
 def refuse_existing(path: Path) -> None:

@@ -172,13 +172,20 @@ SELECT 0, 'begun',
     (SELECT coalesce(max(generation), 0) FROM generations), '';
 """
 
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3)
+_SCHEMA_4 = """
+CREATE TABLE teams (
+    peer INTEGER PRIMARY KEY REFERENCES peers,
+    team TEXT NOT NULL -- empty: it said that it is in none any more
+) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
 """Migration i takes a database from format i to i + 1; never edit one that was released."""
 
 TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
-    "allowances", "bans", "journal",
+    "allowances", "bans", "journal", "teams",
 )  # fmt: skip
 """All of the newest format, each after those that it refers to."""
 

@@ -51,6 +51,7 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.generations import generation_floor
+from swarm_coordinator.http.companion import Companion
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.news import Leaderboard, NewsDesk
 from swarm_coordinator.records import LinksSeen, PeerSeen
@@ -65,6 +66,7 @@ from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
 from swarm_coordinator.transition import begin, transition
 from swarm_coordinator.visitors import visitor_judge
 from swarm_shared.clock import Clock, monotonic, wall
+from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError, SwarmError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -120,6 +122,8 @@ class Service:
     verified: CheckpointRecord | None = None
     """The newest checkpoint, where it has been read and hashed already."""
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
+    companion: Companion | None = None
+    """Keeps the process of the pages."""
 
 
 async def serve(service: Service) -> None:
@@ -280,6 +284,8 @@ class Coordinator:
             nursery.start_soon(self._write_links)
             nursery.start_soon(self._desk.serve_commands, self._note)
             nursery.start_soon(self._desk.renew_certificates)
+            if self._service.companion is not None:
+                nursery.start_soon(self._service.companion.run)
             await self._consume()
             nursery.cancel_scope.cancel()
 
@@ -354,8 +360,10 @@ class Coordinator:
 
     async def _count_contributions(self) -> None:
         """In a thread: a long run has many steps to sum up."""
+        store = self._service.store
         self._news.leaderboard.begin(
-            await anyio.to_thread.run_sync(self._service.store.contributions)
+            await anyio.to_thread.run_sync(store.contributions),
+            await anyio.to_thread.run_sync(store.teams),
         )
 
     # ------------------------------------------------------------ events and commands
@@ -389,8 +397,10 @@ class Coordinator:
                 self._sessions.refuse(event.session, refusal)
                 return False
             self._sessions.make_current(event.session, event.peer)
-            self._service.store.post(PeerSeen(event.peer, event.hello.name))
-            self._news.leaderboard.name(event.peer, event.hello.name)
+            hello = event.hello
+            team = cleaned_team(hello.team)
+            self._service.store.post(PeerSeen(event.peer, hello.name, team))
+            self._news.leaderboard.name(event.peer, hello.name, team)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._part_from, peer)
@@ -501,6 +511,7 @@ class Coordinator:
             admission=self._desk.document(),
             sessions=len(self._sessions),
             sessions_ended=dict(control.ended),
+            http={} if self._service.companion is None else self._service.companion.told(),
         )
 
     async def _write_status(self, control: Control) -> None:

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.corpus import PYTHON_STDLIB
+from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.places import SCHEMES
 from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError
@@ -111,6 +112,19 @@ class RebalancingSection(FrozenModel):
     minimum_replicas: int = Field(default=1, ge=1, le=10_000)
 
 
+class HttpSection(FrozenModel):
+    listen: str = "127.0.0.1:0"
+
+    @model_validator(mode="after")
+    def _an_address(self) -> Self:
+        if self.listen:
+            try:
+                parse_address(self.listen)
+            except ConfigurationError as error:
+                raise ValueError(f"listen: {error}") from error
+        return self
+
+
 class RunSettings(FrozenModel):
     """All of run.toml, with every default filled in."""
 
@@ -126,6 +140,7 @@ class RunSettings(FrozenModel):
     admission: AdmissionSection = AdmissionSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     rebalancing: RebalancingSection = RebalancingSection()
+    http: HttpSection = HttpSection()
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -146,7 +161,7 @@ _SECTIONS: dict[str, type[FrozenModel]] = {
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
     "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
     "coordinator": CoordinatorSection,
-    "rebalancing": RebalancingSection,
+    "rebalancing": RebalancingSection, "http": HttpSection,
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ _SECTIONS: dict[str, str] = {
     "coordinator": "Where it keeps what it must not forget.",
     "rebalancing": "Moving volunteers to the stage that holds the others up, while training goes "
     "on.",
+    "http": "The dashboard, its API and metrics, in a process of their own.",
 }
 
 _SETTINGS: dict[str, str] = {
@@ -100,6 +101,8 @@ _SETTINGS: dict[str, str] = {
     "volunteers keep the stage that they joined with.",
     "rebalancing.period_seconds": "A stage takes part in at most one move in so long.",
     "rebalancing.minimum_replicas": "A stage is never left with fewer volunteers than so many.",
+    "http.listen": 'HOST:PORT. "127.0.0.1:0" is for this machine only, at a free port that is '
+    'kept; "0.0.0.0:8080" for everybody (no peer\'s address is shown to them); "" for none.',
 }
 
 

@@ -46,6 +46,8 @@ class Seen:
     admission: Mapping[str, Any]
     sessions: int
     sessions_ended: Mapping[str, int]
+    http: Mapping[str, Any]
+    """Of the pages' process; empty where there is none."""
 
 
 class StatusFile:
@@ -72,6 +74,7 @@ class StatusFile:
             "admission": seen.admission,
             "sessions": seen.sessions,
             "sessions_ended": seen.sessions_ended,
+            "http": seen.http,
             "paths": path_table(seen.paths),
             "links": link_table(seen.links),
         }

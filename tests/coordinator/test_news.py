@@ -83,7 +83,7 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
     longest = "\N{PILE OF POO}" * 60
     for number in range(500):
         peer = PeerId(f"{number:060}")
-        desk.leaderboard.name(peer, longest)
+        desk.leaderboard.name(peer, longest, longest)
         desk.leaderboard.add(step_of((peer, 0, number)))
     news = desk.due(bench.run, bench.now)
     assert news is not None

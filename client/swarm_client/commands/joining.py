@@ -36,6 +36,7 @@ FRESH_LOG_BYTES = 5 * 2**20
     help="Compute threads on a CPU. [default: all cores but one]",
 )
 @click.option("--name", help="A public name for the contributions; none by default.")
+@click.option("--team", help="A team for whom the contributions count as well; none by default.")
 @click.option(
     "--listen",
     default="/ip4/0.0.0.0/tcp/0",
@@ -64,6 +65,7 @@ def join(
     stage: int | None,
     threads: int | None,
     name: str | None,
+    team: str | None,
     listen: str,
     memory_gib: float | None,
     relay: bool,
@@ -85,7 +87,8 @@ def join(
     load(preferences_path(home), flags=preferences)
     try:
         arguments = JoinArguments(
-            invite=invite, device=device, stage=stage, threads=threads, name=name, listen=listen,
+            invite=invite, device=device, stage=stage, threads=threads, name=name, team=team,
+            listen=listen,
             memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
             may_relay=relay, preferences=preferences,
         )  # fmt: skip

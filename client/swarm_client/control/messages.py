@@ -75,6 +75,7 @@ class JoinArguments(FrozenModel):
     threads: int | None = Field(default=None, ge=1, le=4096)
     """None: all cores but one."""
     name: Annotated[str, Field(max_length=60)] | None = None
+    team: Annotated[str, Field(max_length=200)] | None = None
     listen: Annotated[str, Field(max_length=300)] = "/ip4/0.0.0.0/tcp/0"
     memory_bytes: int | None = Field(default=None, gt=0)
     may_relay: bool = True

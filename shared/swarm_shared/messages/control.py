@@ -39,6 +39,8 @@ class Hello(FrozenModel):
     software: Annotated[str, Field(max_length=50)]
     token: Annotated[str, Field(max_length=200)] | None = None
     name: Annotated[str, Field(max_length=60)] | None = None
+    team: Annotated[str, Field(max_length=40)] | None = None
+    """For whom it wants its credit counted, too; whoever says the same word is in the same team."""
     addresses: tuple[Address, ...] = Field(max_length=32)
     carrier: CarrierAddress | None = None
     device: Text

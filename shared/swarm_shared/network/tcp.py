@@ -83,7 +83,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
 
     async def write(self, data: bytes) -> None:
         up = self._bandwidth.up
-        size = up.piece(len(data))
+        size = max(1, up.piece(len(data)))
         for start in range(0, len(data), size):
             piece = data[start : start + size] if size < len(data) else data
             await up.pass_(len(piece))

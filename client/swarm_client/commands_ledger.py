@@ -1,0 +1,73 @@
+"""`swarm-client verify-ledger`: every number of a run's ledger, computed again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from swarm_shared.errors import StorageError
+from swarm_shared.ledger import MAX_LINE_BYTES, Verified, verify_ledger
+from swarm_shared.types import PeerId
+
+JSON_FORMAT = 1
+
+
+@click.command("verify-ledger")
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+@click.option(
+    "--organiser",
+    metavar="PEER",
+    help="The organiser's peer ID, as your invite names it; otherwise whom the ledger names.",
+)
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> None:
+    """Recompute every number of the ledger in FILE; the first line that is wrong is named.
+
+    `swarm-coordinator ledger export` writes one. It proves that the numbers follow from the steps,
+    that each step counts every microbatch exactly once in every stage, and that the organiser
+    stands by these lines. Whether a volunteer did what the organiser says is between those two.
+    """
+    found = verify_ledger(_lines(file), None if organiser is None else PeerId(organiser))
+    if as_json:
+        click.echo(json.dumps(_document(found)))
+        return
+    click.echo(
+        f"every number is right: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
+        f"signed by {found.organiser}"
+    )
+    for total in found.totals:
+        name = "" if total.name is None else f"{_printable(total.name)} "
+        click.echo(
+            f"  {name}(…{total.peer[-8:]}): {total.credit:.1f} credit, "
+            f"{total.credit_per_day:.1f} a day lately, {total.tokens} tokens"
+        )
+
+
+def _document(found: Verified) -> dict[str, object]:
+    return {
+        "version": JSON_FORMAT,
+        "run": found.run,
+        "organiser": found.organiser,
+        "as_of": found.as_of,
+        "steps": found.steps,
+        "totals": [total.model_dump(exclude={"line"}) for total in found.totals],
+    }
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """A bounded part of the file at a time: a line that is longer than any may be stays cut."""
+    try:
+        with file.open("rb") as source:
+            while line := source.readline(MAX_LINE_BYTES + 1):
+                yield line
+    except OSError as error:
+        raise StorageError(
+            f"cannot read {file} ({error.strerror}); check its name and its permissions"
+        ) from error
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

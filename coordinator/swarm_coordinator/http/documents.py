@@ -1,0 +1,238 @@
+"""What the HTTP API answers, in full: `/api/v1/openapi.json` is made from these.
+
+Public documents name a peer by its own choice of name and the end of its ID; they never hold an
+address. A newer release may add fields; a field's meaning changes only with the path's version.
+Times are Unix seconds, losses nats per token, rates per second.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict, Field
+
+API_VERSION = 1
+
+
+class Word(StrEnum):
+    """The run's health, in one word."""
+
+    HEALTHY = "healthy"
+    """Every stage has a peer that can be reached, and steps can be made."""
+    DEGRADED = "degraded"
+    WAITING = "waiting"
+    """For peers: training has not begun, or cannot go on."""
+    FINISHED = "finished"
+
+
+class Document(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Problem(Document):
+    """Every answer that is no success."""
+
+    error: str = Field(description="What was seen, and what is needed.")
+
+
+class Health(Document):
+    word: Word
+    sentence: str
+    unreachable_stages: tuple[int, ...] = Field(description="Stages without a reachable peer.")
+
+
+class Run(Document):
+    api_version: int = API_VERSION
+    name: str
+    software: str
+    time: float = Field(description="When the coordinator said all this.")
+    health: Health
+    phase: str
+    waiting_for: str
+    version: int = Field(description="Applied optimizer steps.")
+    steps: int = Field(description="Optimizer steps of the whole run.")
+    cells_done: int = Field(description="Microbatches times stages of the step under way.")
+    cells_total: int
+    loss: float | None = Field(description="Of the last applied step.")
+    heldout_loss: float | None
+    tokens: int = Field(description="Of all applied steps.")
+    tokens_per_second: float | None = Field(description="In the last applied step.")
+    checkpoint_version: int | None
+    uptime_seconds: float
+    stages: int
+    peers: int = Field(description="Attached now.")
+    contributors: int = Field(description="Peers that have counted in any applied step.")
+
+
+class Stage(Document):
+    stage: int
+    first_layer: int
+    end_layer: int
+    work_share: float = Field(description="Of the model's arithmetic, 0 to 1.")
+    ready: int = Field(description="Peers that hold it at the run's version.")
+    syncing: int = Field(description="Peers on their way to it.")
+    microbatches_per_second: float
+    relative_rate: float = Field(description="Its rate over the fastest stage's, 0 to 1.")
+
+
+class Stages(Document):
+    stages: tuple[Stage, ...]
+    rebalancing: tuple[str, ...] = Field(description="The newest decisions, oldest first.")
+    nobody_moves: str = Field(description="Why nobody moves now; empty if somebody does.")
+
+
+class Peer(Document):
+    id_end: str = Field(description="The end of its peer ID.")
+    name: str | None
+    stage: int | None
+    phase: str
+    leaving: bool
+    microbatches_per_second: float
+
+
+class Peers(Document):
+    total: int
+    offset: int
+    peers: tuple[Peer, ...]
+
+
+class StepRow(Document):
+    step: int
+    loss: float | None
+    tokens: int
+    seconds: float
+    written_at: float
+
+
+class Steps(Document):
+    steps: tuple[StepRow, ...]
+    next_after: int | None = Field(description="The next page's `after`; null at the end.")
+
+
+class CurvePoint(Document):
+    """Several consecutive steps as one point."""
+
+    first_step: int
+    last_step: int
+    loss: float | None = Field(description="Their mean.")
+    lowest_loss: float | None
+    highest_loss: float | None
+    tokens_per_second: float | None
+
+
+class Curve(Document):
+    steps_per_point: int
+    points: tuple[CurvePoint, ...]
+
+
+class Contribution(Document):
+    rank: int
+    id_end: str
+    name: str | None
+    team: str | None
+    stages: tuple[int, ...]
+    steps: int = Field(description="Steps in which it counted.")
+    microbatches: int
+    tokens: int = Field(description="Summed over the stages that it held.")
+    credit: float = Field(description="Tokens times the work share of the stage they passed.")
+    credit_per_day: float = Field(description="Recent average, with a half-life of 7 days.")
+
+
+class Contributions(Document):
+    total: int
+    offset: int
+    contributions: tuple[Contribution, ...]
+
+
+class Team(Document):
+    rank: int
+    team: str
+    members: int = Field(description="Peers that are in it now and have counted in a step.")
+    tokens: int
+    credit: float
+    credit_per_day: float
+
+
+class Teams(Document):
+    total: int
+    offset: int
+    teams: tuple[Team, ...]
+
+
+class EventRow(Document):
+    id: int
+    written_at: float
+    text: str
+
+
+class Events(Document):
+    events: tuple[EventRow, ...] = Field(description="Oldest first.")
+    next_after: int = Field(description="The `after` that gives what comes later.")
+
+
+# ---------------------------------------------------------------- the organiser's
+
+
+class Path(Document):
+    """The best connection of one peer to another, as the peer reports it."""
+
+    remote: str
+    kind: str
+    relay: str | None
+    rtt_seconds: float
+    bytes_per_second: float
+
+
+class FullPeer(Document):
+    peer: str
+    name: str | None
+    stage: int | None
+    phase: str
+    version: int
+    leaving: bool
+    device: str
+    reachability: str
+    offers_relay: bool
+    microbatches_per_second: float
+    queued: int
+    silent_seconds: float
+    marked_times: int = Field(description="How often it has computed something wrong.")
+    marked: str
+    paths: tuple[Path, ...]
+
+
+class FullPeers(Document):
+    coordinator: str = Field(description="Its own peer ID, which paths may name.")
+    total: int
+    offset: int
+    peers: tuple[FullPeer, ...]
+
+
+class Ban(Document):
+    peer: str
+    reason: str
+    banned_at: float
+
+
+class Admission(Document):
+    mode: str
+    members: int
+    bans: tuple[Ban, ...]
+
+
+class Token(Document):
+    """Of its secret there is only a hash anywhere."""
+
+    token: int
+    note: str
+    state: str
+    uses: int | None
+    uses_left: int | None
+    admitted: int
+    created_at: float
+    expires_at: float | None
+    revoked_at: float | None
+
+
+class Tokens(Document):
+    tokens: tuple[Token, ...]

@@ -1,0 +1,59 @@
+"""Live events to browsers: server-sent events, with a bounded queue for each reader.
+
+Who reads slower than things happen is let go and may come back; its queue never grows, and nobody
+else waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+from pydantic import BaseModel
+
+QUEUE = 64
+"""Events that wait for one reader: half a minute of a busy run."""
+MAX_READERS = 200
+
+
+def encoded(event: str, document: BaseModel) -> bytes:
+    """One event as it goes over the wire. JSON has no line breaks, which would end the field."""
+    return f"event: {event}\ndata: {document.model_dump_json()}\n\n".encode()
+
+
+class Hub:
+    def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE) -> None:
+        self._max_readers = max_readers
+        self._queue = queue
+        self._readers: set[trio.MemorySendChannel[bytes]] = set()
+        self.dropped = 0
+        """Readers that were too slow, ever."""
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    @property
+    def full(self) -> bool:
+        return len(self._readers) >= self._max_readers
+
+    @contextmanager
+    def reader(self) -> Iterator[trio.MemoryReceiveChannel[bytes]]:
+        """What is published from now on. The channel ends when the reader is too slow."""
+        put, take = trio.open_memory_channel[bytes](self._queue)
+        self._readers.add(put)
+        try:
+            with take:
+                yield take
+        finally:
+            self._readers.discard(put)
+            put.close()
+
+    def publish(self, event: bytes) -> None:
+        for reader in list(self._readers):
+            try:
+                reader.send_nowait(event)
+            except trio.WouldBlock:
+                self._readers.discard(reader)
+                reader.close()
+                self.dropped += 1

@@ -1,0 +1,34 @@
+"""The dashboard's files, read once: the page is part of the program, not of a disk.
+
+The same page serves everybody. A token in the link's fragment, which browsers never send, opens the
+organiser's part.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+
+from fastapi import FastAPI
+from fastapi.responses import Response
+
+FILES = {
+    "/": ("index.html", "text/html; charset=utf-8"),
+    "/style.css": ("style.css", "text/css; charset=utf-8"),
+    "/plot.js": ("plot.js", "text/javascript; charset=utf-8"),
+    "/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+
+
+def add_to(app: FastAPI) -> None:
+    folder = resources.files(__name__)
+    for path, (name, media_type) in FILES.items():
+        _add_file(app, path, (folder / name).read_bytes(), media_type)
+
+
+def _add_file(app: FastAPI, path: str, content: bytes, media_type: str) -> None:
+    async def file() -> Response:
+        # Not kept without asking: another release's page must not meet this one's answers.
+        return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
+
+    app.add_api_route(path, file, methods=["GET"], include_in_schema=False)

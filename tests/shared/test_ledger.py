@@ -1,0 +1,199 @@
+"""A ledger: what was written is right, and whatever is changed in it afterwards is found."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_shared.credit import work_shares
+from swarm_shared.errors import ProtocolError, SignatureError, SwarmError
+from swarm_shared.identity import Identity
+from swarm_shared.ledger import StepLine, Verified, verify_ledger, write_ledger
+from swarm_shared.manifest import (
+    DataConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.model_config import preset
+from swarm_shared.signed_manifest import run_id_of, sign_manifest
+from swarm_shared.types import PeerId
+
+ORGANISER, STRANGER = Identity.generate(), Identity.generate()
+ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
+AS_OF = 2e6
+MICROBATCHES = 4
+
+
+def manifest_of(organiser: Identity, name: str = "a run") -> Manifest:
+    model = preset("tiny").model
+    shards = tuple(
+        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="ab" * 32)
+        for split in ("train", "heldout")
+    )
+    return Manifest(
+        name=name,
+        organiser=organiser.peer_id,
+        model=model,
+        stages=(
+            StageRange(first_layer=0, end_layer=1, work_flops=1e9),
+            StageRange(first_layer=1, end_layer=model.layers, work_flops=3e9),
+        ),
+        data=DataConfig(token_bytes=2, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
+        training=TrainingConfig(
+            steps=9, microbatches_per_step=MICROBATCHES, sequences_per_microbatch=2, seed=1
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2),
+    )
+
+
+MANIFEST = manifest_of(ORGANISER)
+ENVELOPE = sign_manifest(ORGANISER, MANIFEST)
+
+
+def step(number: int, annas: int = 1) -> StepLine:
+    shares = ((ANNA, 0, annas), (BERT, 0, MICROBATCHES - annas), (BERT, 1, MICROBATCHES))
+    return StepLine(step=number, applied_at=1e6 + number, shares=shares)
+
+
+def ledger(*steps: StepLine, as_of: float = AS_OF) -> list[bytes]:
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, {ANNA: ("anna", "the As")}, as_of))
+
+
+def refused(lines: list[bytes], organiser: PeerId | None = None) -> str:
+    with pytest.raises(ProtocolError) as caught:
+        verify_ledger(lines, organiser)
+    return str(caught.value)
+
+
+WHOLE = ledger(step(1), step(2, annas=3), step(3))
+
+
+def test_a_ledger_is_right_as_it_was_written() -> None:
+    found = verify_ledger(WHOLE, ORGANISER.peer_id)
+    assert isinstance(found, Verified)
+    assert (found.run, found.steps, found.name) == (run_id_of(MANIFEST), 3, "a run")
+    assert verify_ledger(WHOLE) == found
+    bert, anna = found.totals
+    tokens = MANIFEST.tokens_per_microbatch
+    assert (anna.name, bert.name, anna.team) == ("anna", None, "the As")
+    assert (anna.microbatches, anna.tokens) == (5, 5 * tokens)
+    first, second = work_shares([1e9, 3e9])
+    assert anna.credit == pytest.approx(5 * tokens * first)
+    assert bert.credit == pytest.approx(7 * tokens * first + 12 * tokens * second)
+    assert anna.credit + bert.credit == pytest.approx(3 * MANIFEST.tokens_per_step)
+    assert 0 < anna.credit_per_day < anna.credit
+
+
+def test_a_run_without_steps_has_a_ledger_too() -> None:
+    assert verify_ledger(ledger()).totals == ()
+
+
+@pytest.mark.parametrize("number", range(len(WHOLE)))
+def test_a_line_that_is_missing_is_noticed_at_its_place(number: int) -> None:
+    place = number + 1
+    assert refused(WHOLE[:number] + WHOLE[number + 1 :]).startswith(f"line {place}: ")
+
+
+@pytest.mark.parametrize("number", range(1, len(WHOLE)))
+def test_lines_in_another_order_are_noticed(number: int) -> None:
+    lines = list(WHOLE)
+    lines[number - 1], lines[number] = lines[number], lines[number - 1]
+    assert refused(lines).startswith(f"line {number}: ")
+
+
+@given(st.integers(0, len(b"".join(WHOLE)) - 1), st.integers(1, 255))
+def test_whatever_byte_is_changed_its_line_is_named(position: int, change: int) -> None:
+    content = bytearray(b"".join(WHOLE))
+    content[position] ^= change
+    lines = bytes(content).splitlines(keepends=True)
+    said = refused(lines)
+    number = bytes(content[:position]).count(b"\n") + 1
+    assert said.startswith(f"line {number}: ")
+
+
+@settings(max_examples=50)
+@given(st.lists(st.binary(max_size=100), max_size=5))
+def test_nonsense_is_refused_in_a_sentence(lines: list[bytes]) -> None:
+    refused(lines)
+
+
+def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
+    assert refused(WHOLE, STRANGER.peer_id).startswith("line 1: ")
+
+
+# ---------------------------------------------------------------- organisers that lie
+
+
+def forged(*steps: StepLine, **changes: object) -> list[bytes]:
+    """Chained and signed as it should be, but the first total says something else."""
+    from swarm_shared.ledger import LEDGER_DOMAIN, Head, Seal, SealLine, TotalLine, _Chain, _Sums
+    from swarm_shared.signing import sign_message
+
+    chain, sums = _Chain(), _Sums(MANIFEST)
+    run = run_id_of(MANIFEST)
+    lines = [chain.put(Head(run=run, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode()))]
+    for one in steps:
+        sums.add(one)
+        lines.append(chain.put(one))
+    for number, peer in enumerate(sorted(sums.of)):
+        total = sums.total(peer, (None, None), AS_OF)
+        if number == 0:
+            total = TotalLine.model_validate({**total.model_dump(), **changes})
+        lines.append(chain.put(total))
+    sealed = sign_message(
+        ORGANISER, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
+    )
+    return [*lines, chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))]
+
+
+def test_the_forger_makes_right_ledgers_when_nothing_is_forged() -> None:
+    assert verify_ledger(forged(step(1))).steps == 1
+
+
+@pytest.mark.parametrize("name", ["microbatches", "tokens", "credit", "credit_per_day"])
+def test_a_sum_that_does_not_follow_from_the_steps_is_named(name: str) -> None:
+    said = refused(forged(step(1), **{name: 12345}))
+    assert said.startswith("line 3: ")
+    assert name in said
+    assert "12345" in said
+
+
+@pytest.mark.parametrize(
+    ("shares", "why"),
+    [
+        (((ANNA, 0, 4), (BERT, 1, 3)), "counts 3 microbatches in stage 1"),
+        (((ANNA, 0, 5), (BERT, 1, 4)), "counts 5 microbatches in stage 0"),
+        (((ANNA, 0, 4),), "counts 0 microbatches in stage 1"),
+    ],
+    ids=["one-lost", "one-twice", "a-stage-missing"],
+)
+def test_a_step_that_does_not_count_everything_once_is_named(
+    shares: tuple[tuple[str, int, int], ...], why: str
+) -> None:
+    bad = StepLine(step=1, applied_at=1e6, shares=shares)
+    said = refused(forged(bad))
+    assert said.startswith("line 2: ")
+    assert why in said
+
+
+def test_a_step_that_is_left_out_is_named() -> None:
+    assert "step 2 is next" in refused(forged(step(1), step(3)))
+
+
+def test_a_seal_of_somebody_else_or_of_another_ledger_is_refused() -> None:
+    other = ledger(step(1), step(2), step(3))
+    said = refused([*WHOLE[:-1], other[-1]])
+    assert said.startswith(f"line {len(WHOLE)}: ")
+    chained = json.loads(WHOLE[-1])
+    envelope = sign_manifest(STRANGER, manifest_of(STRANGER))
+    chained["envelope"] = base64.b64encode(envelope).decode()
+    with pytest.raises(SwarmError):
+        verify_ledger([*WHOLE[:-1], json.dumps(chained).encode()])
+    assert issubclass(SignatureError, ProtocolError)
