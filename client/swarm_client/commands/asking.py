@@ -18,11 +18,11 @@ from swarm_client.commands.base import (
     home_option,
     json_option,
     print_json,
-    printable,
     seconds_of,
     socket_of,
 )
 from swarm_client.home import Home
+from swarm_client.printable import printable
 
 if TYPE_CHECKING:
     from swarm_client.control.documents import LogLine

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from swarm_client.home import Home
+from swarm_client.printable import printable
 from swarm_shared.errors import UsageError
 
 JSON_VERSION = 1
@@ -61,11 +62,6 @@ def seconds_of(text: str) -> float:
     if found is None or not 0 < seconds <= 366 * 86400:
         raise UsageError(f"{text!r} is no time; say it like 30m, 2h or 1h30m, at most 366d")
     return float(seconds)
-
-
-def printable(text: str) -> str:
-    """Names and reasons come from others: nothing of theirs may steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def count_text(value: float) -> str:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import click
 
-from swarm_client.commands.base import home_option, printable, say
+from swarm_client.commands.base import home_option, say
 from swarm_client.home import Home
+from swarm_client.printable import printable
 from swarm_shared.errors import DaemonError, SwarmError, UsageError
 
 START_SECONDS = 60.0

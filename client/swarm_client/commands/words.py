@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from swarm_client.commands.base import count_text, printable
+from swarm_client.commands.base import count_text
 from swarm_client.control.documents import ContributionView, DeviceView, RunView, Status
+from swarm_client.printable import printable
 
 REACHED = {
     "public": "others can dial in",

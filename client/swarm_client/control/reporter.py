@@ -24,6 +24,7 @@ from swarm_client.control.documents import (
     TrafficView,
 )
 from swarm_client.control.word import Facts, Stopped, say
+from swarm_client.printable import printable
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
 from swarm_shared.messages import LinkPath
@@ -254,8 +255,3 @@ def leaderboard(volunteer: Volunteer) -> tuple[LeaderboardRow, ...]:
         )
         for row in rows
     )  # fmt: skip
-
-
-def printable(text: str) -> str:
-    """Others chose these names: nothing of theirs may steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
