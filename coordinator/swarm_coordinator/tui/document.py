@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Document(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # Built at the first use, when the screen is there already.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class StageRow(Document):

@@ -25,7 +25,7 @@ from swarm_shared.tui.words import (
     short_number,
 )
 
-_NAME = 12
+_NAME = 14
 _BAR = 20
 _TWO_COLUMNS = 110
 
@@ -85,7 +85,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
         _named(
             "volunteers", line((f"{len(run.peers)} attached", "strong")),
             line((sparkline(model.attached.values(), _BAR, look), "accent")),
-            line(f"{model.came} came, {model.went} went since this view began"),
+            line(f"{model.came} came, {model.went} went while this view is open"),
         ),
         _named(
             "work", line(f"{run.work.counted:,} counted"),

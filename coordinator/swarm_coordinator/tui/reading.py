@@ -1,14 +1,15 @@
 """The run folder as a source: read again when its status has changed, never faster than it pays.
 
 A large run's status takes a while to read, so that the view rests `REST_FACTOR` times as long as
-it read: that keeps it at about 2 % of a core, and a small run at one look a second. Reading happens
-in a thread, and so do the imports it needs: the screen is there before them.
+the processor was busy with it: that keeps it at about 2 % of a core, and a small run at one look
+a second. Reading happens in a thread, and so do its imports: the screen is there before them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0
+LONGEST_REST_SECONDS = 15.0
 HISTORY_SECONDS = 5.0
 """Notes come also between steps."""
 CONTRIBUTORS_SECONDS = 30.0
@@ -49,6 +51,7 @@ class RunFolderReader:
 
     run_dir: Path
     clock: Clock = monotonic
+    cpu_clock: Clock = time.thread_time
     _place: Place | None = None
     _steps: tuple[StepRow, ...] = ()
     _notes: tuple[NoteRow, ...] = ()
@@ -58,8 +61,20 @@ class RunFolderReader:
     _contributors_due: float = 0.0
     _trouble: str = field(default="")
 
-    def read(self) -> tuple[RunDocument, str]:
-        """The run now, and what could not be read of it. SwarmError when nothing could."""
+    def prepare(self) -> None:
+        """What is imported once does not count as reading."""
+        from swarm_coordinator import history, places, run_folder, status, stored_run  # noqa: F401
+
+    def read(self) -> tuple[RunDocument, str, float]:
+        """The run now, what could not be read of it, and the processor seconds that this took.
+
+        SwarmError when nothing could be read.
+        """
+        start = self.cpu_clock()
+        document, trouble = self._read()
+        return document, trouble, self.cpu_clock() - start
+
+    def _read(self) -> tuple[RunDocument, str]:
         from swarm_coordinator.run_folder import RunFolder
         from swarm_coordinator.status import read_status
         from swarm_coordinator.stored_run import load_manifest
@@ -174,18 +189,19 @@ class RunFolderSource:
         raise UsageError("this view only looks; the other commands of swarm-coordinator act")
 
     async def events(self) -> AsyncIterator[Event[RunDocument]]:
+        await asyncio.to_thread(self._reader.prepare)
         while True:
-            start = monotonic()
+            busy_seconds = 0.0
             try:
-                document, trouble = await asyncio.to_thread(self._reader.read)
+                document, trouble, busy_seconds = await asyncio.to_thread(self._reader.read)
             except StorageError as error:
                 yield Away(self.now(), str(error))
             else:
                 if not trouble and not document.running and not document.finished:
                     trouble = self._not_running(document)
                 yield Seen(document.time or self.now(), document, trouble)
-            took = monotonic() - start
-            await self._sleep(max(LOOK_SECONDS - took, REST_FACTOR * took))
+            rest = min(REST_FACTOR * busy_seconds, LONGEST_REST_SECONDS)
+            await self._sleep(max(LOOK_SECONDS, rest))
 
     def _not_running(self, document: RunDocument) -> str:
         _, why = health(document)

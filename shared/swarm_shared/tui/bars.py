@@ -45,18 +45,22 @@ def sparkline(
     if not known:
         return " " * width
     low = 0.0 if from_zero else min(known)
-    span = max(known) - low
+    high = max(known)
     levels = _LEVELS if look.unicode else _ASCII_LEVELS
     cells = [
         " "
         if value is None or not math.isfinite(value)
-        else levels[_level(value, low, span, len(levels))]
+        else levels[place(value, low, high, len(levels))]
         for value in shown
     ]
     return "".join(cells).rjust(width)
 
 
-def _level(value: float, low: float, span: float, count: int) -> int:
+def place(value: float, low: float, high: float, count: int) -> int:
+    """The nearest of `count` even steps from `low` to `high`; what lies outside is at an end."""
+    # Halves, because the whole of two opposite numbers may be too large for a float.
+    span = high / 2 - low / 2
     if span <= 0:
         return 0
-    return min(count - 1, int((value - low) / span * (count - 1) + 0.5))
+    share = min(1.0, max(0.0, (value / 2 - low / 2) / span))
+    return int(share * (count - 1) + 0.5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+from swarm_shared.tui.bars import place
 from swarm_shared.tui.ink import Ink, Line, cut, line
 from swarm_shared.tui.look import Look
 
@@ -36,7 +37,7 @@ def plot(
         empty = line(("nothing to draw yet", "dim"))
         return [empty, *[()] * (height - 1)] if height else []
     ys = [y for _, y in known]
-    low, high = (min(0.0, *ys, 0.0) if from_zero else min(ys)), max(ys)
+    low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
     labels = (label(high), label(low))
     margin = max(len(text) for text in labels)
     columns = max(1, width - margin - 2)
@@ -95,12 +96,11 @@ def _dots(points: Sequence[Point], columns: int, rows: int, span: _Span) -> list
     (left, right), (low, high) = span
     sums: dict[int, tuple[float, int]] = {}
     for x, y in points:
-        column = _place(x, left, right, columns)
-        total, count = sums.get(column, (0.0, 0))
-        sums[column] = (total + y, count + 1)
+        column = place(x, left, right, columns)
+        mean, count = sums.get(column, (0.0, 0))
+        sums[column] = (mean + (y / (count + 1) - mean / (count + 1)), count + 1)
     heights = {
-        column: rows - 1 - _place(total / count, low, high, rows)
-        for column, (total, count) in sums.items()
+        column: rows - 1 - place(mean, low, high, rows) for column, (mean, _) in sums.items()
     }
     dots: list[tuple[int, int]] = []
     before: tuple[int, int] | None = None
@@ -122,9 +122,3 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
         )
         for step in range(1, length)
     ]
-
-
-def _place(value: float, low: float, high: float, count: int) -> int:
-    if high <= low:
-        return 0
-    return min(count - 1, max(0, int((value - low) / (high - low) * (count - 1) + 0.5)))

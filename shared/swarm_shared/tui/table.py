@@ -17,9 +17,9 @@ class Column:
     smallest: int = 3
     largest: int = 40
     flexible: bool = False
-    """Gives way first when there is little room."""
+    """Gives way when there is little room."""
     keep: int = 0
-    """Columns with the smallest number are left out first when even that is not enough."""
+    """Columns with a small number give way first, and are left out first."""
 
 
 def table(
@@ -59,11 +59,13 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: in
         else max(1, len(column.title))
         for i, column in enumerate(columns)
     ]
-    for index, column in enumerate(columns):
-        if column.flexible:
-            over = _sum(widths) - width
-            widths[index] = max(column.smallest, widths[index] - max(0, over))
-    for index in sorted(range(len(columns)), key=lambda i: columns[i].keep):
+    dearest_last = sorted(range(len(columns)), key=lambda i: columns[i].keep)
+    for index in dearest_last:
+        if columns[index].flexible:
+            over = max(0, _sum(widths) - width)
+            smallest = min(widths[index], columns[index].smallest)
+            widths[index] = max(smallest, widths[index] - over)
+    for index in dearest_last:
         if _sum(widths) <= width:
             break
         if len([cells for cells in widths if cells]) > 1:
