@@ -22,6 +22,7 @@ class TrainerRole:
         self._nursery = nursery
         self._trainer: Trainer | None = None
         self._first_stage: Downstream | None = None
+        self._refusing: str | None = None
         self._leaving = False
 
     @property
@@ -37,7 +38,8 @@ class TrainerRole:
             self._current_step,
             self._nursery,
         )
-        self._trainer.leaving = self._leaving
+        if self._refusing is not None:
+            self._trainer.stop_taking(self._refusing)
 
     def take(self, lease: Lease) -> None:
         if self._trainer is not None:
@@ -45,8 +47,23 @@ class TrainerRole:
 
     def leave(self) -> None:
         self._leaving = True
+        self._refuse("this volunteer is leaving")
+
+    def pause(self) -> None:
+        if not self._leaving:
+            self._refuse("this volunteer is paused")
+
+    def resume(self) -> None:
+        """Take leases again, unless the volunteer is about to leave."""
+        if not self._leaving:
+            self._refusing = None
+            if self._trainer is not None:
+                self._trainer.take_again()
+
+    def _refuse(self, reason: str) -> None:
+        self._refusing = reason
         if self._trainer is not None:
-            self._trainer.stop_taking()
+            self._trainer.stop_taking(reason)
 
     def roster_changed(self) -> None:
         if self._first_stage is not None:

@@ -17,6 +17,7 @@ import trio
 
 from swarm_client.averager import GroupAverager
 from swarm_client.contribution import Contribution
+from swarm_client.control.documents import SuspendReason
 from swarm_client.device import Device
 from swarm_client.directory import Directory
 from swarm_client.engine.downstream import Downstream
@@ -30,6 +31,7 @@ from swarm_client.holder import Holder
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
+from swarm_client.suspension import GRACE_SECONDS, Suspension
 from swarm_client.sync import Snapshots, fetch_data
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
@@ -145,6 +147,8 @@ class Volunteer:
         self.roster = RosterView()
         self.finished = False
         self.leaving = False
+        self._suspension: Suspension | None = None
+        self._pauses = 0
         self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
@@ -436,6 +440,7 @@ class Volunteer:
             queued=holding.in_flight if holding else 0,
             links=(*self._links(), *self.averager.links()),
             paths=tuple(self.node.paths()[:MOST_PATHS]),
+            paused=self._suspension is not None,
         )
 
     def _links(self) -> tuple[LinkBytes, ...]:
@@ -503,6 +508,35 @@ class Volunteer:
         self.report(f"the coordinator says goodbye: {message.reason}")
         self.finished = message.finished or self.leaving
         return True
+
+    # ---- pausing
+
+    @property
+    def suspended(self) -> Suspension | None:
+        return self._suspension
+
+    def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
+        """Compute nothing from now on, and keep what is accumulated (`suspension`)."""
+        began = self._suspension is None
+        self._suspension = Suspension(reason, until)
+        if began:
+            self._trainer.pause()
+            self.stage_server.pause()
+            self.send(self._heartbeat())
+            self._pauses += 1
+            self._nursery.start_soon(self._hand_back, self._pauses)
+
+    def resume(self) -> None:
+        if self._suspension is not None:
+            self._suspension = None
+            self._trainer.resume()
+            self.stage_server.resume()
+            self.send(self._heartbeat())
+
+    async def _hand_back(self, pause: int) -> None:
+        await trio.sleep(GRACE_SECONDS)
+        if pause == self._pauses:
+            self.stage_server.hand_back()
 
     # ---- leaving
 

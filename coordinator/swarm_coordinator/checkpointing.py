@@ -63,7 +63,9 @@ def request(run: RunState, now: float) -> bool:
         return True
     holders: dict[StageIndex, PeerState] = {}
     for stage in run.stage_indices:
-        ready = sorted(run.ready_peers(stage), key=lambda p: (p.leaving, p.queued, p.peer))
+        ready = sorted(
+            run.ready_peers(stage), key=lambda p: (p.leaving, p.paused, p.queued, p.peer)
+        )
         if not ready:
             return False
         # After a failure somebody else's turn: it may have been the holder's fault.

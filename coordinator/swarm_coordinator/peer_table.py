@@ -29,7 +29,7 @@ class PeerPhase(StrEnum):
 
 
 _PLACED = frozenset({"stage", "moving"})
-_INDEXED = frozenset({"phase", "version", "leaving", "source_asked", "carrier"})
+_INDEXED = frozenset({"phase", "version", "leaving", "paused", "source_asked", "carrier"})
 """Fields of a peer that its table answers questions about, besides its place and rate."""
 
 _RECORDED = frozenset(
@@ -70,6 +70,8 @@ class PeerState:
     queued: int = 0
     leaving: bool = False
     leaving_since: float = 0.0
+    paused: bool = False
+    """It gets no new work for now, and closes steps with the others."""
     hold_until: float = 0.0
     """While it downloads, the close of the step waits for it until then."""
     holds: int = 0
@@ -122,13 +124,15 @@ class StageView:
     ready: tuple[PeerState, ...]
     """Leaving ones included."""
     working: tuple[PeerState, ...]
-    """Those that may get new microbatches: a leaving one only if all of them leave."""
+    """Those that may get new microbatches: a leaving one only if all of them leave, a paused one
+    never."""
     trainers: tuple[PeerState, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class StageTally:
-    """Who is to be counted on at a stage: those on their way to it as well, leavers not."""
+    """Who is to be counted on at a stage: those on their way to it as well, who leaves or pauses
+    not."""
 
     peers: int
     measured: int
@@ -160,8 +164,9 @@ class PeerTable(dict[PeerId, PeerState]):
         self._stages = tuple(StageIndex(stage) for stage in range(stages))
         self._views: dict[StageIndex, StageView] = {}
         self._unheld: set[StageIndex] = set()
+        self._idle: set[StageIndex] = set()
         self._unseen: set[StageIndex] = set(self._stages)
-        """Stages whose peers have changed since `_unheld` was true of them."""
+        """Stages whose peers have changed since `_unheld` and `_idle` were true of them."""
         self._tallies: dict[StageIndex, StageTally] = {}
         self._version = NO_VERSION
 
@@ -176,14 +181,24 @@ class PeerTable(dict[PeerId, PeerState]):
 
     def unheld(self, version: Version) -> set[StageIndex]:
         """Stages that nobody holds at the version. Not to be changed by the caller."""
+        self._look_again(version)
+        return self._unheld
+
+    def idle(self, version: Version) -> set[StageIndex]:
+        """Stages that nobody holds at the version who works. Not to be changed by the caller."""
+        self._look_again(version)
+        return self._idle
+
+    def _look_again(self, version: Version) -> None:
         self._turn_to(version)
         for stage in self._unseen:
-            if self.view(stage, version).ready:
-                self._unheld.discard(stage)
-            else:
-                self._unheld.add(stage)
+            view = self.view(stage, version)
+            for stages, lacking in ((self._unheld, not view.ready), (self._idle, not view.working)):
+                if lacking:
+                    stages.add(stage)
+                else:
+                    stages.discard(stage)
         self._unseen.clear()
-        return self._unheld
 
     def _turn_to(self, version: Version) -> None:
         if version != self._version:
@@ -198,13 +213,14 @@ class PeerTable(dict[PeerId, PeerState]):
             for peer in self._by_stage.get(stage, {}).values()
             if peer.phase is PeerPhase.READY and peer.version == version
         )
-        staying = tuple(peer for peer in ready if not peer.leaving)
-        return StageView(ready, staying or ready, tuple(p for p in staying if p.trainer))
+        active = tuple(peer for peer in ready if not peer.paused)
+        staying = tuple(peer for peer in active if not peer.leaving)
+        return StageView(ready, staying or active, tuple(p for p in staying if p.trainer))
 
     def tally(self, stage: StageIndex) -> StageTally:
         found = self._tallies.get(stage)
         if found is None:
-            counted = [p for p in self.bound_for(stage) if not p.leaving]
+            counted = [p for p in self.bound_for(stage) if not p.leaving and not p.paused]
             rates = [p.flops_per_second for p in counted if p.flops_per_second > 0]
             found = self._tallies[stage] = StageTally(len(counted), len(rates), sum(rates))
         return found

@@ -42,7 +42,11 @@ LARGEST_LOSS = 1e290
 
 
 def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
-    """How fast a peer is, and how much it has to do."""
+    """How fast a peer is, how much it has to do, and whether it pauses."""
+    if peer.paused != message.paused:
+        # Senders are to know before anything else is sent to it.
+        peer.paused = message.paused
+        run.roster_dirty = True
     rate = message.microbatches_per_second
     peer.microbatches_per_second, peer.queued = rate, message.queued
     if rate > 0 and peer.phase is PeerPhase.READY and peer.stage is not None:

@@ -153,7 +153,7 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         (peer, StageIndex(stage))
         for stage in run.stage_indices
         for peer in run.peers.bound_for(StageIndex(stage))
-        if not peer.leaving
+        if not peer.leaving and not peer.paused
     ]
     told = [peer.flops_per_second for peer, _ in counted if peer.flops_per_second > 0]
     if not told:
@@ -269,7 +269,7 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
     others = [
         p
         for p in run.ready_peers(peer.stage)
-        if not p.leaving and p.peer not in {*going, peer.peer}
+        if not p.leaving and not p.paused and p.peer not in {*going, peer.peer}
     ]
     return len(others) >= minimum
 

@@ -73,7 +73,7 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     needed = run.manifest.stages[stage].memory_bytes
     donors: list[tuple[int, str, PeerState]] = []
     for other in run.stage_indices:
-        staying = [p for p in run.ready_peers(other) if not p.leaving]
+        staying = [p for p in run.ready_peers(other) if not p.leaving and not p.paused]
         donors.extend(
             (len(staying), peer.peer, peer)
             for peer in staying

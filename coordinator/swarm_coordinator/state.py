@@ -255,9 +255,10 @@ class RunState:
         return ready
 
     def staffed(self) -> bool:
-        """Whether microbatches can get through: every stage has a peer, and there is a trainer."""
-        return not self.unheld() and any(
-            peer.trainer and not peer.leaving
+        """Whether microbatches can get through: every stage has a peer that works, and there is a
+        trainer."""
+        return not self.idle() and any(
+            peer.trainer and not peer.leaving and not peer.paused
             for stage in self.stage_indices
             for peer in self.ready_peers(stage)
         )
@@ -268,11 +269,22 @@ class RunState:
             return [StageIndex(s) for s in self.stage_indices if not self.ready_peers(s)]
         return self.peers.unheld(self.version)
 
-    def working_peers(self, stage: int) -> Sequence[PeerState]:
-        """Ready peers that may get new microbatches: a leaving one only if all of them leave."""
+    def idle(self) -> Collection[StageIndex]:
+        """Stages that nobody holds who takes new work in this step."""
         if self.step is not None and self.step.excluded:
-            ready = self.ready_peers(stage)
-            return [peer for peer in ready if not peer.leaving] or ready
+            return [StageIndex(s) for s in self.stage_indices if not self.working_peers(s)]
+        return self.peers.idle(self.version)
+
+    def paused_stages(self) -> list[StageIndex]:
+        """Stages for which the run waits although they are held."""
+        return sorted(set(self.idle()) - set(self.unheld()))
+
+    def working_peers(self, stage: int) -> Sequence[PeerState]:
+        """Ready peers that may get new microbatches: a leaving one only if all of them leave, a
+        paused one never."""
+        if self.step is not None and self.step.excluded:
+            active = [peer for peer in self.ready_peers(stage) if not peer.paused]
+            return [peer for peer in active if not peer.leaving] or active
         return self.peers.view(StageIndex(stage), self.version).working
 
     def trainers(self) -> list[PeerState]:
@@ -316,15 +328,18 @@ class RunState:
         ready = self.ready_peers(stage)
         known = self.peers.records.get(stage)
         if known is None or (self.step is not None and self.step.excluded):
-            alone = all(peer.leaving for peer in ready)
-            known = tuple(self._record(peer, alone or not peer.leaving) for peer in ready)
+            alone = all(peer.leaving or peer.paused for peer in ready)
+            known = tuple(
+                self._record(peer, not peer.paused and (alone or not peer.leaving))
+                for peer in ready
+            )
             if not (self.step is not None and self.step.excluded):
                 self.peers.records[stage] = known
         return known
 
     def record_of(self, peer: PeerState) -> PeerRecord:
         """One peer as others may know it."""
-        return self._record(peer, not peer.leaving)
+        return self._record(peer, not peer.leaving and not peer.paused)
 
     def _record(self, peer: PeerState, accepts_work: bool) -> PeerRecord:
         assert peer.stage is not None

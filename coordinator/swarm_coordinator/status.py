@@ -203,8 +203,9 @@ def rebalancing_lines(told: Mapping[str, Any] | None) -> list[str]:
 
 def _peer_lines(peer: Mapping[str, Any], document: Mapping[str, Any]) -> list[str]:
     stage = "no stage" if peer["stage"] is None else f"stage {peer['stage']}"
+    phase = "paused" if peer.get("paused") else peer["phase"]
     lines = [
-        f"    {_name_of(peer['peer'], document)}: {stage}, {peer['phase']}, "
+        f"    {_name_of(peer['peer'], document)}: {stage}, {phase}, "
         f"{peer['microbatches_per_second']:.2f} microbatches/s, {peer['device']}"
     ]
     paths = [p for p in document.get("paths", []) if p["reporter"] == peer["peer"]]

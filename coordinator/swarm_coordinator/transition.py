@@ -325,6 +325,8 @@ def _next(run: RunState, now: float) -> None:
     elif short_of or not run.staffed():
         names = ", ".join(str(s) for s in short_of)
         run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
+        if paused := _paused(run):
+            run.waiting_reason = paused
     elif leaving.must_wait(run):
         run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
     elif at_end:
@@ -430,6 +432,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
                 "phase": peer.phase.value,
                 "version": peer.version,
                 "leaving": peer.leaving,
+                "paused": peer.paused,
                 "device": peer.device,
                 "reachability": peer.reachability.value,
                 "offers_relay": peer.offers_relay,
@@ -454,4 +457,11 @@ def _waiting_for(run: RunState) -> str:
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
         names = ", ".join(str(stage) for stage in sorted(run.lost_since))
         return f"somebody to hold stage {names}, which has lost every peer"
+    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
+        return _paused(run)
     return ""
+
+
+def _paused(run: RunState) -> str:
+    names = ", ".join(str(stage) for stage in run.paused_stages())
+    return f"stage {names}, where everybody has paused" if names else ""

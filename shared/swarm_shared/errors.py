@@ -15,7 +15,8 @@
     ├── ProtocolError              exit 11   the remote side sent something that is not allowed
     │   ├── FrameError                       a frame that is too long, cut short or not decodable
     │   └── SignatureError                   a signature, certificate or hash that does not hold
-    └── LeadershipError            exit 12   another coordinator serves this run
+    ├── LeadershipError            exit 12   another coordinator serves this run
+    └── DaemonError                exit 13   no daemon runs here, or it does not answer
 
 A message says what was seen, what is needed and what to do. The command line prints it as one
 sentence and exits with `exit_code`; a traceback never reaches a user for any of these.
@@ -112,3 +113,9 @@ class LeadershipError(SwarmError):
     """Another coordinator serves this run, or has taken it over."""
 
     exit_code = 12
+
+
+class DaemonError(SwarmError):
+    """No daemon of this home can be asked, or it cannot be made to run."""
+
+    exit_code = 13

@@ -96,6 +96,8 @@ class Script:
         self.hellos: list[Hello] = []
         self.streams: list[FramedStream] = []
         self.beats = 0
+        self.paused: list[bool] = []
+        """As each heartbeat said it."""
 
     async def handle(self, stream: FramedStream) -> None:
         frame = await stream.receive()
@@ -111,7 +113,10 @@ class Script:
         self.hellos.append(hello)
         while True:
             frame = await stream.receive()
-            self.beats += isinstance(parse(client_messages, frame.header), Heartbeat)
+            message = parse(client_messages, frame.header)
+            if isinstance(message, Heartbeat):
+                self.beats += 1
+                self.paused.append(message.paused)
 
     async def say(self, message: CoordinatorMessage) -> None:
         await self.streams[-1].send(encode(message))

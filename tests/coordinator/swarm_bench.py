@@ -76,6 +76,7 @@ class Bench:
         if restored is None:
             self.now += 60.0  # the first minute after a start has rules of its own
         self.sessions: dict[str, int] = {}
+        self.paused: set[str] = set()
         self.last: list[Command] = []
         self.log: list[Command] = []
 
@@ -95,11 +96,23 @@ class Bench:
             self.now += step
             left -= step
             for peer in [p for p in self.run.peers if p not in silent]:
-                commands += self.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0))
+                commands += self.beat(peer)
             commands += self.event(Tick())
             if left <= 0:
                 self.last = commands
                 return commands
+
+    def beat(self, peer: str) -> list[Command]:
+        paused = peer in self.paused
+        return self.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
+
+    def pause(self, *peers: str) -> list[Command]:
+        self.paused.update(peers)
+        return [command for peer in peers for command in self.beat(peer)]
+
+    def resume(self, peer: str) -> list[Command]:
+        self.paused.discard(peer)
+        return self.beat(peer) + self.event(Tick())
 
     def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> list[Command]:
         self.sessions[peer] = self.sessions.get(peer, 0) + 1

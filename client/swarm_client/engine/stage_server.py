@@ -53,6 +53,8 @@ STALL_SECONDS = 30.0
 """A sender that takes less than a megabyte of its answer in this time is let go: what it keeps
 waiting takes places in the queue that others need."""
 
+PAUSED = "this peer is paused"
+
 TOKEN_BYTES = 4
 """Token ids and targets cross the wire as uint32."""
 
@@ -92,6 +94,22 @@ class StageServer:
         self._next_stage = next_stage
         self._gate = gate
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
+        self._paused = False
+        self._works: set[trio.CancelScope] = set()
+        """Of the microbatches in flight, from before the forward to the gradient."""
+
+    def pause(self) -> None:
+        """Take no new microbatch: senders are told that this peer is busy and go elsewhere."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def hand_back(self) -> None:
+        """While paused: end what is still in flight, so that its senders give it to others."""
+        if self._paused:
+            for work in self._works:
+                work.cancel()
 
     async def handle(self, stream: Stream) -> None:
         """Serve one sender until its stream ends."""
@@ -195,6 +213,8 @@ class StageServer:
         if not self._gate.may_send(stream.remote, message.stage):
             # Not for good: the roster may be on its way.
             return refuse(RefusalReason.WRONG_STEP, "the roster has you in no stage before this")
+        if self._paused:
+            return refuse(RefusalReason.BUSY, PAUSED)
         if holding.in_flight >= membership.manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
         self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
@@ -202,7 +222,11 @@ class StageServer:
         try:
             faults.cut(Phase.FORWARD, message.step)
             work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
-            header, gradient = await work.run()
+            answer = await self._run(work)
+            if answer is None:
+                # Not busy: whoever is behind may have counted it, and the sender asks for a mask.
+                return refuse(RefusalReason.FAILED, PAUSED)
+            header, gradient = answer
             faults.cut(Phase.RECEIPT, message.step)
             faults.strike(Phase.RECEIPT, message.step)
             try:
@@ -221,6 +245,17 @@ class StageServer:
         finally:
             holding.in_flight -= 1
         return None
+
+    async def _run(self, work: _Work) -> tuple[Backward, Output] | None:
+        """None when this peer was paused before the gradient was there."""
+        answer = None
+        with trio.CancelScope() as scope:
+            self._works.add(scope)
+            try:
+                answer = await work.run()
+            finally:
+                self._works.discard(scope)
+        return answer
 
     def _check_sizes(
         self, remote: PeerId, holding: Holding, manifest: Manifest, message: Forward, data: Buffer

@@ -55,24 +55,28 @@ class Trainer:
         self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
         self._in_flight = 0
         self._window = 1
-        self.leaving = False
+        self._refusing: str | None = None
+        """Why no lease is taken."""
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
         self._window = max(1, lease.window)
-        if self.leaving:
+        if self._refusing is not None:
             for leased in lease.microbatches:
-                self._hand_back(lease, leased, "this volunteer is leaving")
+                self._hand_back(lease, leased, self._refusing)
             return
         self._waiting.extend((lease, leased) for leased in lease.microbatches)
         self._start_more()
 
-    def stop_taking(self) -> None:
-        """The volunteer leaves: what has not been started is handed back."""
-        self.leaving = True
+    def stop_taking(self, reason: str) -> None:
+        """The volunteer leaves or pauses: what has not been started is handed back."""
+        self._refusing = reason
         waiting, self._waiting = self._waiting, []
         for lease, leased in waiting:
-            self._hand_back(lease, leased, "this volunteer is leaving")
+            self._hand_back(lease, leased, reason)
+
+    def take_again(self) -> None:
+        self._refusing = None
 
     def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
         self._report(

@@ -15,7 +15,6 @@ one is a new protocol version.
 from __future__ import annotations
 
 from swarm_shared.messages.common import (
-    SOFTWARE_VERSION,
     Address,
     CarrierAddress,
     Count,
@@ -116,6 +115,7 @@ from swarm_shared.messages.transfer import (
     TransferRefused,
     transfer_messages,
 )
+from swarm_shared.version import SOFTWARE_VERSION
 
 __all__ = [
     "CONTROL_PROTOCOL",

@@ -11,8 +11,6 @@ from swarm_shared.errors import FrameError
 from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex
 
-SOFTWARE_VERSION = "0.1.0"
-
 Text = Annotated[str, Field(max_length=500)]
 Address = Annotated[str, Field(max_length=300)]
 Envelope = Annotated[str, Field(max_length=8_192)]

@@ -69,6 +69,8 @@ class Heartbeat(FrozenModel):
     queued: Count
     links: tuple[LinkBytes, ...] = Field(default=(), max_length=4096)
     paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
+    paused: bool = False
+    """It gets no new work. What it has counted stays, and it closes steps with the others."""
 
 
 class Whereabouts(FrozenModel):
