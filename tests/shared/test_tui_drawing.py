@@ -144,9 +144,9 @@ def test_a_curve_that_falls_starts_at_the_top_and_ends_at_the_bottom() -> None:
     drawn = plot(points, 16, 6, ASCII, label=lambda y: f"{y:2.0f}", foot=lambda x: f"{x:.0f}")
     assert [plain(one) for one in drawn] == [
         "10 |**          ",
-        "   |  ***       ",
-        "   |     **     ",
-        "   |       ***  ",
+        "   |  **        ",
+        "   |    ****    ",
+        "   |        **  ",
         " 0 |          **",
         "    0         10",
     ]

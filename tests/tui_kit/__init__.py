@@ -7,7 +7,9 @@ clock is the source's and stands still until the test moves it.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Generic
 
 from textual.pilot import Pilot
@@ -56,6 +58,28 @@ class Script(Generic[D]):
         if isinstance(answer, SwarmError):
             raise answer
         return answer
+
+
+SCREENS = Path(__file__).parent / "screens"
+
+
+def compare(name: str, shown: str) -> None:
+    """The screen is the one in the file of that name. SCREENS=write makes the files anew: look at
+    what has changed in them before it is committed.
+    """
+    path = SCREENS / f"{name}.txt"
+    if os.environ.get("SCREENS") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown + "\n")
+    assert shown == path.read_text().removesuffix("\n")
+
+
+def colours(pilot: Pilot[None]) -> set[str]:
+    """Every colour that the screen uses, but the terminal's own of text and background."""
+    strips = pilot.app.screen._compositor.render_strips()
+    styles = [segment.style for strip in strips for segment in strip if segment.style]
+    found = [colour for style in styles for colour in (style.color, style.bgcolor) if colour]
+    return {colour.name for colour in found if not colour.is_default}
 
 
 Session = Callable[[Pilot[None]], Awaitable[None]]

@@ -186,7 +186,7 @@ class ClientView(ViewApp[Status]):
         if text is None or text == value_text(setting.value):
             return
         try:
-            await self.source.act("config_set", {"name": setting.name, "value": text})
+            await self.source.act("config_set", {"name": setting.name, "text": text})
         except SwarmError as error:
             self.say(str(error), bad=True)
         else:

@@ -67,8 +67,9 @@ class ViewApp(App[None], Generic[D]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q", "quit", "Quit"),
         Binding("question_mark", "help", "Help", key_display="?"),
-        Binding("tab", "turn(1)", "Next pane", show=False),
-        Binding("shift+tab", "turn(-1)", "Previous pane", show=False),
+        # Before the screen's own, which would turn through what takes keys.
+        Binding("tab", "turn(1)", "Next pane", show=False, priority=True),
+        Binding("shift+tab", "turn(-1)", "Previous pane", show=False, priority=True),
         *(Binding(str(n), f"pane({n - 1})", f"Pane {n}", show=False) for n in range(1, 10)),
     ]
     COMMAND_PALETTE_BINDING = "colon"
