@@ -18,14 +18,20 @@ from tui_kit.client import status
 
 ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
 SETTINGS = {
-    "preferences": [
-        {"name": "cpu_percent", "value": 100.0, "origin": "default", "where": "the default",
-         "group": "Processor", "text": "Share of the time that the processor computes."},
-        {"name": "nice", "value": 10, "origin": "file", "where": "/home/a/preferences.toml",
-         "group": "Processor", "text": "How far other programs go first."},
-        {"name": "run_on_batteries", "value": False, "origin": "environment",
-         "where": "SWARM_RUN_ON_BATTERIES", "group": "When to run", "text": "On batteries."},
-    ]
+    "preferences": {
+        "cpu_percent": {
+            "value": 100.0, "layer": "default", "where": "the default",
+            "group": "Processor", "text": "Share of the time that the processor computes.",
+        },
+        "nice": {
+            "value": 10, "layer": "file", "where": "/home/a/preferences.toml",
+            "group": "Processor", "text": "How far other programs go first.",
+        },
+        "run_on_batteries": {
+            "value": False, "layer": "environment", "where": "SWARM_RUN_ON_BATTERIES",
+            "group": "When to run", "text": "On batteries.",
+        },
+    }
 }  # fmt: skip
 LOG = tuple(
     LogEntry(time=START + number, level=level, text=text, number=number)
@@ -71,7 +77,7 @@ def running() -> Script[Status]:
         script.clock += 1
         script.tell(status(number))
     script.log(*LOG)
-    script.answers["config_get"] = SETTINGS
+    script.answers["config_show"] = SETTINGS
     return script
 
 
@@ -385,9 +391,9 @@ def test_a_setting_is_changed_through_the_daemon_and_read_again() -> None:
 
     watch(session, script)
     assert script.asked == [
-        ("config_get", {}),
+        ("config_show", {}),
         ("config_set", {"name": "nice", "text": "19"}),
-        ("config_get", {}),
+        ("config_show", {}),
     ]
 
 
@@ -399,7 +405,7 @@ def test_a_setting_that_is_left_as_it_was_is_not_sent() -> None:
         await press(pilot, "enter", "escape")
 
     watch(session, script)
-    assert [method for method, _ in script.asked] == ["config_get"]
+    assert [method for method, _ in script.asked] == ["config_show"]
 
 
 def test_a_value_that_is_refused_is_told_why() -> None:
@@ -415,7 +421,7 @@ def test_a_value_that_is_refused_is_told_why() -> None:
 
 def test_settings_of_another_form_are_told_in_a_sentence() -> None:
     script = running()
-    script.answers["config_get"] = {"something": "else"}
+    script.answers["config_show"] = {"something": "else"}
 
     async def session(pilot: Pilot[None]) -> None:
         await press(pilot, "6")

@@ -168,29 +168,29 @@ class ClientView(ViewApp[Status]):
     async def load_settings(self) -> None:
         pane = self.query_one(SettingsPane)
         try:
-            pane.tell(parse_settings(await self.source.act("config_get", {})))
+            pane.tell(parse_settings(await self.source.act("config_show", {})))
         except SwarmError as error:
             pane.fail(str(error))
 
     def on_settings_pane_picked(self, message: SettingsPane.Picked) -> None:
-        self.change(message.setting)
+        self.change(message.name, message.setting)
 
     @work(exclusive=True, group="change")
-    async def change(self, setting: Setting) -> None:
+    async def change(self, name: str, setting: Setting) -> None:
         text = await self.push_screen_wait(
             Fill(
-                printable(setting.name), printable(setting.text), value_text(setting.value),
+                printable(name), printable(setting.text), value_text(setting.value),
                 lambda text: None,
             )
         )  # fmt: skip
         if text is None or text == value_text(setting.value):
             return
         try:
-            await self.source.act("config_set", {"name": setting.name, "text": text})
+            await self.source.act("config_set", {"name": name, "text": text})
         except SwarmError as error:
             self.say(str(error), bad=True)
         else:
-            self.say(f"{setting.name} is now {text}")
+            self.say(f"{name} is now {text}")
         self.load_settings()
 
     # -------------------------------------------------------------- the log's keys

@@ -6,7 +6,7 @@ known here, so that a view of one version serves a daemon of the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,9 +27,8 @@ from swarm_shared.tui.words import printable
 class Setting(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    name: str
     value: Any = None
-    origin: str = "default"
+    layer: str = "default"
     """`flag`, `environment`, `file` or `default`."""
     where: str = ""
     group: str = ""
@@ -38,13 +37,11 @@ class Setting(BaseModel):
 
 
 class Settings(BaseModel):
-    """The answer to `config_get`."""
+    """The answer to `config_show`: each by its name."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    preferences: tuple[Setting, ...]
-    path: str = ""
-    """Of the file that a change is written to."""
+    preferences: dict[str, Setting]
 
 
 def parse_settings(answer: Mapping[str, Any]) -> Settings:
@@ -68,12 +65,11 @@ def value_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def setting_row(setting: Setting, width: int) -> str:
+def setting_row(name: str, setting: Setting, width: int) -> str:
     value = printable(value_text(setting.value)) or "(nothing)"
-    origin = "" if setting.origin == "default" else f"by {setting.origin}"
-    name = printable(setting.name)
+    layer = "" if setting.layer == "default" else f"by {setting.layer}"
     room = max(10, width - 34 - 16)
-    return f"{name[:33]:<34}{value[:room]:<{room}}{origin[:16]}"
+    return f"{printable(name)[:33]:<34}{value[:room]:<{room}}{layer[:16]}"
 
 
 class SettingsPane(Vertical):
@@ -91,8 +87,9 @@ class SettingsPane(Vertical):
     class Picked(Message):
         """A person wants to change this one."""
 
-        def __init__(self, setting: Setting) -> None:
+        def __init__(self, name: str, setting: Setting) -> None:
             super().__init__()
+            self.name = name
             self.setting = setting
 
     def __init__(self, look: Look, *, id: str) -> None:
@@ -125,15 +122,15 @@ class SettingsPane(Vertical):
             rows.highlighted = before if before is not None else self._first(rows)
         self.query_one("#setting-help", Block).redraw()
 
-    def _options(self, settings: Sequence[Setting]) -> list[Option]:
+    def _options(self, settings: Mapping[str, Setting]) -> list[Option]:
         options: list[Option] = []
         group = ""
-        for setting in settings:
+        for name, setting in settings.items():
             if setting.group != group:
                 group = setting.group
                 options.append(Option(Content(f" {printable(group)}"), disabled=True))
-            row = setting_row(setting, max(40, self.size.width - 4))
-            options.append(Option(Content(f"   {row}"), id=setting.name))
+            row = setting_row(name, setting, max(40, self.size.width - 4))
+            options.append(Option(Content(f"   {row}"), id=name))
         return options
 
     @staticmethod
@@ -149,8 +146,7 @@ class SettingsPane(Vertical):
         return self.setting(option.id or "")
 
     def setting(self, name: str) -> Setting | None:
-        known = self._settings.preferences if self._settings is not None else ()
-        return next((one for one in known if one.name == name), None)
+        return self._settings.preferences.get(name) if self._settings is not None else None
 
     def _draw_help(self, width: int, height: int) -> list[Line]:
         if self._trouble:
@@ -158,7 +154,7 @@ class SettingsPane(Vertical):
         setting = self._highlighted()
         if setting is None:
             return [line((" asking the daemon ...", "dim"))]
-        where = f" Now {setting.origin}: {setting.where}." if setting.where else ""
+        where = f" It comes from {setting.where}." if setting.where else ""
         return wrapped(printable(f"{setting.text}{where}"), width - 2, "", " ")[:height]
 
     def on_option_list_option_highlighted(self) -> None:
@@ -166,6 +162,7 @@ class SettingsPane(Vertical):
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         event.stop()
-        setting = self.setting(event.option.id or "")
+        name = event.option.id or ""
+        setting = self.setting(name)
         if setting is not None:
-            self.post_message(self.Picked(setting))
+            self.post_message(self.Picked(name, setting))

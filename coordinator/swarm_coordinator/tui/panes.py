@@ -84,7 +84,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
         ),
         _named(
             "volunteers", line((f"{len(run.peers)} attached", "strong")),
-            line((sparkline(model.attached.values(), _BAR, look), "accent")),
+            line((sparkline(model.attached.values(), 12, look), "accent")),
             line(f"{model.came} came, {model.went} went while this view is open"),
         ),
         _named(
@@ -124,14 +124,14 @@ def _stage_bars(run: RunDocument) -> list[StageBar]:
 
 _PEERS = (
     Column("stage", right=True, keep=7),
-    Column("peer", largest=26, smallest=10, flexible=True, keep=9),
+    Column("peer", largest=26, smallest=16, flexible=True, keep=9),
     Column("phase", largest=10, keep=6),
     Column("microb./s", right=True, keep=5),
     Column("path", largest=20, keep=4),
-    Column("round trip", right=True, keep=2),
-    Column("traffic", right=True, keep=3),
-    Column("device", largest=24, smallest=6, flexible=True, keep=1),
-    Column("", largest=60, keep=0),
+    Column("round trip", right=True, keep=1),
+    Column("traffic", right=True, keep=2),
+    Column("device", largest=24, smallest=6, flexible=True, keep=0),
+    Column("", largest=60, smallest=10, flexible=True, keep=3),
 )
 
 

@@ -59,6 +59,7 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: in
         else max(1, len(column.title))
         for i, column in enumerate(columns)
     ]
+    wanted = list(widths)
     dearest_last = sorted(range(len(columns)), key=lambda i: columns[i].keep)
     for index in dearest_last:
         if columns[index].flexible:
@@ -70,6 +71,10 @@ def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: in
             break
         if len([cells for cells in widths if cells]) > 1:
             widths[index] = 0
+    # What the others left is given back to those that gave way.
+    for index in reversed(dearest_last):
+        if columns[index].flexible and widths[index]:
+            widths[index] += min(wanted[index] - widths[index], max(0, width - _sum(widths)))
     return widths
 
 
