@@ -1,142 +1,71 @@
-"""`swarm-client`: the volunteer's command line. Words in, one clear line per event out."""
+"""`swarm-client`: the volunteer's command line. The commands are in `commands`.
+
+`main` is the one place where errors become one sentence and an exit code. Nothing heavy is
+imported before a command needs it.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import logging
 import os
-import shutil
 import sys
 import traceback
-from pathlib import Path
 
 import click
 import platformdirs
-import trio
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.messages import SOFTWARE_VERSION
+from swarm_client.commands.asking import finish, leave, logs, pause, resume, runs, shutdown, status
+from swarm_client.commands.joining import daemon, join
+from swarm_client.commands.offline import completion, credit, doctor, paths, version
+from swarm_client.expected import expected_error
+from swarm_shared.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
 """Shell convention: 128 + SIGINT."""
 
+WELCOME = """\
+swarm-client lends this computer to the training of a large language model.
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+  swarm-client doctor INVITE         checks this machine and the way to the run; changes nothing
+  swarm-client join INVITE           takes part, until you press Ctrl-C
+  swarm-client join INVITE --detach  takes part behind the terminal
+  swarm-client status                says what it does, or why it does nothing
+  swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
+  swarm-client leave                 hands its work over and stops
+An INVITE is a line that begins with swarm1; whoever organises a run gives it to you.
+All commands: swarm-client --help"""
+
+
+class _InOrder(click.Group):
+    """Commands in the order in which a volunteer meets them."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(SOFTWARE_VERSION, prog_name="swarm-client")
-def swarm_client() -> None:
+@click.pass_context
+def swarm_client(context: click.Context) -> None:
     """Lend this computer to the training of a large model."""
+    if context.invoked_subcommand is None:
+        click.echo(WELCOME)
 
 
-@swarm_client.command()
-@click.argument("invite")
-@click.option(
-    "--home",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for identity, caches and logs.",
-)
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
-@click.option("--stage", type=click.IntRange(min=0), help="Hold this stage, not the neediest.")
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="Compute threads on a CPU. [default: all cores but one]",
-)
-@click.option("--name", help="A public name for the contributions; none by default.")
-@click.option(
-    "--listen",
-    default="/ip4/0.0.0.0/tcp/0",
-    show_default=True,
-    help="Address to listen on, as a multiaddr.",
-)
-@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory to offer.")
-@click.option(
-    "--relay/--no-relay",
-    default=True,
-    show_default=True,
-    help="Carry traffic of members that cannot be reached, when this machine can be.",
-)
-def join(
-    invite: str,
-    home: Path | None,
-    device: str,
-    stage: int | None,
-    threads: int | None,
-    name: str | None,
-    listen: str,
-    memory_gib: float | None,
-    relay: bool,
-) -> None:
-    """Take part in the run that INVITE names, in the foreground; Ctrl-C leaves cleanly."""
-    from swarm_client import faults
-    from swarm_client.daemon import JoinOptions
-    from swarm_client.daemon import join as run
-
-    injector = faults.activate(name or "", daemon_pid=os.getpid())
-    if injector is not None:
-        from swarm_client.fault_network import install
-
-        injector.drop_network = install().begin
-        say("FAULT INJECTION IS ON: this volunteer will fail on purpose")
-    options = JoinOptions(
-        invite=invite,
-        home=home,
-        device=device,
-        stage=stage,
-        threads=threads or max(1, (os.cpu_count() or 2) - 1),
-        name=name,
-        listen=listen,
-        memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
-        may_relay=relay,
-    )
-    trio.run(run, options, say)
-
-
-@swarm_client.command()
-@click.argument("invite", required=False)
-@click.option(
-    "--home",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for identity, caches and logs.",
-)
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
-def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
-    """Check this machine, and the way to the run that INVITE names, in half a minute.
-
-    Nothing is downloaded, and nothing in the home is changed. The exit code is 0 when nothing is
-    a problem (warnings are none), otherwise that of the first problem.
-    """
-    from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
-    from swarm_client.doctor.report import table
-
-    # What is worth a person's time is in the table.
-    for name in ("swarm_client", "swarm_shared"):
-        logging.getLogger(name).addHandler(logging.NullHandler())
-        logging.getLogger(name).propagate = False
-    if sys.stderr.isatty():
-        click.echo("checking this machine; this takes half a minute at most …", err=True)
-    options = DoctorOptions(invite, home, device, total_seconds=seconds_left())
-    report = trio.run(check_up, options)
-    columns = shutil.get_terminal_size().columns
-    click.echo(report.model_dump_json(indent=2) if as_json else table(report, min(columns, 110)))
-    sys.exit(report.exit_code)
-
-
-def say(text: str) -> None:
-    """One event, one line, with the time of day.
-
-    Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
-    """
-    now = datetime.datetime.now().strftime("%H:%M:%S")
-    with contextlib.suppress(OSError):
-        click.echo(f"{now}  {text}")
+for _command in (
+    join, status, pause, resume, finish, leave, doctor, credit, logs, runs, paths, daemon, shutdown,
+    completion, version,
+):  # fmt: skip
+    swarm_client.add_command(_command)
 
 
 def main() -> None:
     """Entry point: every expected error is one sentence and its exit code, never a traceback."""
     try:
-        swarm_client.main(standalone_mode=False)
+        swarm_client.main(prog_name="swarm-client", standalone_mode=False)
     except click.exceptions.Exit as request:
         sys.exit(request.exit_code)
     except click.ClickException as error:
@@ -144,6 +73,10 @@ def main() -> None:
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output has gone (`logs | head`); Python must not complain at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
     except BaseExceptionGroup as group:
         _fail(group)
     except Exception as error:  # noqa: BLE001  the outermost supervisor: logged in full, told in a sentence
@@ -151,7 +84,7 @@ def main() -> None:
 
 
 def _fail(error: BaseException) -> None:
-    expected = _expected(error)
+    expected = expected_error(error)
     if expected is not None:
         click.echo(f"swarm-client: error: {expected}", err=True)
         sys.exit(expected.exit_code)
@@ -169,16 +102,6 @@ def _fail(error: BaseException) -> None:
         err=True,
     )
     sys.exit(1)
-
-
-def _expected(error: BaseException) -> SwarmError | None:
-    """The one error to tell, also out of a group of simultaneous ones."""
-    if isinstance(error, SwarmError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        found = [_expected(one) for one in error.exceptions]
-        return found[0] if found and all(one is not None for one in found) else None
-    return None
 
 
 def _interrupted(error: BaseException) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -10,11 +11,18 @@ class Contribution:
     microbatches: int = 0
     tokens: int = 0
     steps: int = 0
+    credit: float = 0.0
+    """Tokens times the share of the model's work that its stage is."""
+    on_step: Callable[[int, int, float], None] = field(default=lambda *_: None, repr=False)
+    """Told of each step's microbatches, tokens and credit."""
 
-    def add_step(self, microbatches: int, tokens_per_microbatch: int) -> None:
+    def add_step(self, microbatches: int, tokens_per_microbatch: int, work_share: float) -> None:
+        tokens = microbatches * tokens_per_microbatch
         self.microbatches += microbatches
-        self.tokens += microbatches * tokens_per_microbatch
+        self.tokens += tokens
         self.steps += 1
+        self.credit += tokens * work_share
+        self.on_step(microbatches, tokens, tokens * work_share)
 
     def __str__(self) -> str:
         return (

@@ -83,6 +83,12 @@ class Holder:
         )
         nursery.start_soon(self._spare.run)
 
+    @property
+    def getting(self) -> StageIndex | None:
+        """The stage that is brought up while none is held."""
+        held = self._held
+        return held.assignment.stage if held is not None and self.holding is None else None
+
     async def ready_to_take(self) -> None:
         """Wait until a stage could be taken without delay: a newcomer holds up the others."""
         await self._spare.ready()
@@ -286,8 +292,9 @@ class Holder:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
+        manifest = volunteer.membership.manifest
         volunteer.contribution.add_step(
-            counted, volunteer.membership.manifest.tokens_per_microbatch
+            counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)
         )
         volunteer.report(
             f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches of it here"

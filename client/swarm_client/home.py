@@ -7,6 +7,9 @@ runs/<run>/data   token shards of the run, verified
 runs/<run>/state  stage snapshots, for newcomers and checkpoints
 log/              one file per process
 lock              held while a client works here
+control.sock      by which commands reach that client, mode 0600
+runs.json         the runs that were joined, with their invites, mode 0600
+contribution.json what was given, by day
 """
 
 from __future__ import annotations
@@ -60,6 +63,18 @@ class Home:
     @property
     def log_folder(self) -> Path:
         return self.path / "log"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def runs_path(self) -> Path:
+        return self.path / "runs.json"
+
+    @property
+    def contribution_path(self) -> Path:
+        return self.path / "contribution.json"
 
     def remembered_port(self) -> int | None:
         """The port of the last start; None at the first one, or when the file is not whole."""

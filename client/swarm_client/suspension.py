@@ -16,6 +16,10 @@ GRACE_SECONDS: Final = 1.5
 """For microbatches in flight to be finished; what is not by then is handed back. Together with
 the word's way, a machine is its user's again within two seconds."""
 
+LONG_SECONDS: Final = 600.0
+"""After so long a pause the stage is given back: until then coming back costs nothing, and later
+averaging along every step costs the volunteer's line more than a download does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Suspension:

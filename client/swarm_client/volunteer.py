@@ -31,7 +31,7 @@ from swarm_client.holder import Holder
 from swarm_client.home import Home
 from swarm_client.masks import MaskDesk
 from swarm_client.session import Session, attach
-from swarm_client.suspension import GRACE_SECONDS, Suspension
+from swarm_client.suspension import GRACE_SECONDS, LONG_SECONDS, Suspension
 from swarm_client.sync import Snapshots, fetch_data
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
@@ -71,6 +71,7 @@ from swarm_shared.messages import (
     Receipts,
     Roster,
     RosterChange,
+    RunNews,
     SaveSnapshot,
     StageHello,
     StageRequest,
@@ -120,6 +121,7 @@ class VolunteerOptions:
     wanted_stage: StageIndex | None
     name: str | None
     may_relay: bool = True
+    long_pause_seconds: float = LONG_SECONDS
 
 
 class Volunteer:
@@ -149,6 +151,13 @@ class Volunteer:
         self.leaving = False
         self._suspension: Suspension | None = None
         self._pauses = 0
+        self._go_on = trio.Event()
+        """Set when a pause ends, or when the volunteer is to leave in the middle of one."""
+        self._stepping_back = False
+        self.problem: SwarmError | None = None
+        """Why there is no session, if there has been no other one since."""
+        self.news: RunNews | None = None
+        self.on_admitted: Callable[[Manifest], None] = lambda manifest: None
         self.contribution = Contribution()
         self.snapshots = Snapshots(home, invite.run_id)
         self.averager = averager
@@ -183,6 +192,11 @@ class Volunteer:
     @property
     def holding(self) -> Holding | None:
         return self._holder.holding
+
+    @property
+    def getting(self) -> StageIndex | None:
+        """The stage that is being brought here while none is held."""
+        return self._holder.getting
 
     def current_step(self) -> Step | None:
         return self.holding.step if self.holding is not None else None
@@ -277,6 +291,8 @@ class Volunteer:
         """Attach, and attach again whenever the coordinator was lost, until the end."""
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while not self.finished:
+            if not await self._may_attach():
+                return
             problem: SwarmError | None = None
             try:
                 async with attach(self.node, self.invite, self._hello()) as session:
@@ -286,6 +302,9 @@ class Volunteer:
                 problem = error
             if self.finished:
                 return
+            self.problem = problem
+            if self._stepping_back:
+                continue
             if self.leaving:
                 self.report("the coordinator is away; leaving without its goodbye")
                 return
@@ -298,11 +317,22 @@ class Volunteer:
                 await self._attach_now.wait()
             backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
 
+    async def _may_attach(self) -> bool:
+        """Wait out a pause in which nothing is held; False when the volunteer leaves meanwhile."""
+        if self._stepping_back:
+            self._stepping_back = False
+            await self._holder.drop()
+        if self._suspension is not None and self.holding is None:
+            await self._go_on.wait()
+            return not self.leaving
+        return True
+
     def _reason(self, problem: SwarmError | None) -> str:
         """In words for people, to whom the coordinator's peer ID says nothing."""
-        if problem is None:
-            return ""
-        return f" ({problem})".replace(str(self.invite.coordinator), "it")
+        return "" if problem is None else f" ({self.explain(problem)})"
+
+    def explain(self, problem: SwarmError) -> str:
+        return str(problem).replace(str(self.invite.coordinator), "it")
 
     def _network_changed(self) -> None:
         """Another network, or awake again: no reason to wait out a pause that was for the old."""
@@ -336,6 +366,7 @@ class Volunteer:
         assert self.membership is not None
         limits = self.membership.manifest.limits
         self.session = session
+        self.problem = None
         problem: SwarmError | None = None
         try:
             async with trio.open_nursery() as nursery:
@@ -343,7 +374,7 @@ class Volunteer:
                 nursery.start_soon(session.write_all)
                 nursery.start_soon(session.beat, limits.heartbeat_seconds, self._heartbeat)
                 nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
-                if self.leaving:
+                if self.leaving or self._stepping_back:
                     self.send(Leaving())
                 if not session.welcome.keep:
                     nursery.start_soon(self._take_part, session.welcome)
@@ -391,6 +422,7 @@ class Volunteer:
                 f"admitted to run {manifest.name!r}: {manifest.stage_count} stages, "
                 f"{manifest.training.steps} steps"
             )
+            self.on_admitted(manifest)
         else:
             self.report("attached to the coordinator again")
         if changed or not welcome.keep:
@@ -438,13 +470,17 @@ class Volunteer:
         return Heartbeat(
             microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
-            links=(*self._links(), *self.averager.links()),
+            links=self.links(),
             paths=tuple(self.node.paths()[:MOST_PATHS]),
             paused=self._suspension is not None,
         )
 
+    def links(self) -> tuple[LinkBytes, ...]:
+        """Bytes per remote and protocol, both directions, over all carriers."""
+        return (*self._links(), *self.averager.links())
+
     def _links(self) -> tuple[LinkBytes, ...]:
-        """Bytes per remote and protocol, both directions, over the py-libp2p host."""
+        """The same over the py-libp2p host."""
         totals: dict[tuple[PeerId, str], list[int]] = {}
         for link in self.node.traffic():
             entry = totals.setdefault((link.remote, link.protocol), [0, 0])
@@ -473,6 +509,8 @@ class Volunteer:
                 self._masks.answer(message)
             case Close() | AbortRound() | Apply() | SaveSnapshot():
                 self._holder.round_message(message)
+            case RunNews():
+                self.news = message
             case Goodbye():
                 return self._goodbye(message)
             case _:
@@ -524,11 +562,13 @@ class Volunteer:
             self.stage_server.pause()
             self.send(self._heartbeat())
             self._pauses += 1
+            self._go_on = trio.Event()
             self._nursery.start_soon(self._hand_back, self._pauses)
 
     def resume(self) -> None:
         if self._suspension is not None:
             self._suspension = None
+            self._go_on.set()
             self._trainer.resume()
             self.stage_server.resume()
             self.send(self._heartbeat())
@@ -537,12 +577,23 @@ class Volunteer:
         await trio.sleep(GRACE_SECONDS)
         if pause == self._pauses:
             self.stage_server.hand_back()
+        await trio.sleep(self.options.long_pause_seconds - GRACE_SECONDS)
+        if pause == self._pauses and self._suspension is not None and not self.leaving:
+            self._step_back()
+
+    def _step_back(self) -> None:
+        """A long pause: leave in order, and attach anew when it is over."""
+        self.report("this pause is a long one: the stage is given back until it is over")
+        self._stepping_back = True
+        self.send(Leaving())
+        self._attach_now.set()
 
     # ---- leaving
 
     def leave(self) -> None:
         """Finish what is in flight, take nothing new, and go when the coordinator agrees."""
         self.leaving = True
+        self._go_on.set()
         self._trainer.leave()
         self.send(Leaving())
 

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from swarm_coordinator.contributions import Contribution, read_contributions
 from swarm_coordinator.events import Restored
 from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
 from swarm_coordinator.sql import Connection
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.types import PeerId, Step
 
 HISTORY_FORMAT = 1
 
@@ -33,18 +34,6 @@ class HistoryStep:
     seconds: float
     written_at: float
     """Unix seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Contribution:
-    """What one peer counted in one stage, over all steps that belong to the run."""
-
-    peer: PeerId
-    name: str | None
-    stage: StageIndex
-    steps: int
-    microbatches: int
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +82,7 @@ def history(place: Place) -> History:
         return History(
             restored=read_restored(connection),
             steps=_steps(connection),
-            contributions=_contributions(connection),
+            contributions=read_contributions(connection),
             links=_links(connection),
             peers=tuple(
                 KnownPeer(PeerId(row[0]), *row[1:])
@@ -161,20 +150,6 @@ def _step_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryStep, ...]:
     return tuple(
         HistoryStep(Step(step), number(loss), tokens, seconds, written_at)
         for step, loss, tokens, seconds, written_at in rows
-    )
-
-
-def _contributions(connection: Connection) -> tuple[Contribution, ...]:
-    rows = connection.execute(
-        "SELECT p.peer, p.name, s.stage, count(*), "
-        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
-        "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
-        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
-        "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
-    )
-    return tuple(
-        Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
-        for peer, name, stage, steps, microbatches, tokens in rows
     )
 
 

@@ -29,6 +29,7 @@ from swarm_coordinator.admission_desk import AdmissionDesk
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.control import Control, control_limits
 from swarm_coordinator.events import (
+    AppliedStep,
     Broadcast,
     CheckpointRecord,
     CheckpointStored,
@@ -50,6 +51,7 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.generations import generation_floor
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
+from swarm_coordinator.news import Leaderboard, NewsDesk
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.reports import Reports
 from swarm_coordinator.run_folder import RunFolder, read_bytes
@@ -181,6 +183,7 @@ class Coordinator:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
         self._sessions = Sessions()
         self._awaited: dict[int, CarriedOut] = {}
+        self._news = NewsDesk(Leaderboard(service.manifest))
         self._checkpoints = CheckpointFolder(
             service.folder.checkpoints, self._run_id, service.manifest.stage_count,
             service.settings.checkpoint.keep,
@@ -189,6 +192,7 @@ class Coordinator:
     async def run(self) -> None:
         service = self._service
         restored = await self._restore()
+        await self._count_contributions()
         self._admission = admission = Admission(
             service.identity, self._run_id, Generation(restored.generation),
             service.settings.admission.mode, service.store.admission(), service.store.write,
@@ -344,6 +348,12 @@ class Coordinator:
             for member in self._state.peers.values()
         )
 
+    async def _count_contributions(self) -> None:
+        """In a thread: a long run has many steps to sum up."""
+        self._news.leaderboard.begin(
+            await anyio.to_thread.run_sync(self._service.store.contributions)
+        )
+
     # ------------------------------------------------------------ events and commands
 
     async def _consume(self) -> None:
@@ -374,6 +384,7 @@ class Coordinator:
                 return False
             self._sessions.make_current(event.session, event.peer)
             self._service.store.post(PeerSeen(event.peer, event.hello.name))
+            self._news.leaderboard.name(event.peer, event.hello.name)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._part_from, peer)
@@ -388,11 +399,20 @@ class Coordinator:
                 await self._sessions.finish_all(FLUSH_SECONDS)
                 return True
             await self._carry_out(command)
+        self._tell_news(event)
         awaited = self._awaited.pop(id(event), None)
         if awaited is not None:
             awaited.commands = commands
             awaited.done.set()
         return False
+
+    def _tell_news(self, event: Event) -> None:
+        """After what the event commanded: a newcomer has its Welcome by then."""
+        news = self._news.due(self._state, self._service.clock())
+        if news is not None:
+            self._sessions.broadcast(self._state.peers, news)
+        elif isinstance(event, PeerAttached) and self._news.latest is not None:
+            self._sessions.send(event.peer, self._news.latest)
 
     async def _put_event(self, event: Event) -> None:
         """Waits for room only when there is none: its callers have just given others a turn."""
@@ -426,6 +446,10 @@ class Coordinator:
             if isinstance(command.record, RolledBack):
                 self._fetcher.give_up()
             await self._service.store.write(command.record)
+            if isinstance(command.record, AppliedStep):
+                self._news.leaderboard.add(command.record)
+            elif isinstance(command.record, RolledBack):
+                await self._count_contributions()
         elif isinstance(command, Note):
             self._note(command.text, command.peer)
         elif isinstance(command, FetchSnapshot):

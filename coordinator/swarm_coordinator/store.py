@@ -27,6 +27,7 @@ import trio
 
 from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission, read_seen_since
+from swarm_coordinator.contributions import Contribution, read_contributions
 from swarm_coordinator.database import open_for_writing, translate
 from swarm_coordinator.events import CheckpointRecord, Restored
 from swarm_coordinator.records import (
@@ -69,6 +70,9 @@ class Store(Protocol):
 
     def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
         """Peers that were let in at that time or later, and when they were last."""
+
+    def contributions(self) -> tuple[Contribution, ...]:
+        """Of everybody, over all steps that belong to the run. Takes long in a long run."""
 
     async def write(self, record: Record) -> None:
         """Returns when the record is durable; StorageError when it cannot be made so."""
@@ -169,6 +173,9 @@ class WriterStore:
 
     def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
         return self._ask(lambda connection: read_seen_since(connection, unix_seconds))
+
+    def contributions(self) -> tuple[Contribution, ...]:
+        return self._ask(read_contributions)
 
     async def write(self, record: Record) -> None:
         await self._ask_soon(self._insertion(record))

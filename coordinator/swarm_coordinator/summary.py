@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_coordinator.history import Contribution, History, LinkTotal, steps_document
+from swarm_coordinator.contributions import Contribution
+from swarm_coordinator.history import History, LinkTotal, steps_document
 from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 from swarm_shared.types import PeerId
 

@@ -397,7 +397,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
     return {
         "run": run.manifest.name,
         "phase": run.phase.value,
-        "waiting_for": _waiting_for(run),
+        "waiting_for": waiting_for(run),
         "generation": run.generation,
         "version": run.version,
         "steps": run.manifest.training.steps,
@@ -451,7 +451,8 @@ def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
     return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}
 
 
-def _waiting_for(run: RunState) -> str:
+def waiting_for(run: RunState) -> str:
+    """Why no step goes on, for people; empty while one does."""
     if run.phase is RunPhase.WAITING:
         return run.waiting_reason
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:

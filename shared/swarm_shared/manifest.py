@@ -129,6 +129,11 @@ class Manifest(FrozenModel):
     def stage_count(self) -> int:
         return len(self.stages)
 
+    def work_share(self, stage: int) -> float:
+        """Share of the whole model's computation that is this stage's, 0 to 1."""
+        whole = sum(one.work_flops for one in self.stages)
+        return self.stages[stage].work_flops / whole if whole > 0 else 1.0 / self.stage_count
+
     @property
     def tokens_per_microbatch(self) -> int:
         return self.training.sequences_per_microbatch * self.model.sequence_length

@@ -44,6 +44,7 @@ from swarm_shared.messages import (
     LinkBytes,
     Ready,
     RoundReport,
+    RunNews,
     SaveSnapshot,
     SnapshotReady,
     StageRequest,
@@ -316,8 +317,12 @@ class Client:
         await self.stream.send(encode(message))
 
     async def receive(self) -> CoordinatorMessage:
-        frame = await self.stream.receive(timeout_seconds=10)
-        return parse(coordinator_messages, frame.header)
+        """The next word, but for news of the run, which come when they like."""
+        while True:
+            frame = await self.stream.receive(timeout_seconds=10)
+            message = parse(coordinator_messages, frame.header)
+            if not isinstance(message, RunNews):
+                return message
 
     async def until_closed(self) -> None:
         while True:

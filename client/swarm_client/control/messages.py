@@ -26,7 +26,7 @@ MAX_LOG_LINES = 1000
 class Question(FrozenModel):
     api: int = API_VERSION
     method: Annotated[str, Field(max_length=50)]
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class Problem(FrozenModel):
@@ -109,6 +109,12 @@ def problem_of(error: SwarmError) -> Problem:
 def error_of(problem: Problem) -> SwarmError:
     """The error that a command ends with, so that its exit code is the daemon's."""
     return _BY_CODE.get(problem.code, SwarmError)(problem.sentence())
+
+
+def error_with(exit_code: int, sentence: str) -> SwarmError:
+    """The error of a program that ended with this exit code, so that ours is the same."""
+    kinds = [kind for kind in _BY_CODE.values() if kind.exit_code == exit_code]
+    return (kinds[0] if kinds else SwarmError)(sentence)
 
 
 def other_version(asked: object) -> Problem:

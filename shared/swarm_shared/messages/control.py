@@ -344,6 +344,34 @@ class SaveSnapshot(FrozenModel):
     stage: StageIndex
 
 
+class NewsRow(FrozenModel):
+    """One volunteer of the leaderboard."""
+
+    peer: PeerId
+    name: Annotated[str, Field(max_length=60)] | None = None
+    team: Annotated[str, Field(max_length=60)] | None = None
+    tokens: Count
+    """Counted in applied steps, in all stages that it has held."""
+    credit: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    """Tokens times the share of the model's work that the stage was."""
+
+
+class RunNews(FrozenModel):
+    """How the run as a whole stands, for people who look. Nothing depends on it."""
+
+    kind: Literal["run_news"] = "run_news"
+    version: Version
+    loss: float | None = Field(default=None, allow_inf_nan=False)
+    """Nats per token in the last applied step; None also when it was not a number."""
+    tokens_per_second: Rate | None = None
+    waiting_for: Text = ""
+    """Why no step is under way."""
+    rebalancing: tuple[Text, ...] = Field(default=(), max_length=10)
+    """The newest decisions, a sentence each, oldest first."""
+    leaderboard: tuple[NewsRow, ...] = Field(default=(), max_length=50)
+    """Who has contributed most, the first one first."""
+
+
 class Goodbye(FrozenModel):
     """The session is over by agreement: the run finished, or the leaver may go."""
 
@@ -354,7 +382,7 @@ class Goodbye(FrozenModel):
 
 CoordinatorMessage = Annotated[
     Welcome | Refused | CertificateRenewed | AssignStage | Roster | RosterChange | Lease | Mask
-    | Close | AbortRound | Apply | SaveSnapshot | Goodbye,
+    | Close | AbortRound | Apply | SaveSnapshot | RunNews | Goodbye,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -1,0 +1,95 @@
+"""Asking the daemon of a home: what every command and view goes through. Blocks; no trio.
+
+Owns the patience of whoever asks, and the sentences for a daemon that is not there, does not
+answer, or is of another version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarm_client.control.messages import (
+    MAX_ANSWER_BYTES,
+    Question,
+    Refusal,
+    error_of,
+)
+from swarm_shared.errors import DaemonError, VersionError
+from swarm_shared.local_socket import LocalConnection, connect
+
+ANSWER_SECONDS = 15.0
+"""Answers take milliseconds; a machine that swaps may need seconds."""
+
+
+class NoDaemon(DaemonError):
+    """Nobody serves the home's socket."""
+
+
+def ask(socket_path: Path, method: str, **arguments: Any) -> dict[str, Any]:
+    """The daemon's answer. NoDaemon when there is none; the daemon's own error when it refuses."""
+    for answer in _converse(socket_path, method, arguments, ANSWER_SECONDS):
+        return answer
+    raise DaemonError(_silent(socket_path, "it hung up"))
+
+
+def stream(socket_path: Path, method: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+    """Answer after answer, until the daemon ends."""
+    return _converse(socket_path, method, arguments, None)
+
+
+def is_running(socket_path: Path) -> bool:
+    """Whether a daemon, of whatever version, takes questions there."""
+    try:
+        with connect(socket_path, ANSWER_SECONDS):
+            return True
+    except OSError:
+        return False
+
+
+def _converse(
+    socket_path: Path, method: str, arguments: dict[str, Any], timeout_seconds: float | None
+) -> Iterator[dict[str, Any]]:
+    question = Question(method=method, arguments=arguments)
+    try:
+        with connect(socket_path, ANSWER_SECONDS, MAX_ANSWER_BYTES) as connection:
+            connection.send(question.model_dump(mode="json"))
+            while (answer := _answer(connection, timeout_seconds)) is not None:
+                yield answer
+    except (FileNotFoundError, ConnectionRefusedError):
+        raise NoDaemon(
+            f"no daemon runs in {socket_path.parent}; start one with `swarm-client join INVITE`, "
+            "or name the folder of another one with --home"
+        ) from None
+    except (ConnectionResetError, BrokenPipeError):
+        return  # it has ended in the middle of a word
+    except (OSError, ValueError) as error:
+        raise DaemonError(_silent(socket_path, str(error) or type(error).__name__)) from error
+
+
+def _answer(connection: LocalConnection, timeout_seconds: float | None) -> dict[str, Any] | None:
+    line = connection.receive(timeout_seconds)
+    if line is None:
+        return None
+    if isinstance(answer := line.get("ok"), dict):
+        return answer
+    try:
+        refusal = Refusal.model_validate(line)
+    except ValidationError as error:
+        raise VersionError(
+            "the daemon that runs here answers in a way that this command does not know; both must "
+            "come from the same installation: end it with its own `swarm-client shutdown` and "
+            "start it again"
+        ) from error
+    raise error_of(refusal.error)
+
+
+def _silent(socket_path: Path, reason: str) -> str:
+    log_file = socket_path.parent / "log" / "client.log"
+    return (
+        f"the daemon in {socket_path.parent} did not answer ({reason}); what was asked may have "
+        f"been done, so look at `swarm-client status`; its log is {log_file}"
+    )

@@ -1,0 +1,111 @@
+"""What volunteers are told about the run as a whole, for the people who look at it.
+
+Owns the sums behind the leaderboard and when it is time to tell. Nothing depends on what is told:
+it goes out after a step was applied or when the run begins to wait, encoded once for everybody,
+and the more volunteers there are, the less often.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from swarm_coordinator.contributions import Contribution
+from swarm_coordinator.events import AppliedStep
+from swarm_coordinator.state import RunState
+from swarm_coordinator.transition import waiting_for
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import NewsRow, RunNews
+from swarm_shared.types import PeerId, StageIndex, Version
+
+LEAST_SECONDS = 2.0
+PER_PEER_SECONDS = 2e-3
+"""Some kilobytes to each of 10,000 volunteers every twenty seconds are two megabytes a second."""
+
+ROWS = 50
+DECISIONS = 5
+
+
+@dataclass(slots=True)
+class _Sum:
+    tokens: int = 0
+    credit: float = 0.0
+
+
+class Leaderboard:
+    """Tokens and credit of everybody, over all applied steps that belong to the run."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._shares = [manifest.work_share(stage) for stage in range(manifest.stage_count)]
+        self._sums: dict[PeerId, _Sum] = {}
+        self._names: dict[PeerId, str] = {}
+
+    def begin(self, contributions: Iterable[Contribution]) -> None:
+        """As the database has them: at a start, and after a fall back to a checkpoint."""
+        self._sums.clear()
+        for part in contributions:
+            self._add(part.peer, part.stage, part.tokens)
+            self.name(part.peer, part.name)
+
+    def add(self, step: AppliedStep) -> None:
+        for share in step.shares:
+            self._add(share.peer, share.stage, share.tokens)
+
+    def name(self, peer: PeerId, name: str | None) -> None:
+        """The public name that it gives itself now."""
+        if name:
+            self._names[peer] = name
+        else:
+            self._names.pop(peer, None)
+
+    def _add(self, peer: PeerId, stage: StageIndex, tokens: int) -> None:
+        found = self._sums.setdefault(peer, _Sum())
+        found.tokens += tokens
+        found.credit += tokens * self._shares[stage]
+
+    def rows(self, most: int = ROWS) -> tuple[NewsRow, ...]:
+        first = heapq.nsmallest(most, self._sums.items(), key=lambda e: (-e[1].credit, e[0]))
+        return tuple(
+            NewsRow(
+                peer=peer, name=self._names.get(peer), tokens=one.tokens, credit=one.credit
+            )
+            for peer, one in first
+        )  # fmt: skip
+
+
+class NewsDesk:
+    """Says when there is something to tell, and what."""
+
+    def __init__(self, leaderboard: Leaderboard) -> None:
+        self.leaderboard = leaderboard
+        self.latest: RunNews | None = None
+        """For whoever attaches before there is anything newer."""
+        self._told: tuple[Version, str] | None = None
+        self._next_at = -math.inf
+
+    def due(self, run: RunState, now: float) -> RunNews | None:
+        """What to tell everybody now; None while nothing is new, or it is too soon."""
+        if now < self._next_at:
+            return None
+        waits = waiting_for(run)
+        if (run.version, waits) == self._told:
+            return None
+        self._told = (run.version, waits)
+        self._next_at = now + max(LEAST_SECONDS, PER_PEER_SECONDS * len(run.peers))
+        self.latest = self._news(run, waits)
+        return self.latest
+
+    def _news(self, run: RunState, waits: str) -> RunNews:
+        last = run.last_applied
+        finite = last is not None and math.isfinite(last.loss)
+        decisions = [note.text for note in run.rebalancing.decisions][-DECISIONS:]
+        return RunNews(
+            version=run.version,
+            loss=last.loss if last is not None and finite else None,
+            tokens_per_second=last.tokens / last.seconds if last and last.seconds > 0 else None,
+            waiting_for=waits[:500],
+            rebalancing=tuple(text[:500] for text in decisions),
+            leaderboard=self.leaderboard.rows(),
+        )

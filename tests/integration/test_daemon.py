@@ -1,0 +1,133 @@
+"""A volunteer's daemon, used as a person uses it: real programs, commands, exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from swarm_coordinator.processes import CLIENT_MODULE, module_command, wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
+
+PATIENCE_SECONDS = 240.0
+
+
+class Person:
+    """Somebody at a terminal, with a home of their own."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+
+    def types(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            module_command(CLIENT_MODULE, *words, "--home", str(self.home)),
+            capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False,
+        )  # fmt: skip
+
+    def does(self, *words: str) -> str:
+        done = self.types(*words)
+        assert (done.returncode, done.stderr) == (0, ""), done
+        return done.stdout
+
+    def sees(self) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads(self.does("status", "--json"))
+        return status
+
+
+@contextmanager
+def person(home: Path) -> Iterator[Person]:
+    """At the end no daemon of theirs is left, whatever happened."""
+    someone = Person(home)
+    try:
+        yield someone
+    finally:
+        done = someone.types("status", "--json")
+        if done.returncode == 0:
+            daemon = psutil.Process(json.loads(done.stdout)["pid"])
+            family = [daemon, *daemon.children(recursive=True)]
+            someone.types("shutdown")
+            for process in psutil.wait_procs(family, timeout=20)[1]:
+                process.kill()
+
+
+def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_same(
+    make_run: Callable[..., Any],
+) -> None:
+    run = make_run(1, steps=14, limits__starting_peers_per_stage=2)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    with person(swarm.home("a daemon's home")) as bob:
+
+        def until(true: Callable[[dict[str, Any]], bool], what: str) -> None:
+            wait_until(lambda: true(bob.sees()), swarm.children, PATIENCE_SECONDS, what)
+
+        def shown() -> dict[str, Any]:
+            peers = [p for p in swarm.status().get("peers", []) if p["name"] == "bob"]
+            return peers[0] if peers else {}
+
+        nobody = bob.types("status")
+        assert nobody.returncode == 13
+        assert "no daemon runs" in nobody.stderr
+        options = ("--device", "cpu", "--threads", "1", "--name", "bob")
+        said = bob.does("join", invite, "--detach", *options)
+        assert "admitted to run" in said
+        run.wait_for_version(2)
+        until(lambda s: s["contribution"]["steps"] >= 1, "the daemon to contribute")
+        assert bob.sees()["run"]["name"] == run.manifest.name
+        assert "already at work" in bob.does("join", invite, *options)
+
+        # A pause: nothing more is computed here, the other one goes on.
+        assert "paused until" in bob.does("pause", "--for", "1h")
+        wait_until(lambda: shown()["paused"], swarm.children, PATIENCE_SECONDS, "the pause")
+        paused = bob.sees()
+        assert (paused["word"], paused["reason"]) == ("paused", "paused_by_user")
+        version = run.version()
+        run.wait_for_version(version + 3)
+        later = bob.sees()
+        assert later["run"]["version"] > version, "it closes steps with the others"
+        assert later["devices"][0]["queued"] == 0
+        bob.does("resume")
+        counted = later["contribution"]["microbatches"]
+        until(lambda s: s["contribution"]["microbatches"] > counted, "work after the pause")
+        assert bob.sees()["leaderboard"]
+
+        # Finished, the daemon stays and can take the run up again.
+        bob.does("finish")
+        stopped = bob.sees()
+        assert (stopped["word"], stopped["run"]) == ("stopped", None)
+        assert "going on with run" in bob.does("resume")
+        until(lambda s: s["word"] in ("contributing", "queued"), "the run to be taken up again")
+
+        bob.does("leave")
+        [known] = json.loads(bob.does("runs", "--json"))["runs"]
+        assert not known["chosen"]
+        assert "admitted to run" in bob.does("logs")
+        assert int(bob.sees()["contribution"]["microbatches"]) >= counted
+        bob.does("shutdown")
+        assert bob.types("pause").returncode == 13
+        assert not (bob.home / "control.sock").exists()
+
+        swarm.watch(lambda *_: None)
+    assert swarm.wait_for_goodbye() == []
+    run.assert_equals_reference()
+
+
+def test_a_daemon_that_cannot_join_says_why_with_the_exit_code_of_that_and_leaves_nothing(
+    make_run: Callable[..., Any],
+) -> None:
+    run = make_run(1, steps=5, admission__mode="allow-list")
+    invite = run.swarm.start_coordinator()
+    with person(run.swarm.home("an uninvited one's")) as eve:
+        refused = eve.types("join", invite, "--detach", "--device", "cpu")
+        assert refused.returncode == 9, refused
+        assert "allow" in refused.stderr
+        wait_until(lambda: eve.types("status").returncode == 13, run.swarm.children, 60, "its end")
+        assert json.loads(eve.does("runs", "--json"))["runs"] == []
