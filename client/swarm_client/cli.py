@@ -17,6 +17,7 @@ from swarm_client.commands.asking import finish, leave, logs, pause, resume, run
 from swarm_client.commands.joining import daemon, join
 from swarm_client.commands.offline import completion, credit, doctor, paths, version
 from swarm_client.expected import expected_error
+from swarm_client.tui.command import top
 from swarm_shared.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
@@ -29,6 +30,7 @@ swarm-client lends this computer to the training of a large language model.
   swarm-client join INVITE           takes part, until you press Ctrl-C
   swarm-client join INVITE --detach  takes part behind the terminal
   swarm-client status                says what it does, or why it does nothing
+  swarm-client top                   shows it all on one screen, live
   swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
   swarm-client leave                 hands its work over and stops
 An INVITE is a line that begins with swarm1; whoever organises a run gives it to you.
@@ -56,8 +58,8 @@ def swarm_client(context: click.Context) -> None:
 
 
 for _command in (
-    join, status, pause, resume, finish, leave, doctor, credit, logs, runs, paths, daemon, shutdown,
-    completion, version,
+    join, status, top, pause, resume, finish, leave, doctor, credit, logs, runs, paths, daemon,
+    shutdown, completion, version,
 ):  # fmt: skip
     swarm_client.add_command(_command)
 

@@ -18,6 +18,7 @@ import click
 import platformdirs
 
 from swarm_shared.errors import SwarmError
+from swarm_shared.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-coordinator"
 _COMMANDS = {
@@ -60,23 +61,8 @@ class _Group(click.Group):
         return command
 
 
-def _say_version(context: click.Context, parameter: click.Parameter, asked: bool) -> None:
-    if asked:
-        from swarm_shared.messages import SOFTWARE_VERSION
-
-        click.echo(f"{PROGRAM} {SOFTWARE_VERSION}")
-        context.exit()
-
-
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_say_version,
-    help="Show the version and exit.",
-)
+@click.version_option(SOFTWARE_VERSION, message=f"{PROGRAM} %(version)s")
 def cli() -> None:
     """Train a language model on volunteers' computers: make a run, serve it, take it home."""
 

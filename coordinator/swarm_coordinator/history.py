@@ -119,7 +119,7 @@ def recent(place: Place, most_steps: int, most_notes: int) -> Recent:
 def contributions(place: Place) -> tuple[Contribution, ...]:
     """Who counted what in which stage, over the whole run."""
     with reading(place) as connection:
-        return _contributions(connection)
+        return read_contributions(connection)
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:

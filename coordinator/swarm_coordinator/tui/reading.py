@@ -31,7 +31,7 @@ from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import Away, Event, Seen
 
 if TYPE_CHECKING:
-    from swarm_coordinator.history import Contribution
+    from swarm_coordinator.contributions import Contribution
     from swarm_coordinator.places import Place
 
 LOOK_SECONDS = 1.0
