@@ -108,7 +108,7 @@ def test_a_finished_run_is_shown_as_it_ended_however_long_ago_that_was() -> None
         await settle(pilot)
         shown = screen(pilot)
         assert shown.splitlines()[0].startswith("● finished  my-run")
-        assert "This is how it was" not in shown
+        assert "as it was" not in shown
 
     script: Script[RunDocument] = Script()
     script.tell(run(phase="finished", running=False))

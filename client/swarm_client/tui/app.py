@@ -85,14 +85,14 @@ class ClientView(ViewApp[Status]):
         word = status.word
         mark = "● " if self.look.unicode else "* "
         reason = f" ({_reason(status.reason)})" if status.reason is not None else ""
+        until = f" until {clock_text(status.until)}" if status.until is not None else ""
         left = line(
             (f"{mark}{word.value}", WORD_ROLES[word]),
-            (reason, WORD_ROLES[word]),
+            (f"{reason}{until}", WORD_ROLES[word]),
             (f"  {printable(status.run.name)}" if status.run else "", "strong"),
         )
         step = f"step {status.run.version:,} of {status.run.steps:,}  " if status.run else ""
-        until = f" Until {clock_text(status.until)}." if status.until is not None else ""
-        return left, line(step, (clock_text(self.source.now()), "dim")), status.sentence + until
+        return left, line(step, (clock_text(self.source.now()), "dim")), status.sentence
 
     def heard(self, event: Event[Status]) -> None:
         if isinstance(event, Seen):
@@ -218,6 +218,8 @@ class ClientView(ViewApp[Status]):
 
 
 def _reason(reason: SuspendReason) -> str:
+    if reason is SuspendReason.PAUSED_BY_USER:
+        return "by you"
     return reason.value.replace("_", " ")
 
 

@@ -7,10 +7,11 @@ A daemon that goes away is waited for: the view says so and is whole again when 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +28,11 @@ TRY_AGAIN_SECONDS = 1.0
 MAX_WAITING_EVENTS = 64
 """A view that is suspended takes nothing; the daemon's lines then wait in the socket."""
 
-Stream = Callable[[Path, str, dict[str, Any]], Iterator[dict[str, Any]]]
+Put = Callable[[Event[Status] | SwarmError], None]
 
 
-def _stream(path: Path, method: str, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return stream(path, method, **arguments)
+class _ViewClosed(Exception):
+    """Nobody wants to hear more."""
 
 
 class SocketSource:
@@ -40,12 +41,10 @@ class SocketSource:
         socket_path: Path,
         clock: Clock = wall,
         rest: Callable[[float], None] = time.sleep,
-        answers: Stream = _stream,
     ) -> None:
         self._path = socket_path
         self._clock = clock
         self._rest = rest
-        self._answers = answers
         self._log_number = 0
 
     def now(self) -> float:
@@ -59,12 +58,15 @@ class SocketSource:
         waiting: asyncio.Queue[Event[Status] | SwarmError] = asyncio.Queue(MAX_WAITING_EVENTS)
 
         def put(event: Event[Status] | SwarmError) -> None:
-            # The program ends while a thread has something to say: nobody wants it any more.
-            with contextlib.suppress(RuntimeError, asyncio.CancelledError):
-                asyncio.run_coroutine_threadsafe(waiting.put(event), loop).result()
+            saying = waiting.put(event)
+            try:
+                asyncio.run_coroutine_threadsafe(saying, loop).result()
+            except (RuntimeError, concurrent.futures.CancelledError) as error:
+                saying.close()
+                raise _ViewClosed from error
 
         for follow in (self._follow_status, self._follow_log):
-            threading.Thread(target=partial(follow, put), daemon=True).start()
+            threading.Thread(target=partial(_until_closed, follow, put), daemon=True).start()
         while True:
             event = await waiting.get()
             if isinstance(event, SwarmError):
@@ -73,10 +75,10 @@ class SocketSource:
 
     # ---- in threads
 
-    def _follow_status(self, put: Callable[[Event[Status] | SwarmError], None]) -> None:
+    def _follow_status(self, put: Put) -> None:
         while True:
             try:
-                for answer in self._answers(self._path, "follow", {}):
+                for answer in stream(self._path, "follow"):
                     put(Seen(self._clock(), Status.model_validate(answer)))
                 put(Away(self._clock(), "the daemon has ended; the view waits for it to come back"))
             except (ValidationError, VersionError) as error:
@@ -86,18 +88,22 @@ class SocketSource:
                 put(Away(self._clock(), str(error)))
             self._rest(TRY_AGAIN_SECONDS)
 
-    def _follow_log(self, put: Callable[[Event[Status] | SwarmError], None]) -> None:
+    def _follow_log(self, put: Put) -> None:
         while True:
-            after = {"after": self._log_number, "follow": True}
             # Why it ended is said by the other stream.
             with contextlib.suppress(SwarmError, ValidationError):
-                for answer in self._answers(self._path, "log", after):
+                for answer in stream(self._path, "log", after=self._log_number, follow=True):
                     lines = tuple(LogEntry.model_validate(line) for line in answer["lines"])
                     self._log_number = max(self._log_number, *(line.number for line in lines))
                     put(Logged(self._clock(), lines))
             # Another daemon numbers its lines from the beginning.
             self._log_number = 0
             self._rest(TRY_AGAIN_SECONDS)
+
+
+def _until_closed(follow: Callable[[Put], None], put: Put) -> None:
+    with contextlib.suppress(_ViewClosed):
+        follow(put)
 
 
 def _other_form(error: Exception) -> SwarmError:

@@ -21,7 +21,7 @@ from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.ink import Line, ends, line, wrapped
+from swarm_shared.tui.ink import Ink, Line, ends, line, wrapped
 from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import Away, D, Event, Logged, Seen, Source
@@ -146,12 +146,12 @@ class ViewApp(App[None], Generic[D]):
 
     def _draw_head(self, width: int, height: int) -> list[Line]:
         left, right, sentence = self.head(width)
+        below = line(printable(sentence))
         if self.away or self.is_old:
-            reason = self.away or "nothing was heard lately"
-            age = f" This is how it was {duration(self.age_seconds)} ago." if self.document else ""
-            below = line((printable(f"{reason}.{age}"), "warn"))
-        else:
-            below = line(printable(sentence))
+            below = line((printable(self.away or "Nothing was heard lately."), "warn"))
+            if self.document is not None:
+                left = (Ink("away, and was ", "bad"), *left)
+                right = line((f"as it was {duration(self.age_seconds)} ago", "warn"))
         return [ends(left, right, width, self.look), ends(below, (), width, self.look)]
 
     def _too_small(self, width: int, height: int) -> list[Line]:
