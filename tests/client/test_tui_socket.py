@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,10 @@ class Daemon:
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
-        question = json.loads(connection.makefile("rb").readline())
+        line = connection.makefile("rb").readline()
+        if not line:
+            return
+        question = json.loads(line)
         self.asked.append(question)
         for answer in self._answers.get(question["method"], []):
             connection.sendall(json.dumps(answer).encode() + b"\n")
@@ -70,19 +73,27 @@ class Daemon:
 
 
 class Follower:
-    """Takes events of a source one after the other; the source tries again when it is let."""
+    """Takes events of a source one after the other. Each of its two streams tries again once for
+    each time that it is let.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._again = threading.Semaphore(0)
+        self._allowed = 0
+        self._changed = threading.Condition()
+        self._rests = threading.local()
         self.source = SocketSource(path, lambda: START, lambda _: self._wait())
         self.events = self.source.events()
 
     def _wait(self) -> None:
-        self._again.acquire()
+        mine = getattr(self._rests, "count", 0)
+        self._rests.count = mine + 1
+        with self._changed:
+            self._changed.wait_for(lambda: self._allowed > mine)
 
     def try_again(self) -> None:
-        """Both streams of the source."""
-        self._again.release(2)
+        with self._changed:
+            self._allowed += 1
+            self._changed.notify_all()
 
     async def next(self, wanted: Callable[[Event[Status]], bool]) -> Event[Status]:
         async for event in self.events:
@@ -93,10 +104,6 @@ class Follower:
 
 def is_seen(event: Event[Status]) -> bool:
     return isinstance(event, Seen)
-
-
-def is_logged(event: Event[Status]) -> bool:
-    return isinstance(event, Logged)
 
 
 def is_away(event: Event[Status]) -> bool:
@@ -111,8 +118,8 @@ def together(session: Callable[[], Awaitable[None]]) -> None:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path / "control.sock"
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "control.sock"
 
 
 def test_status_and_log_of_a_daemon_are_followed(path: Path) -> None:
@@ -121,9 +128,7 @@ def test_status_and_log_of_a_daemon_are_followed(path: Path) -> None:
     async def session() -> None:
         follower = Follower(path)
         found: list[Event[Status]] = []
-        while (
-            len([e for e in found if is_seen(e)]) < 2 or len([e for e in found if is_logged(e)]) < 2
-        ):
+        while len(found) < 4:
             found.append(await anext(follower.events))
         assert [e.document for e in found if isinstance(e, Seen)] == [status(0), status(1)]
         numbers = [line.number for e in found if isinstance(e, Logged) for line in e.entries]
@@ -149,10 +154,9 @@ def test_a_daemon_that_ends_is_away_and_one_that_comes_back_is_followed_again(pa
         assert "swarm-client join" in gone.sentence
         second = Daemon(path, {"follow": [told(7)], "log": [logged(1)]})
         follower.try_again()
-        back = await follower.next(is_seen)
-        assert isinstance(back, Seen)
-        assert back.document == status(7)
-        await follower.next(is_logged)
+        back = [await anext(follower.events), await anext(follower.events)]
+        assert [e.document for e in back if isinstance(e, Seen)] == [status(7)]
+        assert [len(e.entries) for e in back if isinstance(e, Logged)] == [1]
         second.hang_up()
 
     together(session)
