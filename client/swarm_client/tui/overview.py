@@ -21,9 +21,10 @@ from swarm_shared.tui.words import (
     short_number,
 )
 
-TWO_COLUMNS = 110
+TWO_COLUMNS = 116
 """From this width on, two blocks stand side by side."""
-_BAR = 16
+_NARROW = 76
+"""Below this width of a block its bars are short."""
 _TALLEST_CURVE = 14
 _NAME = 12
 """Cells for a line's name, so that what it says stands in a column."""
@@ -73,6 +74,10 @@ def _curve(model: Model, width: int, height: int) -> list[Line]:
     ]
 
 
+def _bar_cells(width: int) -> int:
+    return 16 if width >= _NARROW else 10
+
+
 def _named(name: str, *parts: Line) -> Line:
     return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
 
@@ -91,7 +96,7 @@ def _run(model: Model, status: Status, width: int) -> list[Line]:
         heading(f"Run {printable(run.name)}", width, look),
         _named(
             "steps",
-            bar(done, _BAR, look),
+            bar(done, _bar_cells(width), look),
             line(f"{run.version:,} of {run.steps:,} ({percent(done)})"),
             line(f"{duration(left)} left") if left else EMPTY,
         ),
@@ -105,16 +110,16 @@ def _run(model: Model, status: Status, width: int) -> list[Line]:
             line(f"{short_number(run.tokens_per_second) + ' tokens/s':<16}"),
             line((sparkline(model.tokens_per_second.values(), spark, look), "accent")),
         ),
-        _named("my share", *_share(status, look)),
+        _named("my share", *_share(status, width, look)),
     ]
     if not run.coordinator_attached:
         lines.append(_named("", line(("the coordinator is away", "bad"))))
     return lines
 
 
-def _share(status: Status, look: Look) -> list[Line]:
+def _share(status: Status, width: int, look: Look) -> list[Line]:
     share = share_of_run(status)
-    parts = [bar(share, _BAR, look), line(f"{percent(share)} of the work now")]
+    parts = [bar(share, _bar_cells(width), look), line(f"{percent(share)} of the work now")]
     for device in status.devices:
         of_stage = share_of_stage(status, device)
         if of_stage is not None:
@@ -135,7 +140,7 @@ def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
     stage = "no stage" if device.stage is None else f"stage {device.stage}"
     used, whole = device.memory_used_bytes, device.memory_bytes
     memory = used / whole if used is not None and whole > 0 else None
-    narrow = _BAR - 6 if width >= 76 else 4
+    narrow = 10 if width >= _NARROW else 4
     gauges = [
         joined((line(("memory ", "dim")), bar(memory, narrow, look, gauge_role(memory, 0.95, 1.01))
                 ), ""),
@@ -176,12 +181,12 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
         heading("This machine", width, look),
         _named(
             "processor",
-            bar(machine.cpu_share, _BAR, look),
+            bar(machine.cpu_share, _bar_cells(width), look),
             line(f"{percent(machine.cpu_share)}, {percent(machine.own_cpu_share)} of it by this"),
         ),
         _named(
             "memory",
-            bar(memory, _BAR, look, gauge_role(memory, 0.9, 0.97)),
+            bar(memory, _bar_cells(width), look, gauge_role(memory, 0.9, 0.97)),
             line(
                 f"{memory_text(total - free)} of {memory_text(total)}, "
                 f"{memory_text(machine.own_memory_bytes)} by this"
@@ -212,7 +217,9 @@ def _network(model: Model, status: Status, width: int) -> list[Line]:
     if traffic.quota_bytes:
         used = traffic.quota_used_bytes / traffic.quota_bytes
         of = f"{disk_text(traffic.quota_used_bytes)} of {disk_text(traffic.quota_bytes)}"
-        lines.append(_named("quota", bar(used, _BAR, look, gauge_role(used, 0.8)), line(of)))
+        lines.append(
+            _named("quota", bar(used, _bar_cells(width), look, gauge_role(used, 0.8)), line(of))
+        )
     return lines
 
 

@@ -51,7 +51,8 @@ def strip_of(widget: Widget, drawn: Line, width: int, *, faded: bool) -> Strip:
         if faded:
             style = dimmed
         elif role:
-            style = base + widget.get_component_rich_style(ROLE_CLASSES[role], partial=True)
+            # With the background, against which a muted colour is mixed.
+            style = base + widget.get_component_rich_style(ROLE_CLASSES[role])
         else:
             style = base
         segments.append(Segment(text, style))
