@@ -140,6 +140,7 @@ def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
     stage = "no stage" if device.stage is None else f"stage {device.stage}"
     used, whole = device.memory_used_bytes, device.memory_bytes
     memory = used / whole if used is not None and whole > 0 else None
+    unit = "microbatches/s" if width >= _NARROW else "a second"
     narrow = 10 if width >= _NARROW else 4
     gauges = [
         joined((line(("memory ", "dim")), bar(memory, narrow, look, gauge_role(memory, 0.95, 1.01))
@@ -156,7 +157,7 @@ def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
             printable(device.id)[: _NAME - 3],
             line(stage),
             line(printable(device.phase)),
-            line((f"{device.microbatches_per_second:.2f} microbatches/s", "strong")),
+            line((f"{device.microbatches_per_second:.2f} {unit}", "strong")),
             line(f"{device.queued} queued"),
             line((printable(device.label), "dim")),
         ),
@@ -182,14 +183,14 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
         _named(
             "processor",
             bar(machine.cpu_share, _bar_cells(width), look),
-            line(f"{percent(machine.cpu_share)}, {percent(machine.own_cpu_share)} of it by this"),
+            line(f"{percent(machine.cpu_share)}, {percent(machine.own_cpu_share)} of it mine"),
         ),
         _named(
             "memory",
             bar(memory, _bar_cells(width), look, gauge_role(memory, 0.9, 0.97)),
             line(
                 f"{memory_text(total - free)} of {memory_text(total)}, "
-                f"{memory_text(machine.own_memory_bytes)} by this"
+                f"{memory_text(machine.own_memory_bytes)} mine"
             ),
         ),
         _named("", *facts),
@@ -225,7 +226,6 @@ def _network(model: Model, status: Status, width: int) -> list[Line]:
 
 def _given(model: Model, status: Status, width: int) -> list[Line]:
     given, look = status.contribution, model.look
-    streak = counted(given.streak_days, "day in a row", "days in a row")
     return [
         heading("Given", width, look),
         _named(
@@ -233,6 +233,6 @@ def _given(model: Model, status: Status, width: int) -> list[Line]:
             line((short_number(given.tokens), "strong")),
             line(f"in {counted(given.steps, 'step', 'steps')}"),
             line(f"credit {short_number(given.credit) if given.credit else NOTHING}"),
-            line(streak) if given.streak_days else EMPTY,
+            line(f"{given.streak_days}-day streak") if given.streak_days else EMPTY,
         ),
     ]
