@@ -4,9 +4,10 @@
 
 The coordinator is the one that `start` runs: its shell, its core, its database and status file.
 Volunteers say real control messages over streams in memory, on the same core; what they cost is
-in the figures. Somebody dies and somebody joins every three seconds. The latency of a word is the
-time from when it was said until the core has acted on it; time is that of a core of its own
-(`dedicated_clock`), since the machine may be shared.
+in the figures, but for signing. Then a smaller number does so over sockets, from another process.
+Somebody dies and somebody joins every three seconds. The latency of a word is the time from when
+it was said until the core has acted on it. In memory, time is that of a core of its own
+(`dedicated_clock`), since the machine may be shared; over sockets it is what a clock shows.
 
 Writes benchmarks/results/coordinator.json.
 """
@@ -15,12 +16,17 @@ from __future__ import annotations
 
 import cProfile
 import datetime
+import functools
 import json
 import logging
 import os
 import pstats
+import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +35,22 @@ import trio
 
 import swarm_coordinator.server as server
 import swarm_coordinator.transition as core
+from benchmarks.coordinator_sockets import STAMP_PROTOCOL
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
 from benchmarks.dedicated_clock import DedicatedCoreClock
 from benchmarks.machine import describe_machine
-from swarm_coordinator.events import Command, Event
+from swarm_coordinator.events import Command, Event, HeartbeatsHeard
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.state import RunState
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, load_settings
 from swarm_shared.atomic_file import write_atomically
+from swarm_shared.clock import Clock
 from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
+from swarm_shared.network import open_node
 from swarm_shared.signed_manifest import run_id_of
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
@@ -66,9 +76,9 @@ def make_run(folder: Path, volunteers: int, stages: int, microbatches: int) -> M
 
 
 class Latencies:
-    """Of all words since `since`, in seconds."""
+    """Of all words, in seconds: when they were acted on, how late, of which kind."""
 
-    def __init__(self, clock: DedicatedCoreClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.volunteers: dict[str, SimulatedVolunteer] = {}
         self.found: list[tuple[float, float, str]] = []
         self.events = 0
@@ -78,28 +88,54 @@ class Latencies:
     def transition(self, run: RunState, event: Event, now: float) -> list[Command]:
         commands = self._transition(run, event, now)
         self.events += 1
-        volunteer = self.volunteers.get(getattr(event, "peer", ""))
-        if volunteer is not None and type(event).__name__ in _WORDS and volunteer.stamps:
-            moment = self._clock.current_time()
+        moment = self._clock()
+        if isinstance(event, HeartbeatsHeard):
+            for beat in event.beats:
+                for link in beat.message.links:
+                    if link.protocol == STAMP_PROTOCOL:
+                        self.found.append((moment, moment - link.sent / 1e9, "heartbeat"))
+                self._acted_on(beat.peer, "heartbeat", moment)
+        elif type(event).__name__ in _WORDS:
             kind = getattr(getattr(event, "message", None), "kind", type(event).__name__)
-            self.found.append((moment, moment - volunteer.stamps.popleft(), kind))
+            self._acted_on(getattr(event, "peer", ""), kind, moment)
         return commands
+
+    def _acted_on(self, peer: str, kind: str, moment: float) -> None:
+        volunteer = self.volunteers.get(peer)
+        if volunteer is None:
+            return
+        said = volunteer.beats if kind == "heartbeat" else volunteer.words
+        if said:
+            self.found.append((moment, moment - said.popleft(), kind))
+
+
+@dataclass(frozen=True)
+class Serving:
+    coordinator: server.Coordinator
+    latencies: Latencies
+    invite: Invite
+    nursery: trio.Nursery
 
 
 _WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved"})
 
 
-async def measure(
-    folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
-    profile: bool, clock: DedicatedCoreClock,
-) -> dict[str, Any]:  # fmt: skip
+@asynccontextmanager
+async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterator[Serving]:
+    """The coordinator of a run folder, in this process."""
     run_folder = RunFolder.open(folder / "run")
     store = SqliteStore.open(run_folder.database)
-    serving = trio.Event()
+    invites: list[Invite] = []
+    ready = trio.Event()
+
+    def serves(invite: Invite) -> None:
+        invites.append(invite)
+        ready.set()
+
     service = server.Service(
         folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
         identity=load_identity(run_folder), store=store, report=lambda line: None,
-        clock=clock.current_time, on_serving=lambda invite: serving.set(),
+        clock=clock, on_serving=serves,
     )  # fmt: skip
     latencies = Latencies(clock)
     # The shell calls the core by this name.
@@ -107,19 +143,33 @@ async def measure(
     coordinator = server.Coordinator(service)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(coordinator.run)
-        await serving.wait()
-        world = World(run_id_of(manifest), manifest, step_seconds, nursery)
+        await ready.wait()
+        yield Serving(coordinator, latencies, invites[0], nursery)
+        nursery.cancel_scope.cancel()
+    store.close()
+
+
+async def measure_memory(
+    folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
+    profile: bool, clock: DedicatedCoreClock,
+) -> dict[str, Any]:  # fmt: skip
+    """All volunteers on the coordinator's core, and no network."""
+    async with serving(folder, manifest, clock.current_time) as served:
+        coordinator, latencies, nursery = served.coordinator, served.latencies, served.nursery
+        world = World(run_id_of(manifest), manifest, step_seconds, clock)
         everybody: list[SimulatedVolunteer] = []
 
         def join() -> SimulatedVolunteer:
-            volunteer = SimulatedVolunteer(world, Identity.generate(), clock.current_time)
+            with clock.elsewhere():
+                volunteer = SimulatedVolunteer(world, Identity.generate())
             latencies.volunteers[volunteer.peer] = volunteer
             nursery.start_soon(coordinator.control.handle, volunteer.stream)
             volunteer.attach()
             everybody.append(volunteer)
             return volunteer
 
-        nursery.start_soon(beat_for_ever, everybody, manifest.limits.heartbeat_seconds)
+        nursery.start_soon(beat_for_ever, everybody)
+        nursery.start_soon(world.act)
         began = clock.current_time()
         for number in range(volunteers):
             newest = join()
@@ -131,7 +181,7 @@ async def measure(
         await trio.sleep(3.0)
         latencies.found.clear()
         first_step, said, events = world.applied, world.said, latencies.events
-        began, cpu = clock.current_time(), time.thread_time()
+        began, cpu = clock.current_time(), time.thread_time() - clock.elsewhere_seconds
         profiler = cProfile.Profile()
         if profile:
             profiler.enable()
@@ -140,7 +190,8 @@ async def measure(
             world.rng.choice(everybody[: volunteers // 2]).die()
             join()
         profiler.disable()
-        elapsed, used = clock.current_time() - began, time.thread_time() - cpu
+        elapsed = clock.current_time() - began
+        used = time.thread_time() - clock.elsewhere_seconds - cpu
         words = list(latencies.found)
         result = {
             "volunteers": coordinator.attached,
@@ -158,11 +209,53 @@ async def measure(
                 for kind in sorted({k for _, _, k in words})
             },
         }
-        nursery.cancel_scope.cancel()
-    store.close()
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
     return result
+
+
+async def measure_sockets(
+    folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float
+) -> dict[str, Any]:
+    """All volunteers in another process, each with a connection of its own over loopback.
+
+    Their heartbeats say when they were said; the machine's two cores serve the two processes.
+    """
+    # A thousand behind one address are this benchmark's doing.
+    many = functools.partial(open_node, max_connections_per_address=2 * volunteers)
+    setattr(server, "open_node", many)  # noqa: B010
+    async with serving(folder, manifest, time.monotonic) as served:
+        path = folder / "manifest.json"
+        path.write_text(manifest.model_dump_json())
+        command = [
+            sys.executable, "-m", "benchmarks.coordinator_sockets", served.invite.encode(),
+            str(volunteers), str(path), str(step_seconds),
+        ]  # fmt: skip
+        began = time.monotonic()
+        process = await trio.lowlevel.open_process(command)
+        try:
+            while served.coordinator.attached < volunteers and process.poll() is None:
+                await trio.sleep(0.1)
+            joined_seconds = time.monotonic() - began
+            click.echo(f"{volunteers:,} joined over sockets in {joined_seconds:.0f} s")
+            await trio.sleep(3.0)
+            served.latencies.found.clear()
+            began, cpu, events = time.monotonic(), time.process_time(), served.latencies.events
+            await trio.sleep(seconds)
+            elapsed = time.monotonic() - began
+            waited = [seconds for _, seconds, kind in served.latencies.found]
+            return {
+                "volunteers": served.coordinator.attached,
+                "seconds": elapsed,
+                "joined_seconds": joined_seconds,
+                "core_used": (time.process_time() - cpu) / elapsed,
+                "events_per_second": (served.latencies.events - events) / elapsed,
+                "sessions_ended": dict(served.coordinator.control.ended),
+                "heartbeats": percentiles(waited),
+            }
+        finally:
+            process.kill()
+            await process.wait()
 
 
 def percentiles(waited: list[float]) -> dict[str, float]:
@@ -180,7 +273,8 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--volunteers", default=10_000)
+@click.option("--volunteers", default=10_000, help="In memory; 0: none.")
+@click.option("--sockets", default=1000, help="Volunteers over real sockets; 0: none.")
 @click.option("--stages", default=64)
 @click.option("--microbatches", default=128, help="A step.")
 @click.option("--seconds", default=60.0)
@@ -188,28 +282,34 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 @click.option("--profile", is_flag=True)
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(
-    volunteers: int, stages: int, microbatches: int, seconds: float, step_seconds: float,
-    profile: bool, out: Path,
+    volunteers: int, sockets: int, stages: int, microbatches: int, seconds: float,
+    step_seconds: float, profile: bool, out: Path,
 ) -> None:  # fmt: skip
     logging.basicConfig(level=logging.ERROR)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        manifest = make_run(folder, volunteers, stages, microbatches)
-        clock = DedicatedCoreClock()
-        result = trio.run(
-            measure, folder, manifest, volunteers, seconds, step_seconds, profile, clock,
-            clock=clock,
-        )  # fmt: skip
-    document = {
+    document: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": describe_machine(["trio", "pydantic", "libp2p"]),
         "load_average": os.getloadavg(),
-        "clock": "dedicated core" if clock.exact else "monotonic",
         "stages": stages,
         "microbatches_per_step": microbatches,
-        "memory": result,
     }
-    click.echo(json.dumps(result, indent=1))
+    if volunteers:
+        with tempfile.TemporaryDirectory() as name:
+            manifest = make_run(Path(name), volunteers, stages, microbatches)
+            clock = DedicatedCoreClock()
+            document["clock"] = "dedicated core" if clock.exact else "monotonic"
+            document["memory"] = trio.run(
+                measure_memory, Path(name), manifest, volunteers, seconds, step_seconds, profile,
+                clock, clock=clock,
+            )  # fmt: skip
+        click.echo(json.dumps(document["memory"], indent=1))
+    if sockets and not profile:
+        with tempfile.TemporaryDirectory() as name:
+            manifest = make_run(Path(name), sockets, stages, microbatches)
+            document["sockets"] = trio.run(
+                measure_sockets, Path(name), manifest, sockets, seconds, step_seconds
+            )
+        click.echo(json.dumps(document["sockets"], indent=1))
     if not profile:
         write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
 

@@ -2,18 +2,20 @@
 
 Each knows enough of the protocol to join, hold a stage, drive microbatches with signed receipts,
 and close and apply steps. It reads no more of a message than it must: it runs on the core that is
-measured.
+measured. Only what it signs counts as done elsewhere.
 """
 
 from __future__ import annotations
 
 import base64
+import heapq
 import json
 import random
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import trio
 
@@ -46,6 +48,14 @@ STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
 APPLY_SECONDS = 0.3
+
+
+class Times(Protocol):
+    """What time it is, and what takes none of it."""
+
+    def current_time(self) -> float: ...
+
+    def elsewhere(self) -> AbstractContextManager[None]: ...
 
 
 class MemoryStream:
@@ -95,12 +105,18 @@ class World:
     """What all volunteers know of each other without being told."""
 
     def __init__(
-        self, run: RunId, manifest: Manifest, step_seconds: float, nursery: trio.Nursery
+        self,
+        run: RunId,
+        manifest: Manifest,
+        step_seconds: float,
+        clock: Times,
     ) -> None:
         self.run = run
+        self.clock = clock
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
         self.manifest = manifest
         self.step_seconds = step_seconds
-        self.nursery = nursery
         self.rng = random.Random(1)
         self.ready: list[dict[PeerId, SimulatedVolunteer]] = [{} for _ in manifest.stages]
         self.applied = 0
@@ -108,24 +124,32 @@ class World:
         self.said = 0
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        self.nursery.start_soon(self._later, seconds, action)
+        self._number += 1
+        heapq.heappush(self._agenda, (trio.current_time() + seconds, self._number, action))
 
-    async def _later(self, seconds: float, action: Callable[[], None]) -> None:
-        await trio.sleep(seconds)
-        action()
+    async def act(self) -> None:
+        """Until cancelled. One thing at a time: volunteers are not one another's business."""
+        while True:
+            while self._agenda and self._agenda[0][0] <= trio.current_time():
+                heapq.heappop(self._agenda)[2]()
+                await trio.lowlevel.checkpoint()
+            await trio.sleep(0.005)
 
 
 class SimulatedVolunteer:
-    def __init__(self, world: World, identity: Identity, clock: Callable[[], float]) -> None:
+    def __init__(self, world: World, identity: Identity) -> None:
         self.identity = identity
         self.peer = identity.peer_id
         self.stage: StageIndex | None = None
-        self.stamps: deque[float] = deque()
-        """When the words were said that the coordinator has not acted on yet."""
+        self.beats: deque[float] = deque()
+        self.words: deque[float] = deque()
+        """When those were said that the coordinator has not acted on yet: beats overtake."""
+        self.beat_seconds = world.manifest.limits.heartbeat_seconds
         self.alive = True
         self._world = world
-        self._clock = clock
+        self._pace = world.rng.randrange(len(HEARTBEATS) - 2)
         self._attempt = 0
+        self._unreported: list[str] = []
         self.stream: Any = MemoryStream(self.peer, self.hear)
 
     def hello(self) -> Hello:
@@ -138,16 +162,16 @@ class SimulatedVolunteer:
         self.stream.push(encode(self.hello()))
 
     def say(self, message: FrozenModel) -> None:
-        self.say_encoded(encode(message))
+        self._say(encode(message), self.words)
 
-    def say_encoded(self, header: bytes) -> None:
+    def _say(self, header: bytes, stamps: deque[float]) -> None:
         if self.alive:
             self._world.said += 1
-            self.stamps.append(self._clock())
+            stamps.append(self._world.clock.current_time())
             self.stream.push(header)
 
     def beat(self) -> None:
-        self.say_encoded(HEARTBEATS[self._world.said % len(HEARTBEATS)])
+        self._say(HEARTBEATS[self._pace + self._world.said % 3], self.beats)
 
     def die(self) -> None:
         self.alive = False
@@ -169,7 +193,9 @@ class SimulatedVolunteer:
             self._leased(json.loads(header))
         elif kind == b"welcome":
             # The real choice: the stage with the fewest peers, as the newcomer is told of them.
-            rows = json.loads(header)["stages"]
+            welcome = json.loads(header)
+            self.beat_seconds = welcome["heartbeat_seconds"] or self.beat_seconds
+            rows = welcome["stages"]
             stage = min(rows, key=lambda row: (row["peers"], row["stage"]))["stage"]
             self.say(StageRequest(stage=stage))
         elif kind == b"assign_stage":
@@ -238,14 +264,26 @@ class SimulatedVolunteer:
             if not members:
                 return
             server = self._world.rng.choice(members)
-            receipts.append(server.receipt(step, microbatch))
-            server.say(Receipts(receipts=(receipts[-1],)))
+            with self._world.clock.elsewhere():
+                receipts.append(server.receipt(step, microbatch))
+            server.report(receipts[-1])
         self.say(
             LeaseResult(
                 step=step, microbatch=microbatch, lease=lease["lease"], ok=True,
                 receipts=tuple(receipts),
             )
         )  # fmt: skip
+
+    def report(self, receipt: str) -> None:
+        """Within a reporting interval, with all that it has by then."""
+        if not self._unreported:
+            interval = self._world.manifest.limits.receipt_interval_seconds
+            self._world.later(self._world.rng.uniform(0, interval), self._report_receipts)
+        self._unreported.append(receipt)
+
+    def _report_receipts(self) -> None:
+        told, self._unreported = self._unreported, []
+        self.say(Receipts(receipts=tuple(told)))
 
     def receipt(self, step: Step, microbatch: MicrobatchIndex) -> str:
         manifest = self._world.manifest
@@ -260,14 +298,22 @@ class SimulatedVolunteer:
         return base64.b64encode(sign_receipt(self.identity, receipt)).decode()
 
 
-async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer], seconds: float) -> None:
-    """Everybody's heart once in `seconds`, spread evenly."""
-    began, sent = trio.current_time(), 0
+async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:
+    """Everybody's heart as often as the coordinator has asked for; `volunteers` may grow."""
+    known = 0
+    due: list[tuple[float, int]] = []
     while True:
-        due = int((trio.current_time() - began) / seconds * len(volunteers))
-        while sent < due:
-            volunteer = volunteers[sent % len(volunteers)]
+        now = trio.current_time()
+        for number in range(known, len(volunteers)):
+            heapq.heappush(due, (now, number))
+        known = len(volunteers)
+        while due and due[0][0] <= now:
+            at, number = due[0]
+            volunteer = volunteers[number]
+            if not volunteer.alive:
+                heapq.heappop(due)
+                continue
+            heapq.heapreplace(due, (at + volunteer.beat_seconds, number))
             if volunteer.stage is not None:
                 volunteer.beat()
-            sent += 1
         await trio.sleep(0.005)

@@ -134,11 +134,12 @@ class Swarm:
         return False
 
     def rate(self, first: float, last: float) -> float:
-        """Cells per second between two moments."""
-        inside = [s for s in self.samples if first <= s.at <= last]
-        if len(inside) < 2:
+        """Cells per second between two moments; what was counted at the first is the last known."""
+        before = [s for s in self.samples if s.at <= first]
+        inside = [s for s in self.samples if first < s.at <= last]
+        if not before or not inside:
             return 0.0
-        return (inside[-1].cells - inside[0].cells) / (inside[-1].at - inside[0].at)
+        return (inside[-1].cells - before[-1].cells) / (inside[-1].at - first)
 
     def share(self, first: float, last: float, cells_per_peer_second: float) -> float:
         """Cells counted over what the survivors could have computed."""

@@ -105,8 +105,8 @@ class Home:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StorageError(
-                    f"another swarm-client is working in {self.path}; stop it first, or give "
-                    "this one a folder of its own with --home"
+                    f"another swarm-client is working in {self.path}; stop it first (Ctrl-C "
+                    "or `swarm-client shutdown`), or give this one a folder of its own with --home"
                 ) from None
             yield
         finally:

@@ -150,7 +150,6 @@ class Volunteer:
         self.finished = False
         self.leaving = False
         self._suspension: Suspension | None = None
-        self._pauses = 0
         self._go_on = trio.Event()
         """Set when a pause ends, or when the volunteer is to leave in the middle of one."""
         self._stepping_back = False
@@ -372,7 +371,8 @@ class Volunteer:
             async with trio.open_nursery() as nursery:
                 self._session_scope = nursery.cancel_scope
                 nursery.start_soon(session.write_all)
-                nursery.start_soon(session.beat, limits.heartbeat_seconds, self._heartbeat)
+                beat_seconds = session.welcome.heartbeat_seconds or limits.heartbeat_seconds
+                nursery.start_soon(session.beat, beat_seconds, self._heartbeat)
                 nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
                 if self.leaving or self._stepping_back:
                     self.send(Leaving())
@@ -561,9 +561,9 @@ class Volunteer:
             self._trainer.pause()
             self.stage_server.pause()
             self.send(self._heartbeat())
-            self._pauses += 1
             self._go_on = trio.Event()
-            self._nursery.start_soon(self._hand_back, self._pauses)
+            if not self.leaving:
+                self._nursery.start_soon(self._look_after_pause, self._go_on)
 
     def resume(self) -> None:
         if self._suspension is not None:
@@ -573,13 +573,15 @@ class Volunteer:
             self.stage_server.resume()
             self.send(self._heartbeat())
 
-    async def _hand_back(self, pause: int) -> None:
-        await trio.sleep(GRACE_SECONDS)
-        if pause == self._pauses:
-            self.stage_server.hand_back()
-        await trio.sleep(self.options.long_pause_seconds - GRACE_SECONDS)
-        if pause == self._pauses and self._suspension is not None and not self.leaving:
-            self._step_back()
+    async def _look_after_pause(self, over: trio.Event) -> None:
+        with trio.move_on_after(GRACE_SECONDS):
+            await over.wait()
+            return
+        self.stage_server.hand_back()
+        with trio.move_on_after(self.options.long_pause_seconds - GRACE_SECONDS):
+            await over.wait()
+            return
+        self._step_back()
 
     def _step_back(self) -> None:
         """A long pause: leave in order, and attach anew when it is over."""

@@ -7,6 +7,7 @@ out: that order is what makes a decision survive a crash before anybody has hear
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -14,6 +15,7 @@ from swarm_shared.credentials import Receipt
 from swarm_shared.messages import (
     ClientMessage,
     CoordinatorMessage,
+    Heartbeat,
     Hello,
     PeerRecord,
     SnapshotReady,
@@ -73,11 +75,30 @@ class LeaseResolved:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """Any other message of an attached client."""
+    """Any other message of an attached client; a heartbeat comes in `HeartbeatsHeard`."""
 
     session: Session
     peer: PeerId
     message: ClientMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What one of them said."""
+
+    session: Session
+    peer: PeerId
+    message: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatsHeard:
+    """All that were heard since the last event of this kind.
+
+    Thousands beat every second, and no rule depends on one of them alone.
+    """
+
+    beats: Sequence[Beat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +158,8 @@ class Tick:
 
 Event = (
     PeerAttached | SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived
-    | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated | CertificateIssued
-    | StopRequested | Tick
+    | HeartbeatsHeard | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated
+    | CertificateIssued | StopRequested | Tick
 )  # fmt: skip
 
 

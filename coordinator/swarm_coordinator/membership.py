@@ -89,6 +89,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             stages=run.stage_rows(),
             directory=_directory(run),
             keep=current or must_apply,
+            heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
     )
     if must_apply:

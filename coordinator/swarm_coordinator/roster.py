@@ -37,6 +37,12 @@ SPACING_PER_PEER_SECONDS = 5e-4
 of them goes to everybody, and somebody comes or goes several times a second. Who sends to a peer
 that is gone notices by itself."""
 
+MANY_PEERS = 1000
+"""Who comes to a run of more is asked to beat more slowly."""
+
+BEATS_BEFORE_DEATH = 2.25
+"""Of silence: two beats, and some time on the way."""
+
 MAXIMUM_REVOKED = 65_536
 """What a roster can carry."""
 
@@ -94,6 +100,14 @@ def forget_revoked(run: RunState, now: float) -> None:
     """Certificates that have expired are refused by everybody without being told."""
     if run.revoked:
         run.revoked = {peer: until for peer, until in run.revoked.items() if until > now}
+
+
+def heartbeat_seconds(run: RunState) -> float:
+    """Of a newcomer: in a large run as slowly as still tells a dead peer in time."""
+    limits = run.manifest.limits
+    if len(run.peers) <= MANY_PEERS:
+        return limits.heartbeat_seconds
+    return max(limits.heartbeat_seconds, limits.dead_after_seconds / BEATS_BEFORE_DEATH)
 
 
 def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) -> None:

@@ -37,6 +37,7 @@ from swarm_coordinator.events import (
     Command,
     Event,
     FetchSnapshot,
+    HeartbeatsHeard,
     Note,
     PeerAttached,
     PeersRevoked,
@@ -54,6 +55,7 @@ from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.news import Leaderboard, NewsDesk
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.reports import Reports
+from swarm_coordinator.responsiveness import collect_garbage, responsive
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sessions import Sessions
 from swarm_coordinator.settings import RebalancingSection, RunSettings
@@ -83,7 +85,7 @@ MAX_CONTROL_STREAMS = 4
 """Of one client: it attaches anew before the old stream is known to be dead."""
 
 TICK_SECONDS = 0.25
-EVENTS_AT_ONCE = 32
+EVENTS_AT_ONCE = 16
 """About two milliseconds of work."""
 EVENT_BUFFER = 4096
 """Events that wait for the core. When it is full, clients are not read from: they slow down."""
@@ -203,6 +205,7 @@ class Coordinator:
             service.clock, service.renew_after_seconds,
         )  # fmt: skip
         async with AsyncExitStack() as stack:
+            stack.enter_context(responsive())
             node, addresses = await self._open_node(stack)
             self._node = node
             self._reports = Reports(node)
@@ -271,6 +274,7 @@ class Coordinator:
             self._nursery = nursery
             nursery.start_soon(self._take_signals, signals)
             nursery.start_soon(self._tick)
+            nursery.start_soon(collect_garbage)
             nursery.start_soon(self._sessions.wake_writers)
             nursery.start_soon(self._write_status, control)
             nursery.start_soon(self._write_links)
@@ -377,7 +381,9 @@ class Coordinator:
         """True when the core says that this is the end."""
         # Who was frozen and has lost the run meanwhile must not say another word.
         await self._service.store.hold()
-        if isinstance(event, PeerAttached):
+        if isinstance(event, HeartbeatsHeard):
+            event = self.control.take_beats()
+        elif isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
                 self._sessions.refuse(event.session, refusal)

@@ -40,6 +40,7 @@ from swarm_coordinator.events import (
     Command,
     EvaluationRecord,
     Event,
+    HeartbeatsHeard,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
@@ -60,7 +61,6 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     Applied,
     Goodbye,
-    Heartbeat,
     Leaving,
     MaskRequest,
     NotFinite,
@@ -123,8 +123,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most words are of work done. They change the table and the leases, nothing else.
         _advance_step(run, now)
-    elif not (isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat)):
-        # Ten thousand hearts beat every second, and no rule depends on one of them alone.
+    elif not isinstance(event, HeartbeatsHeard):
         _advance(run, now)
     if roster.publish(run, now):
         _order_roster_first(run)
@@ -181,6 +180,12 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     elif isinstance(event, StopRequested):
         if run.stop_requested_at is None:
             run.stop_requested_at = now
+    elif isinstance(event, HeartbeatsHeard):
+        for beat in event.beats:
+            peer = _session_peer(run, beat.peer, beat.session)
+            if peer is not None:
+                peer.last_heard = now
+                progress.heard(run, peer, beat.message)
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -210,9 +215,7 @@ def _from_peer(
 
 def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
     message = event.message
-    if isinstance(message, Heartbeat):
-        progress.heard(run, peer, message)
-    elif isinstance(message, Whereabouts):
+    if isinstance(message, Whereabouts):
         roster.moved(run, peer, message, now)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message.stage, now)

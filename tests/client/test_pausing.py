@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import trio
 
 from client.test_engine import parcel, world
 from client.test_volunteer_admission import scene
 from swarm_client.control.documents import SuspendReason
 from swarm_client.engine.trainer import Trainer
-from swarm_client.suspension import Suspension
+from swarm_client.suspension import GRACE_SECONDS, Suspension
 from swarm_shared.messages import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 from swarm_shared.types import MicrobatchIndex, Step
 
@@ -137,16 +136,37 @@ async def test_the_coordinator_hears_of_a_pause_and_of_its_end_at_once(tmp_path:
         await s.until(lambda: s.script.paused[-1:] == [False])
 
 
-@pytest.mark.parametrize("order", ["leave first", "pause first"])
-async def test_a_volunteer_that_leaves_takes_no_leases_when_a_pause_ends(
-    tmp_path: Path, order: str
-) -> None:
+async def test_a_volunteer_that_leaves_takes_no_leases_when_a_pause_ends(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
-        if order == "leave first":
-            s.volunteer.leave()
-            s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
-        else:
-            s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
-            s.volunteer.leave()
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        s.volunteer.leave()
         s.volunteer.resume()
         assert s.volunteer._trainer._refusing == "this volunteer is leaving"
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        s.volunteer.resume()
+        assert s.volunteer._trainer._refusing == "this volunteer is leaving"
+        await s.until(lambda: s.volunteer.finished)
+
+
+async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another_one(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        s.volunteer.suspend(SuspendReason.ON_BATTERIES)
+        await s.until(lambda: s.volunteer.session is None)
+        await s.until(lambda: s.volunteer._go_on.statistics().tasks_waiting)
+        assert len(s.script.hellos) == 1
+        assert not s.volunteer.finished
+        s.volunteer.resume()
+        await s.script.sessions(2)
+        assert s.script.hellos[1].stage is None
+        await s.until(lambda: s.volunteer.session is not None)
+
+
+async def test_a_volunteer_can_leave_in_the_middle_of_a_long_pause(tmp_path: Path) -> None:
+    async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        s.volunteer.suspend(SuspendReason.ON_BATTERIES)
+        await s.until(lambda: s.volunteer.session is None)
+        s.volunteer.leave()
+        await s.until(lambda: s.done)
+        assert len(s.script.hellos) == 1

@@ -36,8 +36,10 @@ from swarm_shared.messages import (
     CONTROL_PROTOCOL,
     CertificateRenewed,
     CoordinatorMessage,
+    Goodbye,
     Heartbeat,
     Hello,
+    Leaving,
     PeerRecord,
     Refused,
     Roster,
@@ -96,11 +98,16 @@ class Script:
         self.hellos: list[Hello] = []
         self.streams: list[FramedStream] = []
         self.beats = 0
+        self.refuse = False
+        """Whether it hangs up on whoever comes."""
         self.paused: list[bool] = []
         """As each heartbeat said it."""
 
     async def handle(self, stream: FramedStream) -> None:
         frame = await stream.receive()
+        if self.refuse:
+            await stream.reset()
+            return
         hello = parse(client_messages, frame.header)
         assert isinstance(hello, Hello)
         welcome = Welcome(
@@ -117,6 +124,8 @@ class Script:
             if isinstance(message, Heartbeat):
                 self.beats += 1
                 self.paused.append(message.paused)
+            elif isinstance(message, Leaving):
+                await stream.send(encode(Goodbye(reason="as you like")))
 
     async def say(self, message: CoordinatorMessage) -> None:
         await self.streams[-1].send(encode(message))
@@ -130,6 +139,8 @@ class Script:
 class Scene:
     def __init__(self, script: Script, volunteer: Volunteer, ended: list[BaseException]) -> None:
         self.script, self.volunteer, self.ended = script, volunteer, ended
+        self.done = False
+        """It is attached no more, and will not be."""
 
     @property
     def certificate(self) -> str:
@@ -144,7 +155,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
+async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncIterator[Scene]:
     script, ended = Script(), []
     home = Home.at(tmp_path / "home")
     async with open_node(ORGANISER, ["/ip4/127.0.0.1/tcp/0"]) as coordinator:
@@ -158,7 +169,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
             open_node(identity, ["/ip4/127.0.0.1/tcp/0"]) as node,
             trio.open_nursery() as nursery,
         ):
-            options = VolunteerOptions(Device("cpu", "a test", 2**30), 1, None, None)
+            options = VolunteerOptions(
+                Device("cpu", "a test", 2**30), 1, None, None, long_pause_seconds=long_pause_seconds
+            )
             volunteer = Volunteer(
                 identity, invite, home, node,
                 GroupAverager(AveragingWorker(AveragingOptions(home=home.path))), options,
@@ -170,10 +183,12 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
                     await volunteer.stay_attached()
                 except AdmissionError as error:
                     ended.append(error)
+                found.done = True
 
+            found = Scene(script, volunteer, ended)
             nursery.start_soon(attached)
             await script.sessions(1)
-            yield Scene(script, volunteer, ended)
+            yield found
             nursery.cancel_scope.cancel()
 
 

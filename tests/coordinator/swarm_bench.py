@@ -11,11 +11,13 @@ from swarm_facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 
 from swarm_coordinator.events import (
     AppliedStep,
+    Beat,
     CheckpointRecord,
     CheckpointStored,
     Command,
     Event,
     FetchSnapshot,
+    HeartbeatsHeard,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
@@ -131,6 +133,8 @@ class Bench:
         return Session(self.sessions[peer])
 
     def say(self, peer: str, message: ClientMessage) -> list[Command]:
+        if isinstance(message, Heartbeat):
+            return self.event(HeartbeatsHeard((Beat(self.session(peer), PeerId(peer), message),)))
         return self.event(MessageReceived(self.session(peer), PeerId(peer), message))
 
     def lose(self, peer: str) -> list[Command]:

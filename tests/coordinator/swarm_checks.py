@@ -62,6 +62,8 @@ def check_send(world: World, command: Send) -> None:
             and any(p.phase is PeerPhase.READY for p in others)
         ):
             raise Violation(f"{command.peer} is leaving and gets {message}")
+        if trainer is not None and trainer.paused:
+            raise Violation(f"{command.peer} pauses and gets {message}")
     elif isinstance(message, Roster):
         check_revoked(world, message)
         for record in message.peers:
@@ -71,6 +73,8 @@ def check_send(world: World, command: Send) -> None:
             stands = run.phase is RunPhase.APPLYING
             if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
                 raise Violation(f"{record.peer} is leaving and is offered as {record}")
+            if peer is not None and peer.paused and record.accepts_work and not stands:
+                raise Violation(f"{record.peer} pauses and is offered as {record}")
 
 
 def check_revoked(world: World, roster: Roster) -> None:

@@ -70,7 +70,7 @@ class Fault:
 FAULTS = (
     "kill", "restart", "cut", "hang", "leave", "join", "crash", "crash_between", "disk",
     "carrier", "block", "worker", "wedge", "lose", "unsaving", "differ", "small", "revoke", "move",
-    "slow", "stick", "stall", "nan", "nan_sum",
+    "slow", "stick", "stall", "nan", "nan_sum", "pause",
 )  # fmt: skip
 
 

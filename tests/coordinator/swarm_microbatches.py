@@ -140,7 +140,8 @@ class Computing(PeerBase):
             return
         while self.waiting and self.driving < self.window:
             lease, leased = self.waiting.pop(0)
-            if self.leaving or self.holding is None or lease.step != self.holding.version + 1:
+            idle = self.leaving or self.paused
+            if idle or self.holding is None or lease.step != self.holding.version + 1:
                 self._resolve(lease, leased.microbatch, Answer("failed"))
                 continue
             self.driving += 1
@@ -208,7 +209,7 @@ class Computing(PeerBase):
         if holding is None or holding.stage != stage or holding.version + 1 != parcel.step:
             reply(Answer("wrong_step"))
             return
-        if holding.in_flight >= 8 or world.rng.random() < world.options.busy:
+        if self.paused or holding.in_flight >= 8 or world.rng.random() < world.options.busy:
             reply(Answer("busy"))
             return
         if self.refuses(sender.id):

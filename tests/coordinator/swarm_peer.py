@@ -88,6 +88,19 @@ class SimPeer(Averaging, Computing):
 
         self.world.later(seconds, lambda: self.alive and life == self.life and wake())
 
+    def pause(self, seconds: float) -> None:
+        """Its user wants the machine. What was begun is finished, as it is in a grace period."""
+        self.paused = True
+        for lease, leased in self.waiting:
+            self._resolve(lease, leased.microbatch, Answer("failed"))
+        self.waiting.clear()
+        self._say_how_it_is()
+        self.later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        self.paused = False
+        self._say_how_it_is()
+
     def wedge(self, seconds: float) -> None:
         """Averaging stands still while the heart beats on."""
         self.wedged = True
@@ -208,8 +221,12 @@ class SimPeer(Averaging, Computing):
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
     def _beat(self) -> None:
-        self.say(Heartbeat(microbatches_per_second=self.speed, queued=len(self.serving)))
+        self._say_how_it_is()
         self.later(1.0, self._beat)
+
+    def _say_how_it_is(self) -> None:
+        queued = len(self.serving)
+        self.say(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
 
     def _report(self) -> None:
         holding = self.holding

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from swarm_facts import CERTIFICATE_SECONDS
 
 from swarm_coordinator.events import (
+    Beat,
     Event,
+    HeartbeatsHeard,
     MessageReceived,
     Session,
 )
@@ -23,6 +25,7 @@ from swarm_shared.messages import (
     AssignStage,
     ClientMessage,
     Close,
+    Heartbeat,
     Lease,
     LeasedMicrobatch,
     Roster,
@@ -116,6 +119,7 @@ class PeerBase:
         self._forget()
 
     def _forget(self) -> None:
+        self.paused = False
         self.holding: Holding | None = None
         self.link: Link | None = None
         self.attached = False
@@ -169,7 +173,11 @@ class PeerBase:
 
     def say(self, message: ClientMessage) -> None:
         if self.link is not None:
-            self.tell(MessageReceived(Session(self.link.number), self.id, message))
+            session = Session(self.link.number)
+            if isinstance(message, Heartbeat):
+                self.tell(HeartbeatsHeard((Beat(session, self.id, message),)))
+            else:
+                self.tell(MessageReceived(session, self.id, message))
 
     def tell(self, event: Event) -> None:
         if self.link is not None and self.link.open and self.attached:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from swarm_bench import SHA, Bench
 
+from swarm_coordinator import roster
 from swarm_coordinator.events import (
+    Beat,
     CloseSession,
     Command,
+    HeartbeatsHeard,
     MessageReceived,
     Send,
     Session,
@@ -20,6 +23,7 @@ from swarm_shared.messages import (
     AssignStage,
     Heartbeat,
     Lease,
+    Leaving,
     Ready,
     Refused,
     Roster,
@@ -255,14 +259,29 @@ def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> Non
     ]
 
 
+def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_noticed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = training()
+    limits = bench.run.manifest.limits
+    assert bench.sent("c0", Welcome, bench.attach("c0"))[0].heartbeat_seconds == (
+        limits.heartbeat_seconds
+    )
+    monkeypatch.setattr(roster, "MANY_PEERS", 2)
+    [welcome] = bench.sent("c1", Welcome, bench.attach("c1"))
+    assert welcome.heartbeat_seconds is not None
+    assert limits.heartbeat_seconds < welcome.heartbeat_seconds
+    assert 2 * welcome.heartbeat_seconds < limits.dead_after_seconds
+
+
 def test_words_of_an_older_session_are_not_listened_to() -> None:
     bench = training()
     bench.attach("b0", stage=0, version=1)
     bench.now += 100.0
-    stale = MessageReceived(
-        Session(1), PeerId("b0"), Heartbeat(microbatches_per_second=9.0, queued=0)
-    )
-    bench.event(stale)
+    beat = Heartbeat(microbatches_per_second=9.0, queued=0)
+    bench.event(HeartbeatsHeard((Beat(Session(1), PeerId("b0"), beat),)))
+    bench.event(MessageReceived(Session(1), PeerId("b0"), Leaving()))
+    assert not bench.run.peers[PeerId("b0")].leaving
     assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
 

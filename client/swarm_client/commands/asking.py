@@ -128,6 +128,7 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
 @click.pass_context
 def runs(context: click.Context, home: Path | None, as_json: bool) -> None:
     """The runs that this machine knows; one of them is worked on."""
+    context.obj = home
     if context.invoked_subcommand is None:
         _list(home, as_json)
 
@@ -135,31 +136,34 @@ def runs(context: click.Context, home: Path | None, as_json: bool) -> None:
 @runs.command("list")
 @home_option
 @json_option
-def list_runs(home: Path | None, as_json: bool) -> None:
+@click.pass_obj
+def list_runs(before: Path | None, home: Path | None, as_json: bool) -> None:
     """Each with its ID and whether it is the chosen one; without a daemon, too."""
-    _list(home, as_json)
+    _list(home or before, as_json)
 
 
 @runs.command()
 @click.argument("run")
 @home_option
 @json_option
-def choose(run: str, home: Path | None, as_json: bool) -> None:
+@click.pass_obj
+def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
     """Work on RUN (its name, or how its ID begins) from now on."""
     from swarm_client.control.client import ask
 
-    answered(ask(socket_of(home), "choose_run", run=run), as_json)
+    answered(ask(socket_of(home or before), "choose_run", run=run), as_json)
 
 
 @runs.command()
 @click.argument("run")
 @home_option
 @json_option
-def forget(run: str, home: Path | None, as_json: bool) -> None:
+@click.pass_obj
+def forget(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
     """Forget RUN and its invite."""
     from swarm_client.control.client import ask
 
-    answered(ask(socket_of(home), "forget_run", run=run), as_json)
+    answered(ask(socket_of(home or before), "forget_run", run=run), as_json)
 
 
 def _list(home: Path | None, as_json: bool) -> None:

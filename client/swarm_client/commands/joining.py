@@ -138,13 +138,13 @@ def tell_daemon(place: Home, arguments: object) -> None:
     click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["said"]))
     deadline = time.monotonic() + ADMISSION_SECONDS
     for document in stream(socket_path, "follow"):
+        if problem := ask(socket_path, "failure")["problem"]:
+            raise error_of(Problem.model_validate(problem))
         for line in map(LogLine.model_validate, ask(socket_path, "log", after=seen)["lines"]):
             seen = line.number
             if line.level == "event":
                 click.echo(f"  {printable(line.text)}")
         status = Status.model_validate(document)
-        if problem := ask(socket_path, "failure")["problem"]:
-            raise error_of(Problem.model_validate(problem))
         if status.run is not None and status.run.id == run and status.run.coordinator_attached:
             click.echo(f"{status.word.value}; `swarm-client status` says how it goes")
             return

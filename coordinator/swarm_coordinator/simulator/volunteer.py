@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.events import Event, MessageReceived, PeerAttached, Session
+from swarm_coordinator.events import (
+    Beat,
+    Event,
+    HeartbeatsHeard,
+    MessageReceived,
+    PeerAttached,
+    Session,
+)
 from swarm_coordinator.simulator.hardware import Hardware
 from swarm_shared.errors import CapacityError
 from swarm_shared.messages import (
@@ -183,7 +190,10 @@ class Volunteer:
     # ---- words
 
     def say(self, message: ClientMessage) -> None:
-        self.tell(MessageReceived(self.session, self.peer, message))
+        if isinstance(message, Heartbeat):
+            self.tell(HeartbeatsHeard((Beat(self.session, self.peer, message),)))
+        else:
+            self.tell(MessageReceived(self.session, self.peer, message))
 
     def tell(self, event: Event) -> None:
         if self.alive and self.attached:

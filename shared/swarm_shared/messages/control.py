@@ -215,6 +215,8 @@ class Welcome(FrozenModel):
     """p2pd addresses through which hivemind's DHT can be entered."""
     keep: bool = False
     """What the client already holds is current: no new stage is needed."""
+    heartbeat_seconds: float | None = Field(default=None, gt=0)
+    """How often to say that it lives, where that is not as often as the manifest says."""
 
 
 class Refused(FrozenModel):

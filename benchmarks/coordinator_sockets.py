@@ -1,0 +1,116 @@
+"""The same volunteers, each with a connection of its own to the coordinator, in another process.
+
+    python -m benchmarks.coordinator_sockets INVITE VOLUNTEERS MANIFEST STEP_SECONDS
+
+Started by `benchmarks.coordinator --sockets`. Each is a libp2p host with an identity of its own:
+TCP, Noise and yamux over loopback. A heartbeat carries the moment at which it was said, in
+nanoseconds of the machine's monotonic clock, as the bytes of a link that does not exist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import trio
+
+from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
+from swarm_shared.errors import NetworkError
+from swarm_shared.identity import Identity
+from swarm_shared.invite import Invite
+from swarm_shared.manifest import Manifest
+from swarm_shared.messages import CONTROL_PROTOCOL, Heartbeat, LinkBytes
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.types import PeerId
+
+STAMP_PROTOCOL = "stamp"
+JOINING = 8
+"""At once."""
+LIMITS = FrameLimits(max_header_bytes=16 * 2**20)
+
+
+class OwnTime:
+    """A process of its own: everything that it does is done elsewhere."""
+
+    def current_time(self) -> float:
+        return time.monotonic()
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        yield
+
+
+class SocketVolunteer(SimulatedVolunteer):
+    def __init__(self, world: World, identity: Identity, coordinator: PeerId) -> None:
+        super().__init__(world, identity)
+        self.stream = Outbox()
+        self._coordinator = coordinator
+
+    def beat(self) -> None:
+        stamp = LinkBytes(
+            remote=self._coordinator, protocol=STAMP_PROTOCOL, sent=time.monotonic_ns(), received=0
+        )
+        self.say(Heartbeat(microbatches_per_second=1.0, queued=0, links=(stamp,)))
+
+
+class Outbox:
+    """Words on their way to the socket."""
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._wake = trio.Event()
+
+    def push(self, header: bytes) -> None:
+        self._frames.append(header)
+        self._wake.set()
+
+    async def write_all(self, stream: FramedStream) -> None:
+        while True:
+            while self._frames:
+                await stream.send(self._frames.popleft(), timeout_seconds=60.0)
+            self._wake = trio.Event()
+            await self._wake.wait()
+
+
+async def live(node: Node, invite: Invite, volunteer: SocketVolunteer) -> None:
+    """Until the coordinator closes the stream."""
+    try:
+        stream = await node.open_stream(
+            invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses, timeout_seconds=60.0
+        )
+        volunteer.attach()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(volunteer.stream.write_all, stream)
+            while True:
+                volunteer.hear((await stream.receive()).header)
+    except* NetworkError as errors:
+        print(f"a volunteer has lost its link: {errors.exceptions[0]}", file=sys.stderr)
+
+
+async def main(text: str, volunteers: int, manifest_path: str, step_seconds: float) -> None:
+    invite = Invite.decode(text)
+    manifest = Manifest.model_validate_json(Path(manifest_path).read_bytes())
+    world = World(run_id_of(manifest), manifest, step_seconds, OwnTime())
+    everybody: list[SocketVolunteer] = []
+    async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
+        nursery.start_soon(world.act)
+        nursery.start_soon(beat_for_ever, everybody)
+        for _ in range(volunteers):
+            identity = Identity.generate()
+            node = await stack.enter_async_context(open_node(identity))
+            volunteer = SocketVolunteer(world, identity, invite.coordinator)
+            everybody.append(volunteer)
+            nursery.start_soon(live, node, invite, volunteer)
+            while sum(one.stage is None for one in everybody[-JOINING:]) == JOINING:
+                await trio.sleep(0.005)
+        print("joined", flush=True)
+        await trio.sleep_forever()
+
+
+if __name__ == "__main__":
+    trio.run(main, sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -1,0 +1,246 @@
+"""What a daemon says of itself: the word, the reason, the sentence; and what it remembers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarm_client.commands.base import count_text, seconds_of
+from swarm_client.commands.words import status_text
+from swarm_client.control import diary, known_runs
+from swarm_client.control.diary import Diary
+from swarm_client.control.documents import LeaderboardRow, Status, SuspendReason, Word
+from swarm_client.control.known_runs import RunBook, StoredPause
+from swarm_client.control.messages import JoinArguments
+from swarm_client.control.word import SENTENCES, Facts, Stopped, clock_text, say
+from swarm_client.suspension import Suspension
+from swarm_shared.errors import StorageError, UsageError
+
+NOON = datetime.datetime(2026, 11, 21, 12, 0).timestamp()
+AT_WORK = Facts(attached=True, stage=3, working=True)
+
+PAUSES = [
+    reason
+    for reason in SuspendReason
+    if reason
+    not in (
+        SuspendReason.FINISHING, SuspendReason.NO_RUN, SuspendReason.COORDINATOR_AWAY,
+        SuspendReason.RUN_FINISHED, SuspendReason.NOT_ADMITTED,
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "word", "reason", "told"),
+    [
+        (AT_WORK, Word.CONTRIBUTING, None, "computing stage 3"),
+        (Facts(attached=True, stage=3), Word.QUEUED, None, "nothing to compute"),
+        (
+            Facts(attached=True, stage=3, waiting_for="stage 1, where everybody has paused"),
+            Word.QUEUED,
+            None,
+            "the run waits for stage 1, where everybody has paused",
+        ),
+        (Facts(), Word.SYNCING, None, "looking for"),
+        (Facts(attached=True), Word.SYNCING, None, "joining"),
+        (Facts(attached=True, getting=2), Word.SYNCING, None, "downloading stage 2"),
+        (
+            Facts(problem="nobody answers", stage=3, working=True),
+            Word.DEGRADED,
+            SuspendReason.COORDINATOR_AWAY,
+            "nobody answers",
+        ),
+        (
+            Facts(attached=True, stage=3, leaving=True, working=True),
+            Word.PAUSED,
+            SuspendReason.FINISHING,
+            "handing the stage over",
+        ),
+        (
+            Facts(stopped=Stopped(SuspendReason.NO_RUN)),
+            Word.STOPPED,
+            SuspendReason.NO_RUN,
+            "swarm-client join INVITE",
+        ),
+        (
+            Facts(stopped=Stopped(SuspendReason.NOT_ADMITTED, "you are banned")),
+            Word.STOPPED,
+            SuspendReason.NOT_ADMITTED,
+            "you are banned",
+        ),
+        (
+            Facts(stopped=Stopped(SuspendReason.RUN_FINISHED)),
+            Word.STOPPED,
+            SuspendReason.RUN_FINISHED,
+            "finished",
+        ),
+    ],
+)
+def test_each_state_has_a_word_a_reason_and_a_sentence(
+    facts: Facts, word: Word, reason: SuspendReason | None, told: str
+) -> None:
+    saying = say(facts, NOON)
+    assert (saying.word, saying.reason) == (word, reason)
+    assert told in saying.sentence
+
+
+@pytest.mark.parametrize("reason", PAUSES)
+@pytest.mark.parametrize(
+    "facts", [AT_WORK, Facts(), Facts(stopped=Stopped(SuspendReason.NO_RUN))], ids=str
+)
+def test_each_reason_to_pause_is_told_whatever_else_is_so(
+    reason: SuspendReason, facts: Facts
+) -> None:
+    paused = dataclasses.replace(facts, suspension=Suspension(reason))
+    saying = say(paused, NOON)
+    assert (saying.word, saying.reason, saying.until) == (Word.PAUSED, reason, None)
+    assert saying.sentence == SENTENCES[reason]
+
+
+def test_a_pause_with_an_end_says_when_it_ends() -> None:
+    six = NOON + 6 * 3600
+    saying = say(Facts(suspension=Suspension(SuspendReason.PAUSED_BY_USER, six)), NOON)
+    assert saying.until == six
+    assert saying.sentence == "paused by you until 18:00; `swarm-client resume` goes on"
+    assert clock_text(NOON + 30 * 3600, NOON) == "18:00 on 22 November"
+
+
+def test_names_of_others_cannot_steer_a_terminal() -> None:
+    status = Status(
+        software="1", pid=1, time=NOON, started_at=NOON, word=Word.QUEUED, sentence="a\x1b[2Jb",
+        peer="p" * 20, name="\x07me", leaderboard=(LeaderboardRow(name="x"),),
+    )  # fmt: skip
+    assert all(line.isprintable() for line in status_text(status).splitlines())
+
+
+# ---------------------------------------------------------------- credit
+
+
+DAY = datetime.date(2026, 11, 21)
+
+
+def given_on(*ages: int, credit: float = 100.0) -> Diary:
+    found = Diary()
+    for age in ages:
+        found = found.with_step(DAY - datetime.timedelta(days=age), 1, 10, credit)
+    return found
+
+
+def test_recent_credit_halves_in_seven_days() -> None:
+    week_old = diary.recent_credit(given_on(7).days, DAY)
+    assert week_old == pytest.approx(diary.recent_credit(given_on(0).days, DAY) / 2)
+
+
+def test_recent_credit_of_a_steady_giver_is_what_it_gives_a_day() -> None:
+    assert diary.recent_credit(given_on(*range(400)).days, DAY) == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("ages", "days"), [((), 0), ((0,), 1), ((1, 2), 2), ((0, 1, 3), 2), ((2, 3), 0)]
+)
+def test_a_streak_is_not_broken_by_a_day_that_has_only_begun(
+    ages: tuple[int, ...], days: int
+) -> None:
+    assert diary.streak(given_on(*ages).days, DAY) == days
+
+
+def test_a_diary_keeps_its_sums_when_it_forgets_days(tmp_path: Path) -> None:
+    kept = given_on(*range(diary.KEPT_DAYS + 50))
+    assert len(kept.days) == diary.KEPT_DAYS
+    assert kept.credit == pytest.approx(100.0 * (diary.KEPT_DAYS + 50))
+    path = tmp_path / "contribution.json"
+    assert diary.read(path) == Diary()
+    diary.write(path, kept)
+    assert diary.read(path) == kept
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"format": 9, "ages": 1}', '{"days": {"x": 1}}'])
+def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a file"
+    path.write_text(content)
+    with pytest.raises(StorageError, match="a file"):
+        diary.read(path)
+    if "days" not in content:
+        with pytest.raises(StorageError, match="a file"):
+            known_runs.read(path)
+    assert path.read_text() == content
+
+
+# ---------------------------------------------------------------- known runs
+
+JOIN = JoinArguments(invite="swarm1abc")
+
+
+def book(*ids: str) -> RunBook:
+    found = RunBook()
+    for when, run in enumerate(ids):
+        found = found.joined(run, f"run {run}", JOIN, float(when))
+    return found
+
+
+def test_the_run_that_was_joined_last_is_the_chosen_one_and_invites_are_not_told() -> None:
+    known = book("aa1", "bb2")
+    assert [(run.id, run.chosen) for run in known.told()] == [("aa1", False), ("bb2", True)]
+    assert "swarm1" not in str(known.told())
+
+
+def test_a_run_that_is_joined_again_is_one_entry_with_the_newest_wishes() -> None:
+    again = JoinArguments(invite="swarm1abc", threads=2)
+    known = book("aa1", "bb2").joined("aa1", "renamed", again, 9.0)
+    assert [run.id for run in known.runs] == ["bb2", "aa1"]
+    run = known.find("aa1")
+    assert (run.name, run.joined_at, run.join.threads) == ("renamed", 0.0, 2)
+
+
+def test_a_run_is_found_by_name_or_by_how_its_id_begins() -> None:
+    known = book("aa1", "aa2", "bb2")
+    assert known.find("run bb2").id == known.find("bb").id == "bb2"
+    for wanted in ("aa", "c"):
+        with pytest.raises(UsageError, match=r"run aa1 \(aa1\)"):
+            known.find(wanted)
+
+
+def test_a_forgotten_run_is_not_chosen_any_more(tmp_path: Path) -> None:
+    known = book("aa1", "bb2").pausing(StoredPause(until=5.0)).without("bb2")
+    assert known.chosen_run() is None
+    path = tmp_path / "runs.json"
+    known_runs.write(path, known)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert known_runs.read(path) == known
+
+
+@given(st.lists(st.sampled_from([f"r{n}" for n in range(130)]), max_size=160))
+def test_the_list_of_runs_is_bounded_and_each_is_there_once(ids: list[str]) -> None:
+    known = book(*ids)
+    entries = [run.id for run in known.runs]
+    assert len(entries) == len(set(entries)) <= known_runs.MOST_RUNS
+    assert known.chosen == (ids[-1] if ids else None)
+    assert not ids or known.chosen_run() is not None
+
+
+# ---------------------------------------------------------------- what people type and read
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400), ("1d", 86400)]
+)
+def test_a_time_is_read_as_people_say_it(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@given(st.text(max_size=12))
+def test_whatever_is_typed_is_a_time_or_a_usage_error(text: str) -> None:
+    seconds = 1.0
+    with contextlib.suppress(UsageError):
+        seconds = seconds_of(text)
+    assert 0 < seconds <= 366 * 86400
+
+
+def test_counts_are_short() -> None:
+    assert [count_text(n) for n in (0, 950, 12_345, 4_560_000)] == ["0", "950", "12.3 k", "4.56 M"]

@@ -1,0 +1,40 @@
+"""The coordinator's own way of collecting garbage leaves none, and is undone with the service."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+
+import trio
+
+from swarm_coordinator.responsiveness import collect_garbage, responsive
+
+
+class Knot:
+    """Refers to itself: only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+async def test_a_new_cycle_is_freed_within_a_moment() -> None:
+    with responsive():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collect_garbage)
+            await trio.sleep(0)
+            knot = weakref.ref(Knot())
+            assert knot() is not None
+            while knot() is not None:
+                await trio.sleep(0.02)
+            nursery.cancel_scope.cancel()
+
+
+def test_what_lives_is_set_aside_only_while_the_service_runs() -> None:
+    turn = sys.getswitchinterval()
+    with responsive():
+        assert not gc.isenabled()
+        assert gc.get_freeze_count() > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert sys.getswitchinterval() == turn
