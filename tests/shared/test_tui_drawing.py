@@ -215,8 +215,8 @@ def test_a_table_leaves_out_its_least_important_columns_first() -> None:
         "a long name      12  none  ",
     ]
     assert [plain(one) for one in table(columns, rows, 16, UNICODE)] == [
-        "name    amount",
-        "a lon…      12",
+        "name      amount",
+        "a long …      12",
     ]
 
 
