@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import threading
@@ -55,6 +56,11 @@ class Daemon:
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
+        # A test may hang up in the middle of a word, and a view may be closed.
+        with contextlib.suppress(OSError):
+            self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
         line = connection.makefile("rb").readline()
         if not line:
             return
