@@ -190,7 +190,7 @@ class ClientView(ViewApp[Status]):
         except SwarmError as error:
             self.say(str(error), bad=True)
         else:
-            self.say(f"{name} is now {text}")
+            self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
         self.load_settings()
 
     # -------------------------------------------------------------- the log's keys
