@@ -19,6 +19,7 @@ from swarm_client.commands.offline import completion, credit, doctor, paths, ver
 from swarm_client.commands_config import config
 from swarm_client.commands_ledger import verify_ledger_command
 from swarm_client.expected import expected_error
+from swarm_client.tui.command import top
 from swarm_shared.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
@@ -31,6 +32,7 @@ swarm-client lends this computer to the training of a large language model.
   swarm-client join INVITE           takes part, until you press Ctrl-C
   swarm-client join INVITE --detach  takes part behind the terminal
   swarm-client status                says what it does, or why it does nothing
+  swarm-client top                   shows it all on one screen, live
   swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
   swarm-client leave                 hands its work over and stops
 An INVITE is a line that begins with swarm1; whoever organises a run gives it to you.
@@ -58,8 +60,8 @@ def swarm_client(context: click.Context) -> None:
 
 
 for _command in (
-    join, status, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths, daemon,
-    shutdown, completion, version, verify_ledger_command,
+    join, status, top, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths,
+    daemon, shutdown, completion, version, verify_ledger_command,
 ):  # fmt: skip
     swarm_client.add_command(_command)
 

@@ -1,13 +1,13 @@
 """`swarm-coordinator`: what an organiser types.
 
 `main` is the one place where errors become one sentence and an exit code (swarm_shared.errors
-lists them). Heavy imports happen inside the commands that need them: `start` runs without torch.
+lists them). A command is imported when it is asked for: `start` runs without torch, and `top` is on
+the screen in a moment.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
 import traceback
@@ -17,69 +17,56 @@ from pathlib import Path
 import click
 import platformdirs
 
-from swarm_coordinator.commands_admission import (
-    allow_command,
-    ban_command,
-    token_command,
-    unban_command,
-)
-from swarm_coordinator.commands_dashboard import dashboard_command
-from swarm_coordinator.commands_durability import (
-    backup_command,
-    restore_command,
-    verify_command,
-)
-from swarm_coordinator.commands_ledger import ledger_command
-from swarm_coordinator.commands_model import export_command, reference_command
-from swarm_coordinator.commands_run import (
-    history_command,
-    init_command,
-    invite_command,
-    refresh_command,
-    start_command,
-    status_command,
-)
-from swarm_coordinator.commands_simulate import simulate_command
 from swarm_shared.errors import SwarmError
-from swarm_shared.messages import SOFTWARE_VERSION
+from swarm_shared.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-coordinator"
-_DEMO_MODULE = "swarm_coordinator.demo"
+_COMMANDS = {
+    "init": "commands_run",
+    "start": "commands_run",
+    "invite": "commands_run",
+    "status": "commands_run",
+    "top": "commands_top",
+    "dashboard": "commands_dashboard",
+    "history": "commands_run",
+    "verify": "commands_durability",
+    "backup": "commands_durability",
+    "restore": "commands_durability",
+    "token": "commands_admission",
+    "allow": "commands_admission",
+    "ban": "commands_admission",
+    "unban": "commands_admission",
+    "export": "commands_model",
+    "reference": "commands_model",
+    "ledger": "commands_ledger",
+    "simulate": "commands_simulate",
+    "refresh": "commands_run",
+    "demo": "demo",
+}
+"""In the order in which an organiser meets them; each is `NAME_command` in its module."""
 USAGE_EXIT_CODE = 2
 INTERRUPTED_EXIT_CODE = 130
 UNEXPECTED_EXIT_CODE = 1
 
 
 class _Group(click.Group):
-    """Commands in the order in which an organiser meets them.
-
-    `demo` draws charts and is loaded when it is asked for: the service must stay light.
-    """
+    """Loads a command when it is asked for; for the list of all of them, all."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        names = list(self.commands)
-        return [*names, "demo"] if importlib.util.find_spec(_DEMO_MODULE) else names
+        return list(_COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name == "demo" and importlib.util.find_spec(_DEMO_MODULE):
-            command: click.Command = importlib.import_module(_DEMO_MODULE).demo_command
-            return command
-        return super().get_command(context, name)
+        if name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"swarm_coordinator.{_COMMANDS[name]}")
+        command: click.Command = getattr(module, f"{name}_command")
+        return command
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(SOFTWARE_VERSION, message=f"{PROGRAM} %(version)s")
 def cli() -> None:
     """Train a language model on volunteers' computers: make a run, serve it, take it home."""
-
-
-for _command in (
-    init_command, start_command, invite_command, status_command, dashboard_command,
-    history_command, verify_command, backup_command, restore_command, token_command,
-    allow_command, ban_command, unban_command, export_command, reference_command,
-    ledger_command, simulate_command, refresh_command,
-):  # fmt: skip
-    cli.add_command(_command)
 
 
 def run(arguments: Sequence[str]) -> int:

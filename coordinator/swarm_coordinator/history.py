@@ -7,6 +7,7 @@ writes. Superseded rows, those that a rollback took out, are left out.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,11 @@ from swarm_coordinator.sql import Connection
 from swarm_shared.types import PeerId, Step
 
 HISTORY_FORMAT = 1
+
+_STEP_COLUMNS = "step, loss, tokens, seconds, written_at"
+_SELECT_NOTES = (
+    "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,34 @@ def history(place: Place) -> History:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """The end of the history, oldest first: what a view shows of a run of any length."""
+
+    steps: tuple[HistoryStep, ...]
+    notes: tuple[HistoryNote, ...]
+
+
+def recent(place: Place, most_steps: int, most_notes: int) -> Recent:
+    """The newest steps and notes. Reads no more than it returns. StorageError as for `history`."""
+    with reading(place) as connection:
+        steps = connection.execute(
+            f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
+            "ORDER BY step DESC LIMIT ?",
+            (most_steps,),
+        ).fetchall()
+        notes = connection.execute(
+            f"{_SELECT_NOTES} ORDER BY n.id DESC LIMIT ?", (most_notes,)
+        ).fetchall()
+    return Recent(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
+
+
+def contributions(place: Place) -> tuple[Contribution, ...]:
+    """Who counted what in which stage, over the whole run."""
+    with reading(place) as connection:
+        return read_contributions(connection)
+
+
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
     """The form in which `history`, `reference` and `demo` write steps. NaN is null in JSON."""
     return {
@@ -105,10 +139,14 @@ def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:
 
 
 def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
-    rows = connection.execute(
-        "SELECT step, loss, tokens, seconds, written_at FROM applied_steps "
-        "WHERE superseded_by IS NULL ORDER BY step"
+    return _step_rows(
+        connection.execute(
+            f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL ORDER BY step"
+        )
     )
+
+
+def _step_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryStep, ...]:
     return tuple(
         HistoryStep(Step(step), number(loss), tokens, seconds, written_at)
         for step, loss, tokens, seconds, written_at in rows
@@ -128,10 +166,10 @@ def _links(connection: Connection) -> tuple[LinkTotal, ...]:
 
 
 def _notes(connection: Connection) -> tuple[HistoryNote, ...]:
-    rows = connection.execute(
-        "SELECT n.text, p.peer, n.written_at FROM notes n LEFT JOIN peers p ON p.id = n.peer "
-        "ORDER BY n.id"
-    )
+    return _note_rows(connection.execute(f"{_SELECT_NOTES} ORDER BY n.id"))
+
+
+def _note_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryNote, ...]:
     return tuple(
         HistoryNote(text, PeerId(peer) if peer else None, written_at)
         for text, peer, written_at in rows

@@ -67,7 +67,10 @@ class LocalSwarm:
         before = _modified(self.folder.status)
         self.coordinator = self.children.start(
             COORDINATOR_NAME,
-            (*self.prefix, *module_command(COORDINATOR_MODULE, "start", str(self.run_dir))),
+            (
+                *self.prefix,
+                *module_command(COORDINATOR_MODULE, "start", str(self.run_dir), "--http", ""),
+            ),
             self._log(COORDINATOR_NAME),
             self._environment(),
         )

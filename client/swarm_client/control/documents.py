@@ -55,7 +55,8 @@ class SuspendReason(StrEnum):
 class Document(BaseModel):
     """Base of what is read here: immutable; unknown keys of a newer daemon are left alone."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    # Built at the first use, which for a view is after it has drawn its frame.
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
 class RunView(Document):

@@ -1,0 +1,230 @@
+"""The screen of `swarm-client top`: which panes there are, and what the keys ask of the daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from textual import work
+from textual.app import SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.tui.contribution import contribution, leaderboard
+from swarm_client.tui.logs import LogPane
+from swarm_client.tui.model import Model
+from swarm_client.tui.overview import WORD_ROLES, overview
+from swarm_client.tui.pipeline import pipeline
+from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
+from swarm_shared.errors import SwarmError
+from swarm_shared.tui.app import PaneSpec, ViewApp
+from swarm_shared.tui.dialogs import Choose, Confirm, Fill
+from swarm_shared.tui.ink import EMPTY, Line, line
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.recording import Recorder
+from swarm_shared.tui.source import Event, Logged, Seen, Source
+from swarm_shared.tui.widgets import Pane
+from swarm_shared.tui.words import clock_text, printable
+
+PAUSES: tuple[tuple[str, float | None], ...] = (
+    ("until I resume it", None),
+    ("for 30 minutes", 1800.0),
+    ("for 1 hour", 3600.0),
+    ("for 2 hours", 7200.0),
+    ("for 8 hours", 28_800.0),
+    ("for 24 hours", 86_400.0),
+)
+LOG_PANE, SETTINGS_PANE = 4, 5
+
+
+class ClientView(ViewApp[Status]):
+    instead: ClassVar[str] = "swarm-client status"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "pause", "Pause"),
+        Binding("r", "resume", "Resume"),
+        Binding("F", "finish", "Finish"),
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("l", "level", "Level"),
+        Binding("f", "follow", "Follow"),
+        Binding("escape", "drop_filter", "Drop", show=False),
+    ]
+
+    def __init__(
+        self, source: Source[Status], look: Look, recorder: Recorder | None = None
+    ) -> None:
+        self.model = Model(look)
+        self._pane = 0
+        super().__init__(source, look, recorder)
+
+    # -------------------------------------------------------------- what is shown
+
+    def panes(self) -> Sequence[PaneSpec]:
+        def pane(name: str, draw: Any) -> Pane:
+            return Pane(partial(draw, self.model), self.look, id=name)
+
+        return (
+            PaneSpec("Overview", "Overview", pane("overview", overview),
+                     "The run, this machine and what is used of it"),
+            PaneSpec("Pipeline", "Pipeline", pane("pipeline", pipeline),
+                     "Stages, peers, the flow of microbatches, and moves"),
+            PaneSpec("Contribution", "Given", pane("contribution", contribution),
+                     "What this machine has given"),
+            PaneSpec("Leaderboard", "Board", pane("leaderboard", leaderboard),
+                     "People and teams"),
+            PaneSpec("Logs", "Logs", LogPane(self.model, id="logs"), "What happened", "log-lines"),
+            PaneSpec("Settings", "Limits", SettingsPane(self.look, id="settings"),
+                     "What this program may use of the machine, and when", "setting-list"),
+        )  # fmt: skip
+
+    def head(self, width: int) -> tuple[Line, Line, str]:
+        status = self.document
+        if status is None:
+            return line(("swarm-client", "strong")), EMPTY, "Looking for the daemon."
+        word = status.word
+        mark = "● " if self.look.unicode else "* "
+        reason = f" ({_reason(status.reason)})" if status.reason is not None else ""
+        until = f" until {clock_text(status.until)}" if status.until is not None else ""
+        left = line(
+            (f"{mark}{word.value}", WORD_ROLES[word]),
+            (f"{reason}{until}", WORD_ROLES[word]),
+            (f"  {printable(status.run.name)}" if status.run else "", "strong"),
+        )
+        step = f"step {status.run.version:,} of {status.run.steps:,}  " if status.run else ""
+        return left, line(step, (clock_text(self.source.now()), "dim")), status.sentence
+
+    def heard(self, event: Event[Status]) -> None:
+        if isinstance(event, Seen):
+            before = self.model.status
+            self.model.see(event.document)
+            if before is None or before.word != event.document.word:
+                self.refresh_bindings()
+        elif isinstance(event, Logged):
+            self.model.hear(event.entries)
+            if self._pane == LOG_PANE:
+                self.query_one(LogPane).renew()
+
+    def help_text(self) -> str:
+        return f"{_HELP}\n{super().help_text()}"
+
+    def action_pane(self, index: int) -> None:
+        super().action_pane(index)
+        if len(self.screen_stack) > 1 or index >= len(self.specs):
+            return
+        self._pane = index
+        self.refresh_bindings()
+        if index == LOG_PANE:
+            self.query_one(LogPane).renew()
+        elif index == SETTINGS_PANE:
+            self.load_settings()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Keys that mean nothing now are not shown."""
+        if action in ("filter", "level", "follow", "drop_filter"):
+            return self._pane == LOG_PANE
+        paused = self.document is not None and self.document.word is Word.PAUSED
+        if action == "resume":
+            return paused
+        if action == "pause":
+            return not paused
+        return True
+
+    # -------------------------------------------------------------- what is asked
+
+    @work
+    async def action_pause(self) -> None:
+        chosen = await self.push_screen_wait(
+            Choose(
+                "Pause?",
+                "Nothing is computed meanwhile. What is in flight is finished first, and the run "
+                "goes on with the others.",
+                [f"Pause {words}" for words, _ in PAUSES] + ["No, go on computing"],
+            )
+        )
+        if chosen is not None and chosen < len(PAUSES):
+            words, seconds = PAUSES[chosen]
+            arguments = {} if seconds is None else {"seconds": seconds}
+            self.ask("pause", arguments, f"Paused {words}.")
+
+    @work
+    async def action_resume(self) -> None:
+        if await self._sure("Resume?", "This machine computes again.", "Yes, resume"):
+            self.ask("resume", {}, "Resumed.")
+
+    @work
+    async def action_finish(self) -> None:
+        text = (
+            "It completes what it has in flight, hands its stage over, and stops. `swarm-client "
+            "join` starts it again."
+        )
+        if await self._sure("Finish and stop?", text, "Yes, finish and stop"):
+            self.ask("finish", {}, "Finishing: what is in flight is completed first.")
+
+    async def _sure(self, title: str, text: str, yes: str) -> bool:
+        return await self.push_screen_wait(Confirm(title, text, yes)) == 1
+
+    @work(exclusive=True, group="settings")
+    async def load_settings(self) -> None:
+        pane = self.query_one(SettingsPane)
+        try:
+            pane.tell(parse_settings(await self.source.act("config_show", {})))
+        except SwarmError as error:
+            pane.fail(str(error))
+
+    def on_settings_pane_picked(self, message: SettingsPane.Picked) -> None:
+        self.change(message.name, message.setting)
+
+    @work(exclusive=True, group="change")
+    async def change(self, name: str, setting: Setting) -> None:
+        text = await self.push_screen_wait(
+            Fill(
+                printable(name), printable(setting.text), value_text(setting.value),
+                lambda text: None,
+            )
+        )  # fmt: skip
+        if text is None or text == value_text(setting.value):
+            return
+        try:
+            await self.source.act("config_set", {"name": name, "text": text})
+        except SwarmError as error:
+            self.say(str(error), bad=True)
+        else:
+            self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
+        self.load_settings()
+
+    # -------------------------------------------------------------- the log's keys
+
+    def action_filter(self) -> None:
+        self.query_one(LogPane).start_filter()
+
+    def action_level(self) -> None:
+        self.query_one(LogPane).turn_level()
+
+    def action_follow(self) -> None:
+        self.query_one(LogPane).turn_follow()
+
+    def action_drop_filter(self) -> None:
+        self.query_one(LogPane).end_filter(keep=False)
+
+    def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
+        paused = self.document is not None and self.document.word is Word.PAUSED
+        if paused:
+            yield SystemCommand("Resume", "Compute again", self.action_resume)
+        else:
+            yield SystemCommand("Pause", "For a time, or until resumed", self.action_pause)
+        yield SystemCommand("Finish", "Hand the stage over and stop", self.action_finish)
+        yield from super().get_system_commands(screen)
+
+
+def _reason(reason: SuspendReason) -> str:
+    if reason is SuspendReason.PAUSED_BY_USER:
+        return "by you"
+    return reason.value.replace("_", " ")
+
+
+_HELP = """\
+p         pause, for a time or until resumed
+r         resume
+F         finish what is in flight, hand the stage over, stop
+/ l f     in the log: filter by words, by level; follow"""

@@ -1,0 +1,238 @@
+"""The first pane: the run, this machine's devices, what of it is used, and what was given."""
+
+from __future__ import annotations
+
+from swarm_client.control.documents import DeviceView, Status, Word
+from swarm_client.tui.model import Model, seconds_left, share_of_run, share_of_stage
+from swarm_shared.tui.bars import bar, gauge_role, sparkline
+from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.plot import plot
+from swarm_shared.tui.words import (
+    NOTHING,
+    counted,
+    disk_text,
+    duration,
+    memory_text,
+    number,
+    percent,
+    printable,
+    rate_text,
+    short_number,
+)
+
+TWO_COLUMNS = 116
+"""From this width on, two blocks stand side by side."""
+_NARROW = 76
+"""Below this width of a block its bars are short."""
+_TALLEST_CURVE = 14
+_NAME = 12
+"""Cells for a line's name, so that what it says stands in a column."""
+
+WORD_ROLES: dict[Word, Role] = {
+    Word.CONTRIBUTING: "good",
+    Word.SYNCING: "accent",
+    Word.QUEUED: "accent",
+    Word.DEGRADED: "bad",
+    Word.PAUSED: "warn",
+    Word.STOPPED: "warn",
+}
+
+
+def overview(model: Model, width: int, height: int) -> list[Line]:
+    status, look = model.status, model.look
+    if status is None:
+        return [EMPTY, line(("  waiting for the daemon's first word ...", "dim"))]
+    half = (width - 2) // 2 if width >= TWO_COLUMNS else width
+    run = _run(model, status, half)
+    devices = _devices(status, half, look)
+    machine = _machine(status, half, look)
+    network = _network(model, status, half)
+    given = _given(model, status, half)
+    if width >= TWO_COLUMNS:
+        left, right = [*run, EMPTY, *devices], [*machine, EMPTY, *network, EMPTY, *given]
+        lines = beside(left, right, width, look)
+    else:
+        lines = [*run, *devices, *machine, *network, *given]
+    room = height - len(lines) - 2
+    return [*lines, *_curve(model, width, min(room, _TALLEST_CURVE))] if room >= 5 else lines
+
+
+def _curve(model: Model, width: int, height: int) -> list[Line]:
+    """The loss over the steps that were seen, where a tall terminal has room for it."""
+    return [
+        EMPTY,
+        heading("Loss by step", width, model.look),
+        *plot(
+            model.loss.points(),
+            width,
+            height,
+            model.look,
+            label=lambda loss: f"{loss:8.3f}",
+            foot=lambda step: f"{step:,.0f}",
+        ),
+    ]
+
+
+def _bar_cells(width: int) -> int:
+    return 16 if width >= _NARROW else 10
+
+
+def _named(name: str, *parts: Line) -> Line:
+    return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
+
+
+def _run(model: Model, status: Status, width: int) -> list[Line]:
+    look, run = model.look, status.run
+    if run is None:
+        return [
+            heading("Run", width, look),
+            _named("none", line("`swarm-client join INVITE` joins one")),
+        ]
+    done = run.version / run.steps if run.steps > 0 else None
+    left = seconds_left(model)
+    spark = max(8, min(40, width - 44))
+    lines = [
+        heading(f"Run {printable(run.name)}", width, look),
+        _named(
+            "steps",
+            bar(done, _bar_cells(width), look),
+            line(f"{run.version:,} of {run.steps:,} ({percent(done)})"),
+            line(f"{duration(left)} left") if left else EMPTY,
+        ),
+        _named(
+            "loss",
+            line((f"{number(run.loss, 4):<16}", "strong")),
+            line((sparkline(model.loss.values(), spark, look, from_zero=False), "accent")),
+        ),
+        _named(
+            "speed",
+            line(f"{short_number(run.tokens_per_second) + ' tokens/s':<16}"),
+            line((sparkline(model.tokens_per_second.values(), spark, look), "accent")),
+        ),
+        _named("my share", *_share(status, width, look)),
+    ]
+    if not run.coordinator_attached:
+        lines.append(_named("", line(("the coordinator is away", "bad"))))
+    return lines
+
+
+def _share(status: Status, width: int, look: Look) -> list[Line]:
+    share = share_of_run(status)
+    parts = [bar(share, _bar_cells(width), look), line(f"{percent(share)} of the work now")]
+    for device in status.devices:
+        of_stage = share_of_stage(status, device)
+        if of_stage is not None:
+            parts.append(line((f"{percent(of_stage)} of stage {device.stage}", "dim")))
+    return parts
+
+
+def _devices(status: Status, width: int, look: Look) -> list[Line]:
+    lines = [heading("Devices", width, look)]
+    for device in status.devices:
+        lines += _device(device, width, look)
+    if not status.devices:
+        lines.append(_named("none", line(("no device is in use", "dim"))))
+    return lines
+
+
+def _device(device: DeviceView, width: int, look: Look) -> list[Line]:
+    stage = "no stage" if device.stage is None else f"stage {device.stage}"
+    used, whole = device.memory_used_bytes, device.memory_bytes
+    memory = used / whole if used is not None and whole > 0 else None
+    unit = "microbatches/s" if width >= _NARROW else "a second"
+    narrow = 10 if width >= _NARROW else 4
+    gauges = [
+        joined((line(("memory ", "dim")), bar(memory, narrow, look, gauge_role(memory, 0.95, 1.01))
+                ), ""),
+        line(f"{memory_text(used)} of {memory_text(whole)}"),
+        joined((line(("busy ", "dim")), bar(device.utilization, narrow, look)), ""),
+        line(percent(device.utilization)),
+    ]  # fmt: skip
+    rest = [line(f"{device.temperature_celsius:.0f} C")] if device.temperature_celsius else []
+    if device.duty_cycle < 1.0:
+        rest.append(line((f"may compute {percent(device.duty_cycle)} of the time", "warn")))
+    return [
+        _named(
+            printable(device.id)[: _NAME - 3],
+            line(stage),
+            line(printable(device.phase)),
+            line((f"{device.microbatches_per_second:.2f} {unit}", "strong")),
+            line(f"{device.queued} queued"),
+            line((printable(device.label), "dim")),
+        ),
+        _named("", *gauges, *rest),
+    ]
+
+
+def _machine(status: Status, width: int, look: Look) -> list[Line]:
+    machine = status.machine
+    total, free = machine.memory_total_bytes, machine.memory_available_bytes
+    memory = 1 - free / total if total > 0 else None
+    facts = []
+    if machine.on_batteries is not None:
+        facts.append(
+            line(("on batteries", "warn")) if machine.on_batteries else line("on mains power")
+        )
+    if machine.user_idle_seconds is not None:
+        idle = duration(machine.user_idle_seconds)
+        facts.append(line(f"nobody at it for {idle}"))
+    facts.append(line(f"{disk_text(machine.disk_free_bytes)} of disk free"))
+    return [
+        heading("This machine", width, look),
+        _named(
+            "processor",
+            bar(machine.cpu_share, _bar_cells(width), look),
+            line(f"{percent(machine.cpu_share)}, {percent(machine.own_cpu_share)} of it mine"),
+        ),
+        _named(
+            "memory",
+            bar(memory, _bar_cells(width), look, gauge_role(memory, 0.9, 0.97)),
+            line(
+                f"{memory_text(total - free)} of {memory_text(total)}, "
+                f"{memory_text(machine.own_memory_bytes)} mine"
+            ),
+        ),
+        _named("", *facts),
+    ]
+
+
+def _network(model: Model, status: Status, width: int) -> list[Line]:
+    look, traffic = model.look, status.traffic
+    spark = max(8, min(40, width - 34))
+    lines = [
+        heading(f"Network ({printable(traffic.reachability)})", width, look),
+        _named(
+            "sent",
+            line((sparkline(model.sent.values(), spark, look), "accent")),
+            line(f"{rate_text(traffic.sent_bytes_per_second):>9}"),
+            line((disk_text(traffic.sent_bytes), "dim")),
+        ),
+        _named(
+            "received",
+            line((sparkline(model.received.values(), spark, look), "accent")),
+            line(f"{rate_text(traffic.received_bytes_per_second):>9}"),
+            line((disk_text(traffic.received_bytes), "dim")),
+        ),
+    ]
+    if traffic.quota_bytes:
+        used = traffic.quota_used_bytes / traffic.quota_bytes
+        of = f"{disk_text(traffic.quota_used_bytes)} of {disk_text(traffic.quota_bytes)}"
+        lines.append(
+            _named("quota", bar(used, _bar_cells(width), look, gauge_role(used, 0.8)), line(of))
+        )
+    return lines
+
+
+def _given(model: Model, status: Status, width: int) -> list[Line]:
+    given, look = status.contribution, model.look
+    return [
+        heading("Given", width, look),
+        _named(
+            "tokens",
+            line((short_number(given.tokens), "strong")),
+            line(f"in {counted(given.steps, 'step', 'steps')}"),
+            line(f"credit {short_number(given.credit) if given.credit else NOTHING}"),
+            line(f"{given.streak_days}-day streak") if given.streak_days else EMPTY,
+        ),
+    ]

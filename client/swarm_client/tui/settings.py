@@ -1,0 +1,168 @@
+"""The limits of this machine, as the daemon tells them, and changing them while it runs.
+
+Which there are, what they mean and what is possible is the daemon's word: nothing of that is
+known here, so that a view of one version serves a daemon of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import OptionList
+from textual.widgets.option_list import Option
+
+from swarm_shared.errors import ProtocolError
+from swarm_shared.tui.ink import Line, line, wrapped
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.widgets import Block
+from swarm_shared.tui.words import printable
+
+
+class Setting(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    value: Any = None
+    layer: str = "default"
+    """`flag`, `environment`, `file` or `default`."""
+    where: str = ""
+    group: str = ""
+    text: str = ""
+    """What it means."""
+
+
+class Settings(BaseModel):
+    """The answer to `config_show`: each by its name."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    preferences: dict[str, Setting]
+
+
+def parse_settings(answer: Mapping[str, Any]) -> Settings:
+    try:
+        return Settings.model_validate(answer)
+    except ValidationError as error:
+        raise ProtocolError(
+            "the daemon told its settings in a form that this program does not know; use the "
+            "swarm-client that came with it"
+        ) from error
+
+
+def value_text(value: Any) -> str:
+    """As it is typed in again."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return ", ".join(str(part) for part in value)
+    if isinstance(value, float) and value == int(value):
+        return str(int(value))
+    return "" if value is None else str(value)
+
+
+def setting_row(name: str, setting: Setting, width: int) -> str:
+    value = printable(value_text(setting.value)) or "(nothing)"
+    layer = "" if setting.layer == "default" else f"by {setting.layer}"
+    room = max(10, width - 34 - 16)
+    return f"{printable(name)[:33]:<34}{value[:room]:<{room}}{layer[:16]}"
+
+
+class SettingsPane(Vertical):
+    """A row for each; Enter or a click changes it."""
+
+    DEFAULT_CSS = """
+    SettingsPane > OptionList {
+        height: 1fr; padding: 0; background: $background;
+    }
+    SettingsPane > OptionList, SettingsPane > OptionList:focus { border: none; }
+    SettingsPane > #setting-help { height: 4; background: $surface; }
+    SettingsPane:nocolor OptionList > .option-list--option-highlighted { text-style: reverse; }
+    """
+
+    class Picked(Message):
+        """A person wants to change this one."""
+
+        def __init__(self, name: str, setting: Setting) -> None:
+            super().__init__()
+            self.name = name
+            self.setting = setting
+
+    def __init__(self, look: Look, *, id: str) -> None:
+        super().__init__(id=id)
+        self._look = look
+        self._settings: Settings | None = None
+        self._trouble = ""
+
+    def compose(self) -> ComposeResult:
+        yield OptionList(id="setting-list")
+        yield Block(self._draw_help, id="setting-help")
+
+    def tell(self, settings: Settings) -> None:
+        self._settings = settings
+        self._trouble = ""
+        self._fill()
+
+    def fail(self, sentence: str) -> None:
+        self._trouble = sentence
+        self.query_one("#setting-help", Block).redraw()
+
+    def on_resize(self) -> None:
+        self._fill()
+
+    def _fill(self) -> None:
+        rows = self.query_one("#setting-list", OptionList)
+        if self._settings is not None:
+            before = rows.highlighted
+            rows.set_options(self._options(self._settings.preferences))
+            rows.highlighted = before if before is not None else self._first(rows)
+        self.query_one("#setting-help", Block).redraw()
+
+    def _options(self, settings: Mapping[str, Setting]) -> list[Option]:
+        options: list[Option] = []
+        group = ""
+        for name, setting in settings.items():
+            if setting.group != group:
+                group = setting.group
+                options.append(Option(Content(f" {printable(group)}"), disabled=True))
+            row = setting_row(name, setting, max(40, self.size.width - 4))
+            options.append(Option(Content(f"   {row}"), id=name))
+        return options
+
+    @staticmethod
+    def _first(rows: OptionList) -> int | None:
+        places = (i for i in range(rows.option_count) if rows.get_option_at_index(i).id)
+        return next(places, None)
+
+    def _highlighted(self) -> Setting | None:
+        rows = self.query_one("#setting-list", OptionList)
+        option = rows.highlighted_option
+        if option is None or self._settings is None:
+            return None
+        return self.setting(option.id or "")
+
+    def setting(self, name: str) -> Setting | None:
+        return self._settings.preferences.get(name) if self._settings is not None else None
+
+    def _draw_help(self, width: int, height: int) -> list[Line]:
+        if self._trouble:
+            return wrapped(printable(self._trouble), width - 2, "bad", " ")
+        setting = self._highlighted()
+        if setting is None:
+            return [line((" asking the daemon ...", "dim"))]
+        where = f" It comes from {setting.where}." if setting.where else ""
+        return wrapped(printable(f"{setting.text}{where}"), width - 2, "", " ")[:height]
+
+    def on_option_list_option_highlighted(self) -> None:
+        self.query_one("#setting-help", Block).redraw()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        name = event.option.id or ""
+        setting = self.setting(name)
+        if setting is not None:
+            self.post_message(self.Picked(name, setting))

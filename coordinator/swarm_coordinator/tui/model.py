@@ -1,0 +1,38 @@
+"""What the view remembers of the documents that it saw: who came and went, how many there were."""
+
+from __future__ import annotations
+
+from swarm_coordinator.tui.document import RunDocument
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.trace import Trace
+
+_PACE_STEPS = 20
+"""The time left follows so many steps, as a run changes its pace when volunteers come and go."""
+
+
+class RunModel:
+    def __init__(self, look: Look) -> None:
+        self.look = look
+        self.document: RunDocument | None = None
+        self.attached = Trace()
+        self.came = 0
+        self.went = 0
+        """Since the view began: churn."""
+
+    def see(self, document: RunDocument) -> None:
+        before = self.document
+        self.document = document
+        if before is not None and before.time == document.time:
+            return
+        self.attached.add(document.time, float(len(document.peers)))
+        if before is not None:
+            old, new = ({peer.peer for peer in one.peers} for one in (before, document))
+            self.came += len(new - old)
+            self.went += len(old - new)
+
+    def seconds_left(self) -> float | None:
+        run = self.document
+        if run is None or not run.running or not run.history:
+            return None
+        pace = [row.seconds for row in run.history[-_PACE_STEPS:]]
+        return sum(pace) / len(pace) * max(0, run.steps - run.version) or None

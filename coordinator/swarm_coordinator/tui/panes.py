@@ -1,0 +1,309 @@
+"""What each pane draws of a run: pure functions of the model, a width and a height."""
+
+from __future__ import annotations
+
+from swarm_coordinator.tui.document import PeerRow, RunDocument
+from swarm_coordinator.tui.model import RunModel
+from swarm_shared.tui.bars import bar, sparkline
+from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line, wrapped
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.plot import plot
+from swarm_shared.tui.stages import StageBar, stage_lines
+from swarm_shared.tui.table import Column, table
+from swarm_shared.tui.words import (
+    NOTHING,
+    clock_text,
+    counted,
+    disk_text,
+    duration,
+    milliseconds,
+    number,
+    peer_text,
+    percent,
+    printable,
+    rate_text,
+    short_number,
+)
+
+_NAME = 14
+_BAR = 20
+_TWO_COLUMNS = 110
+
+
+def overview(model: RunModel, width: int, height: int) -> list[Line]:
+    run, look = model.document, model.look
+    if run is None:
+        return [EMPTY, line(("  reading the run's folder ...", "dim"))]
+    facts = [heading("Run", width, look), *_progress(model, run)]
+    stages = [
+        heading("Stages", width, look),
+        *stage_lines(_stage_bars(run), width, look)[: max(2, height // 3)],
+    ]
+    lines = [*facts, *stages]
+    room = max(6, height - len(lines) - 1)
+    if width >= _TWO_COLUMNS:
+        half = (width - 2) // 2
+        curves = beside(
+            _loss_curve(run, half, room, look), _speed_curve(run, half, room, look), width, look
+        )
+    elif room >= 14:
+        upper = room // 2
+        curves = [
+            *_loss_curve(run, width, upper, look), *_speed_curve(run, width, room - upper, look),
+        ]  # fmt: skip
+    else:
+        curves = _loss_curve(run, width, room, look)
+    return [*lines, *curves]
+
+
+def _named(name: str, *parts: Line) -> Line:
+    return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
+
+
+def _progress(model: RunModel, run: RunDocument) -> list[Line]:
+    look = model.look
+    done = run.version / run.steps if run.steps else None
+    cells = run.cells_done / run.cells_total if run.cells_total else None
+    heldout = line(f"held-out {run.heldout_loss:.4f}") if run.heldout_loss is not None else EMPTY
+    checkpoint = NOTHING if run.checkpoint_version is None else f"step {run.checkpoint_version}"
+    left = model.seconds_left()
+    return [
+        _named(
+            "steps", bar(done, _BAR, look), line(f"{run.version:,} of {run.steps:,}"),
+            line(f"{duration(left)} left") if left else EMPTY, line(f"checkpoint {checkpoint}"),
+        ),
+        _named(
+            "this step", bar(cells, _BAR, look),
+            line(f"{run.cells_done:,} of {run.cells_total:,} cells"),
+            line((printable(run.phase), "strong")),
+        ),
+        _named(
+            "speed", line((f"{number(run.tokens_per_second)} tokens/s", "strong")),
+            line(f"loss {number(run.loss, 4)}"), heldout,
+            line(f"up {duration(run.uptime_seconds)}"),
+        ),
+        _named(
+            "volunteers", line((f"{len(run.peers)} attached", "strong")),
+            line((sparkline(model.attached.values(), 12, look), "accent")),
+            line(f"{model.came} came, {model.went} went while this view is open"),
+        ),
+        _named(
+            "work", line(f"{run.work.counted:,} counted"),
+            line(f"{run.work.duplicated:,} twice"), line(f"{run.work.cleared:,} lost and redone"),
+        ),
+    ]  # fmt: skip
+
+
+def _loss_curve(run: RunDocument, width: int, height: int, look: Look) -> list[Line]:
+    points = [(float(row.step), row.loss) for row in run.history if row.loss is not None]
+    return [
+        heading("Loss by step", width, look),
+        *plot(
+            points, width, height - 1, look,
+            label=lambda loss: f"{loss:7.3f}", foot=lambda step: f"{step:,.0f}",
+        ),
+    ]  # fmt: skip
+
+
+def _speed_curve(run: RunDocument, width: int, height: int, look: Look) -> list[Line]:
+    points = [(float(row.step), row.tokens / row.seconds) for row in run.history if row.seconds > 0]
+    return [
+        heading("Tokens a second by step", width, look),
+        *plot(
+            points, width, height - 1, look, from_zero=True,
+            label=lambda rate: f"{short_number(round(rate)):>7}", foot=lambda step: f"{step:,.0f}",
+        ),
+    ]  # fmt: skip
+
+
+def _stage_bars(run: RunDocument) -> list[StageBar]:
+    return [StageBar(row.stage, row.peers, row.microbatches_per_second) for row in run.stages]
+
+
+# ---------------------------------------------------------------- peers
+
+_PEERS = (
+    Column("stage", right=True, keep=7),
+    Column("peer", largest=26, smallest=16, flexible=True, keep=9),
+    Column("phase", largest=10, keep=6),
+    Column("microb./s", right=True, keep=5),
+    Column("path", largest=20, keep=4),
+    Column("round trip", right=True, keep=1),
+    Column("traffic", right=True, keep=2),
+    Column("device", largest=24, smallest=6, flexible=True, keep=0),
+    Column("", largest=60, smallest=10, flexible=True, keep=3),
+)
+
+
+def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
+    run, look = model.document, model.look
+    if run is None:
+        return [EMPTY]
+    order = sorted(run.peers, key=lambda p: (p.stage is None, p.stage or 0, p.peer))
+    paths = {path.reporter: path for path in run.paths if path.remote == run.coordinator}
+    rows = []
+    for peer in order:
+        path = paths.get(peer.peer)
+        rows.append(
+            (
+                line("" if peer.stage is None else str(peer.stage)),
+                line(_name(peer, look)),
+                line((printable(peer.phase), "good" if peer.phase == "ready" else "accent")),
+                line(number(peer.microbatches_per_second, 2)),
+                line((path.kind, "warn") if path and path.kind == "relayed"
+                     else path.kind if path else NOTHING),
+                line(milliseconds(path.rtt_seconds if path else None)),
+                line(rate_text(path.bytes_per_second if path else None)),
+                line((printable(peer.device), "dim")),
+                _remarks(peer),
+            )
+        )  # fmt: skip
+    told = table(_PEERS, rows, width - 2, look)
+    return [
+        heading("Stages", width, look),
+        *stage_lines(_stage_bars(run), width, look),
+        heading(f"Peers ({len(run.peers)}), and their way to the coordinator", width, look),
+        *((*line("  "), *drawn) for drawn in told),
+        heading("Moves between stages", width, look),
+        *_moves(run, width),
+    ]
+
+
+def _name(peer: PeerRow, look: Look) -> str:
+    short = peer_text(peer.peer, None, look)
+    return f"{printable(peer.name)} ({short})" if peer.name else short
+
+
+def _remarks(peer: PeerRow) -> Line:
+    if peer.marked_times:
+        return line((f"marked {peer.marked_times}x: {printable(peer.marked)}", "bad"))
+    if peer.leaving:
+        return line(("leaving", "warn"))
+    if peer.silent_seconds > 3.0:
+        return line((f"silent for {duration(peer.silent_seconds)}", "warn"))
+    return line(("relays for others", "dim")) if peer.offers_relay else EMPTY
+
+
+def _moves(run: RunDocument, width: int) -> list[Line]:
+    told = run.rebalancing
+    if told.rule == "none":
+        return [line(("  run.toml says that nobody is moved", "dim"))]
+    lines = [
+        line(
+            f"  {told.made} made, {told.on_the_way} on the way, {told.dropped} given up, "
+            f"{disk_text(told.bytes_moved)} of state for them"
+        )
+    ]
+    for decision in reversed(told.decisions):
+        text = f"{duration(decision.seconds_ago)} ago: {decision.text}"
+        lines += wrapped(printable(text), width - 2, indent="  ")
+    if told.reason:
+        lines += wrapped(f"nobody moves now: {printable(told.reason)}", width - 2, "dim", "  ")
+    return lines
+
+
+# ---------------------------------------------------------------- contributors
+
+_CONTRIBUTORS = (
+    Column("", right=True, keep=8),
+    Column("peer", largest=36, smallest=10, flexible=True, keep=9),
+    Column("stages", largest=16, keep=2),
+    Column("microbatches", right=True, keep=3),
+    Column("tokens", right=True, keep=6),
+    Column("of all", right=True, keep=4),
+    Column("", smallest=12, keep=1),
+)
+
+
+def contributors(model: RunModel, width: int, height: int) -> list[Line]:
+    run, look = model.document, model.look
+    if run is None or not run.contributors:
+        return [
+            heading("Contributors", width, look),
+            line(("  no step has been applied yet", "dim")),
+        ]
+    total = sum(row.tokens for row in run.contributors)
+    top = run.contributors[0].tokens
+    rows = [
+        (
+            line(str(place)),
+            line(
+                f"{printable(row.name)} ({peer_text(row.peer, None, look)})"
+                if row.name
+                else peer_text(row.peer, None, look)
+            ),
+            line(", ".join(map(str, sorted(set(row.stages))))),
+            line(number(row.microbatches)),
+            line((number(row.tokens), "strong")),
+            line(percent(row.tokens / total if total else None)),
+            bar(row.tokens / top if top else 0.0, 14, look),
+        )
+        for place, row in enumerate(run.contributors, 1)
+    ]
+    return [
+        heading("Contributors, by tokens of applied steps", width, look),
+        *((*line("  "), *drawn) for drawn in table(_CONTRIBUTORS, rows, width - 2, look)),
+    ]
+
+
+# ---------------------------------------------------------------- events, admission
+
+_BAD_WORDS = ("gone", "failed", "refused", "marked", "lost", "could not", "goes back", "too late")
+_GOOD_WORDS = ("admitted", "is back", "is held again", "finished", "stored")
+
+
+def events(model: RunModel, width: int, height: int) -> list[Line]:
+    run = model.document
+    if run is None or not run.notes:
+        return [line(("  nothing has happened yet", "dim"))]
+    lines = []
+    for note in reversed(run.notes):
+        text = printable(note.text)
+        role: Role = ""
+        if any(word in text for word in _BAD_WORDS):
+            role = "warn"
+        elif any(word in text for word in _GOOD_WORDS):
+            role = "good"
+        lines.append(line((f"{clock_text(note.written_at)} ", "dim"), (text, role)))
+    return lines
+
+
+def admission(model: RunModel, width: int, height: int) -> list[Line]:
+    run, look = model.document, model.look
+    if run is None:
+        return [EMPTY]
+    told = run.admission
+    modes = {"open": "everybody who has the invite", "token": "whoever brings a token",
+             "allow-list": "the peers on the list"}  # fmt: skip
+    who = modes.get(told.mode, printable(told.mode))
+    lines = [
+        heading("Admission", width, look),
+        _named("may join", line(who)),
+        _named("members", line(str(told.members))),
+    ]
+    if told.mode == "token":
+        lines.append(_named("tokens", line(f"{told.valid_tokens} valid")))
+    lines.append(_named("sessions", line(f"{run.sessions} open")))
+    lines += [EMPTY, heading(f"Bans ({len(told.bans)})", width, look)]
+    lines += [
+        line(
+            f"  {printable(ban.peer)}",
+            (f"  {printable(ban.reason)}" if ban.reason else "", "dim"),
+            (f"  since {clock_text(ban.banned_at)}", "dim"),
+        )
+        for ban in told.bans
+    ] or [line(("  nobody is banned", "dim"))]
+    marked = [peer for peer in run.peers if peer.marked_times]
+    lines += [EMPTY, heading(f"Marked for wrong results ({len(marked)})", width, look)]
+    lines += [
+        line(
+            f"  {_name(peer, look)}",
+            (f"  {counted(peer.marked_times, 'time', 'times')}: {printable(peer.marked)}", "warn"),
+        )
+        for peer in marked
+    ] or [line(("  nobody is marked", "dim"))]
+    if run.sessions_ended:
+        lines += [EMPTY, heading("Sessions ended, by reason", width, look)]
+        ranked = sorted(run.sessions_ended.items(), key=lambda item: (-item[1], item[0]))
+        lines += [line(f"  {count:>7,}  {printable(reason)}") for reason, count in ranked]
+    return lines

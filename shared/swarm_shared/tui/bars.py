@@ -1,0 +1,66 @@
+"""Bars and sparklines: one line of text for one value, or for some values in a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from swarm_shared.tui.ink import Ink, Line, Role
+from swarm_shared.tui.look import Look
+
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+_LEVELS = "▁▂▃▄▅▆▇█"
+_ASCII_LEVELS = "_.-=+*%#"
+
+
+def bar(share: float | None, width: int, look: Look, role: Role = "accent") -> Line:
+    """A share of 0 to 1 as a bar; empty when it is not known."""
+    known = share is not None and math.isfinite(share)
+    kept = min(1.0, max(0.0, share)) if known and share is not None else 0.0
+    if not look.unicode:
+        full = round(kept * (width - 2))
+        return (
+            Ink("[", "dim"), Ink("#" * full, role), Ink("." * (width - 2 - full), "dim"),
+            Ink("]", "dim"),
+        )  # fmt: skip
+    eighths = round(kept * width * 8)
+    full, rest = divmod(eighths, 8)
+    text = "█" * full + (_EIGHTHS[rest] if rest else "")
+    return (Ink(text, role), Ink("░" * (width - len(text)), "dim"))
+
+
+def gauge_role(share: float | None, warn: float = 0.9, bad: float = 1.0) -> Role:
+    """Where more of something means less of what is left."""
+    if share is None:
+        return "dim"
+    return "bad" if share >= bad else "warn" if share >= warn else "good"
+
+
+def sparkline(
+    values: Sequence[float | None], width: int, look: Look, *, from_zero: bool = True
+) -> str:
+    """The newest values, one a cell, the newest at the right. None leaves its cell blank."""
+    shown = list(values)[-width:]
+    known = [value for value in shown if value is not None and math.isfinite(value)]
+    if not known:
+        return " " * width
+    low = 0.0 if from_zero else min(known)
+    high = max(known)
+    levels = _LEVELS if look.unicode else _ASCII_LEVELS
+    cells = [
+        " "
+        if value is None or not math.isfinite(value)
+        else levels[place(value, low, high, len(levels))]
+        for value in shown
+    ]
+    return "".join(cells).rjust(width)
+
+
+def place(value: float, low: float, high: float, count: int) -> int:
+    """The nearest of `count` even steps from `low` to `high`; what lies outside is at an end."""
+    # Halves, because the whole of two opposite numbers may be too large for a float.
+    span = high / 2 - low / 2
+    if span <= 0:
+        return 0
+    share = min(1.0, max(0.0, (value / 2 - low / 2) / span))
+    return int(share * (count - 1) + 0.5)

@@ -1,0 +1,129 @@
+"""Small windows over a view: a choice of a few, a line to fill in, a page to read.
+
+Each ends with what the person chose, or None when they would rather not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widgets import Input, Label, OptionList
+from textual.widgets.option_list import Option
+
+_FRAME = """
+    align: center middle;
+    background: $background 50%;
+    #window {
+        width: 90%; max-width: 76; height: auto; max-height: 90%;
+        padding: 1 2; background: $surface; border: round $primary;
+    }
+    #title { text-style: bold; margin-bottom: 1; }
+    #text { width: 1fr; margin-bottom: 1; }
+    #trouble { width: 1fr; color: $text-error; text-style: bold; }
+    OptionList { height: auto; max-height: 12; padding: 0; background: $surface; }
+    OptionList, OptionList:focus { border: none; }
+    &:nocolor { OptionList > .option-list--option-highlighted { text-style: reverse; } }
+"""
+
+
+class Choose(ModalScreen[int | None]):
+    """One of a few; Escape is none of them."""
+
+    DEFAULT_CSS = f"Choose {{ {_FRAME} }}"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
+
+    def __init__(self, title: str, text: str, options: Sequence[str]) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+        self._options = options
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="window"):
+            yield Label(Content(self._title), id="title")
+            if self._text:
+                yield Label(Content(self._text), id="text")
+            yield OptionList(*(Option(Content(option)) for option in self._options))
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self.dismiss(event.option_index)
+
+    def action_cancel(self) -> None:
+        self.dismiss(None)
+
+
+class Confirm(Choose):
+    """Yes or no; the harmless one is chosen at first."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "yes", "Yes"),
+        Binding("n,escape", "cancel", "No"),
+    ]
+
+    def __init__(self, title: str, text: str, yes: str) -> None:
+        super().__init__(title, text, ("No, leave it as it is", yes))
+
+    def action_yes(self) -> None:
+        self.dismiss(1)
+
+
+class Fill(ModalScreen[str | None]):
+    """A line of text. `check` says what is wrong with it, or None."""
+
+    DEFAULT_CSS = f"Fill {{ {_FRAME} }}"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
+
+    def __init__(
+        self, title: str, text: str, value: str, check: Callable[[str], str | None]
+    ) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+        self._value = value
+        self._check = check
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="window"):
+            yield Label(Content(self._title), id="title")
+            if self._text:
+                yield Label(Content(self._text), id="text")
+            yield Input(self._value, id="value")
+            yield Label("", id="trouble")
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        trouble = self._check(event.value)
+        if trouble is None:
+            self.dismiss(event.value)
+        else:
+            self.query_one("#trouble", Label).update(Content(trouble))
+
+    def action_cancel(self) -> None:
+        self.dismiss(None)
+
+
+class Page(ModalScreen[None]):
+    """Something to read; any of the usual keys closes it."""
+
+    DEFAULT_CSS = f"Page {{ {_FRAME} }}"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,question_mark", "cancel", "Back")
+    ]
+
+    def __init__(self, title: str, text: str) -> None:
+        super().__init__()
+        self._title = title
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with Vertical(id="window"):
+            yield Label(Content(self._title), id="title")
+            yield Label(Content(self._text), id="text")
+
+    def action_cancel(self) -> None:
+        self.dismiss(None)

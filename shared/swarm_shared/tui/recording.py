@@ -1,0 +1,224 @@
+"""A session of a view in a file, and the same session again from it.
+
+The file has a line of JSON for each event, after a first one that says what it is:
+
+    {"recording": "swarm-client top", "format": 1, "started_at": 1790000000.0}
+    {"seconds": 0.0, "status": {...}}
+    {"seconds": 0.4, "log": [...]}
+    {"seconds": 9.1, "away": "the daemon has stopped"}
+
+`seconds` count from the start and never go back. Both ends are bounded: the recorder stops at
+`MAX_RECORDING_BYTES`, and the replay reads no line longer than `MAX_LINE_BYTES`. What does not
+read like this ends the replay with the number of its line. A recording holds names, peer IDs and
+the log, so only its owner may read the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Generic, NoReturn
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from swarm_shared.clock import Clock
+from swarm_shared.errors import DataError, StorageError, UsageError, VersionError
+from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+
+FORMAT = 1
+MAX_RECORDING_BYTES = 256 * 2**20
+"""Some hours of a large run."""
+MAX_LINE_BYTES = 4 * 2**20
+LONGEST_WAIT_SECONDS = 5.0
+"""A replay skips what was longer quiet: a view that was suspended overnight says nothing."""
+SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Head(_Strict):
+    recording: str
+    format: int
+    started_at: FiniteFloat
+
+
+class _Body(_Strict):
+    seconds: FiniteFloat = Field(ge=0)
+    status: dict[str, Any] | None = None
+    log: tuple[LogEntry, ...] | None = None
+    away: str | None = None
+
+
+class Recorder:
+    """Writes a new file. A full disk ends the recording, never the view: `trouble` says so."""
+
+    def __init__(self, path: Path, program: str, clock: Clock) -> None:
+        self.path = path
+        self.trouble = ""
+        self._clock = clock
+        self._started_at = clock()
+        self._bytes = 0
+        self._seconds = 0.0
+        self._file = _create(path)
+        head = _Head(recording=program, format=FORMAT, started_at=self._started_at)
+        self._write(head.model_dump_json().encode())
+
+    def note(self, event: Event[Any]) -> None:
+        if self.trouble:
+            return
+        # The wall's clock may be set back; a recording's time does not go back.
+        self._seconds = max(self._seconds, event.at - self._started_at, 0.0)
+        self._write(json.dumps({"seconds": round(self._seconds, 3), **_form(event)}).encode())
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            self.trouble = self.trouble or f"{self.path} is not whole ({error.strerror})"
+
+    def _write(self, content: bytes) -> None:
+        if self._bytes + len(content) + 1 > MAX_RECORDING_BYTES or len(content) > MAX_LINE_BYTES:
+            self.trouble = f"the recording in {self.path} is full and ends here"
+            return
+        try:
+            self._file.write(content + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self.trouble = f"the recording in {self.path} ends here ({error.strerror})"
+        self._bytes += len(content) + 1
+
+
+def _create(path: Path) -> BinaryIO:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"{path} is there already; name a new file for the recording") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written ({error.strerror}); name another file for the recording"
+        ) from error
+    return os.fdopen(descriptor, "wb")
+
+
+def _form(event: Event[Any]) -> dict[str, Any]:
+    if isinstance(event, Seen):
+        return {"status": event.document.model_dump(mode="json")}
+    if isinstance(event, Logged):
+        return {"log": [entry.model_dump(mode="json") for entry in event.entries]}
+    return {"away": event.sentence}
+
+
+class Replay(Generic[D]):
+    """A source that tells a recording again, at the pace at which it was seen, or another."""
+
+    def __init__(
+        self, path: Path, program: str, model: type[D], sleep: Sleep = asyncio.sleep
+    ) -> None:
+        """Reads the first line. DataError or VersionError when it is no recording of `program`."""
+        self._path = path
+        self._model = model
+        self._sleep = sleep
+        self.speed = 1.0
+        self.held = False
+        self._go_on = asyncio.Event()
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be read ({error.strerror}); name a file that --record wrote"
+            ) from error
+        self._head = self._read_head(program)
+        self._now = self._head.started_at
+
+    def now(self) -> float:
+        return self._now
+
+    async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise UsageError("this is a recording: nothing can be changed in it")
+
+    def hold(self, held: bool) -> None:
+        self.held = held
+        if not held:
+            self._go_on.set()
+
+    def faster(self, steps: int) -> float:
+        place = min(len(SPEEDS) - 1, max(0, SPEEDS.index(self.speed) + steps))
+        self.speed = SPEEDS[place]
+        return self.speed
+
+    async def events(self) -> AsyncIterator[Event[D]]:
+        seconds = 0.0
+        number = 1
+        with self._file:
+            while content := self._file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                body = self._parse(content, number)
+                if body.seconds < seconds:
+                    self._refuse(number, "its time goes back")
+                await self._sleep(min(LONGEST_WAIT_SECONDS, body.seconds - seconds) / self.speed)
+                while self.held:
+                    self._go_on.clear()
+                    await self._go_on.wait()
+                seconds = body.seconds
+                self._now = self._head.started_at + seconds
+                yield self._event(body, number)
+        yield Away(self._now, "the recording ends here; q closes the view")
+
+    def _read_head(self, program: str) -> _Head:
+        content = self._file.readline(MAX_LINE_BYTES + 1)
+        try:
+            head = _Head.model_validate_json(content)
+        except ValidationError as error:
+            raise DataError(
+                f"{self._path} is no recording; name a file that `{program} --record` wrote"
+            ) from error
+        if head.recording != program:
+            raise DataError(
+                f"{self._path} was recorded by `{head.recording[:60]}`; replay it with that"
+            )
+        if head.format != FORMAT:
+            raise VersionError(
+                f"{self._path} has format {head.format}, this program reads format {FORMAT}; "
+                "replay it with the version that recorded it"
+            )
+        return head
+
+    def _parse(self, content: bytes, number: int) -> _Body:
+        if len(content) > MAX_LINE_BYTES:
+            self._refuse(number, f"it is longer than {MAX_LINE_BYTES} bytes")
+        try:
+            body = _Body.model_validate_json(content)
+        except ValidationError as error:
+            self._refuse(number, _reason(error))
+        if [body.status, body.log, body.away].count(None) != 2:
+            self._refuse(number, "it must hold one of status, log and away")
+        return body
+
+    def _event(self, body: _Body, number: int) -> Event[D]:
+        if body.log is not None:
+            return Logged(self._now, body.log)
+        if body.away is not None:
+            return Away(self._now, body.away)
+        try:
+            return Seen(self._now, self._model.model_validate(body.status))
+        except ValidationError as error:
+            self._refuse(number, _reason(error))
+
+    def _refuse(self, number: int, why: str) -> NoReturn:
+        raise DataError(
+            f"line {number} of {self._path} is not what a recording holds ({why}); the file is "
+            "damaged or was edited"
+        )
+
+
+def _reason(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])

@@ -1,0 +1,83 @@
+"""Rows under headings: columns as wide as they need, the last flexible one takes what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_shared.tui.ink import Ink, Line, cut, fill, line, width_of
+from swarm_shared.tui.look import Look
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    title: str
+    right: bool = False
+    """Numbers end at the right."""
+    smallest: int = 3
+    largest: int = 40
+    flexible: bool = False
+    """Gives way when there is little room."""
+    keep: int = 0
+    """Columns with a small number give way first, and are left out first."""
+
+
+def table(
+    columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int, look: Look
+) -> list[Line]:
+    """The heading, then a line for each row."""
+    widths = _widths(columns, rows, width)
+    shown = [index for index, cells in enumerate(widths) if cells]
+    head = _row(
+        [line((columns[index].title, "dim")) for index in shown], columns, widths, shown, look
+    )
+    body = [_row([row[index] for index in shown], columns, widths, shown, look) for row in rows]
+    return [cut(drawn, width, look) for drawn in (head, *body)]
+
+
+def _row(
+    cells: Sequence[Line],
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    shown: Sequence[int],
+    look: Look,
+) -> Line:
+    drawn: list[Ink] = []
+    for index, cell in zip(shown, cells, strict=True):
+        text = cut(cell, widths[index], look)
+        blank = Ink(" " * (widths[index] - width_of(text)))
+        drawn += [blank, *text] if columns[index].right else fill(text, widths[index], look)
+        drawn.append(Ink("  "))
+    return tuple(drawn[:-1])
+
+
+def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Line]], width: int) -> list[int]:
+    """Cells for each column; 0 for one that is left out."""
+    widths = [
+        min(column.largest, max(len(column.title), *(width_of(row[i]) for row in rows), 1))
+        if rows
+        else max(1, len(column.title))
+        for i, column in enumerate(columns)
+    ]
+    wanted = list(widths)
+    dearest_last = sorted(range(len(columns)), key=lambda i: columns[i].keep)
+    for index in dearest_last:
+        if columns[index].flexible:
+            over = max(0, _sum(widths) - width)
+            smallest = min(widths[index], columns[index].smallest)
+            widths[index] = max(smallest, widths[index] - over)
+    for index in dearest_last:
+        if _sum(widths) <= width:
+            break
+        if len([cells for cells in widths if cells]) > 1:
+            widths[index] = 0
+    # What the others left is given back to those that gave way.
+    for index in reversed(dearest_last):
+        if columns[index].flexible and widths[index]:
+            widths[index] += min(wanted[index] - widths[index], max(0, width - _sum(widths)))
+    return widths
+
+
+def _sum(widths: Sequence[int]) -> int:
+    shown = [cells for cells in widths if cells]
+    return sum(shown) + 2 * (len(shown) - 1)

@@ -1,0 +1,112 @@
+"""For tests of the terminal views: a source that tells what a test says, keys, and the screen.
+
+Textual runs on asyncio: `drive` runs a whole session of a view under it, from a plain test. The
+clock is the source's and stands still until the test moves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Generic
+
+from textual.pilot import Pilot
+
+from swarm_shared.errors import SwarmError
+from swarm_shared.tui.app import ViewApp
+from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+
+START = 1_790_000_000.0
+
+
+class Script(Generic[D]):
+    """Tells what it is told to, at once; keeps what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.clock = START
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answers: dict[str, Mapping[str, Any] | SwarmError] = {}
+        self._events: asyncio.Queue[Event[D] | SwarmError] = asyncio.Queue()
+
+    def now(self) -> float:
+        return self.clock
+
+    def tell(self, document: D) -> None:
+        self._events.put_nowait(Seen(self.clock, document))
+
+    def log(self, *entries: LogEntry) -> None:
+        self._events.put_nowait(Logged(self.clock, entries))
+
+    def leave(self, sentence: str) -> None:
+        self._events.put_nowait(Away(self.clock, sentence))
+
+    def break_off(self, error: SwarmError) -> None:
+        self._events.put_nowait(error)
+
+    async def events(self) -> AsyncIterator[Event[D]]:
+        while True:
+            event = await self._events.get()
+            if isinstance(event, SwarmError):
+                raise event
+            yield event
+
+    async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.asked.append((method, dict(arguments)))
+        answer = self.answers.get(method, {})
+        if isinstance(answer, SwarmError):
+            raise answer
+        return answer
+
+
+SCREENS = Path(__file__).parent / "screens"
+
+
+def compare(name: str, shown: str) -> None:
+    """The screen is the one in the file of that name. SCREENS=write makes the files anew: look at
+    what has changed in them before it is committed.
+    """
+    path = SCREENS / f"{name}.txt"
+    if os.environ.get("SCREENS") == "write":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(shown + "\n")
+    assert shown == path.read_text().removesuffix("\n")
+
+
+def colours(pilot: Pilot[None]) -> set[str]:
+    """Every colour that the screen uses, but the terminal's own of text and background."""
+    strips = pilot.app.screen._compositor.render_strips()
+    styles = [segment.style for strip in strips for segment in strip if segment.style]
+    found = [colour for style in styles for colour in (style.color, style.bgcolor) if colour]
+    return {colour.name for colour in found if not colour.is_default}
+
+
+Session = Callable[[Pilot[None]], Awaitable[None]]
+
+
+def drive(app: ViewApp[Any], session: Session, columns: int = 80, rows: int = 24) -> None:
+    """Run the view without a terminal, and the test's part beside it."""
+
+    async def main() -> None:
+        async with app.run_test(size=(columns, rows), notifications=True) as pilot:
+            await settle(pilot)
+            await session(pilot)
+
+    asyncio.run(main())
+
+
+async def settle(pilot: Pilot[None]) -> None:
+    """Until everything that was said has been taken in and drawn."""
+    for _ in range(3):
+        await pilot.pause()
+    view = pilot.app
+    assert isinstance(view, ViewApp)
+    view.show()
+    await pilot.pause()
+
+
+def screen(pilot: Pilot[None]) -> str:
+    """What is on the screen, without colours, and without blanks at the ends of lines."""
+    strips = pilot.app.screen._compositor.render_strips()
+    return "\n".join(strip.text.rstrip() for strip in strips)
