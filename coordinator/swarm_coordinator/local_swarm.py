@@ -65,6 +65,8 @@ class LocalSwarm:
     def start_coordinator(self) -> str:
         """Start it, wait until it serves, and return the invite."""
         before = _modified(self.folder.status)
+        # Nobody looks at these runs in a browser.
+        words = ("start", str(self.run_dir), "--http", "")
         self.coordinator = self.children.start(
             COORDINATOR_NAME,
             (
