@@ -71,7 +71,7 @@ class LocalSwarm:
             COORDINATOR_NAME,
             (
                 *self.prefix,
-                *module_command(COORDINATOR_MODULE, "start", str(self.run_dir), "--http", ""),
+                *module_command(COORDINATOR_MODULE, *words),
             ),
             self._log(COORDINATOR_NAME),
             self._environment(),
