@@ -1,4 +1,4 @@
-"""Puts measured tables into README.md, each between its two marks.
+"""Puts measured tables into README.md and docs/simulator.md, each between its two marks.
 
 .venv/bin/python -m benchmarks.readme_figures benchmarks/results/throughput-small.json
 """
@@ -7,31 +7,35 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-README = Path(__file__).parents[1] / "README.md"
+from benchmarks.rebalancing import table
+
+ROOT = Path(__file__).parents[1]
 
 
 @click.command()
-@click.argument("result", type=click.Path(path_type=Path, exists=True))
-def main(result: Path) -> None:
-    """Rewrite the figures of README.md from RESULT, a file that a benchmark wrote."""
-    document = json.loads(result.read_text())
-    if "links" in document:
-        mark, block = "net figures", net_markdown(document)
-    else:
-        mark, block = "figures", figures_markdown(document)
+@click.argument("results", nargs=-1, type=click.Path(path_type=Path, exists=True))
+def main(results: tuple[Path, ...]) -> None:
+    """Rewrite the figures that RESULTS are about, files that benchmarks wrote."""
+    for result in results:
+        page, mark, markdown = PLACES.get(result.stem, ("README.md", "figures", figures_markdown))
+        put(ROOT / page, mark, markdown(json.loads(result.read_text())))
+
+
+def put(page: Path, mark: str, block: str) -> None:
     begin, end = f"<!-- {mark} -->", f"<!-- /{mark} -->"
     changed, count = re.subn(
-        f"{begin}.*{end}", lambda _: f"{begin}\n{block}\n{end}", README.read_text(), flags=re.DOTALL
+        f"{begin}.*{end}", lambda _: f"{begin}\n{block}\n{end}", page.read_text(), flags=re.DOTALL
     )
     if count != 1:
-        raise click.ClickException(f"{README} has no marks {begin} and {end}")
-    README.write_text(changed)
+        raise click.ClickException(f"{page} has no marks {begin} and {end}")
+    page.write_text(changed)
 
 
 def figures_markdown(document: Mapping[str, Any]) -> str:
@@ -97,8 +101,127 @@ def net_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def faults_markdown(document: Mapping[str, Any]) -> str:
+    """What killed, frozen and leaving peers and a killed coordinator cost."""
+    machine, killed = document["machine"], document["killed_every"]
+    work, single = document["work_while_killing"], document["single_faults"]
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}): a "
+        f"real run of {document['stages']} stages with {document['peers_per_stage']} peers each, "
+        "slowed down so that they share the cores. Median (longest).",
+        "",
+        "| | | aim |",
+        "|---|---:|---:|",
+        f"| one of 8 killed every {killed['every_seconds']:g} s: throughput over the survivors' "
+        f"| {killed['share']:.2f} | 0.90 |",
+        f"| of all gradients: computed twice | {work['duplicated_share']:.2%} | |",
+        f"| of all gradients: lost with their peers | {work['cleared_share']:.2%} | |",
+    ]
+    noticed = {"kill": ("killed", "5 s"), "freeze": ("frozen", "5 s"), "leave": ("leaving", "1 s")}
+    for name, (word, aim) in noticed.items():
+        cells = (
+            _seconds([one[f"{what}_seconds"] for one in single[name]])
+            for what in ("noticed", "recovery")
+        )
+        noticed_text, recovered_text = cells
+        lines.append(f"| a {word} peer is noticed after | {noticed_text} | {aim} |")
+        lines.append(f"| and the survivors' full rate is back after | {recovered_text} | 15 s |")
+    restarts = _seconds([one["recovery_seconds"] for one in document["coordinator_restart"]])
+    serving = _seconds([one["serving_seconds"] for one in document["coordinator_restart"]])
+    lines += [
+        f"| a killed coordinator that is started at once serves after | {serving} | |",
+        f"| and the full rate is back after | {restarts} | |",
+        "",
+        "`make bench-faults` measures again.",
+    ]
+    return "\n".join(lines)
+
+
+def coordinator_markdown(document: Mapping[str, Any]) -> str:
+    """Words of thousands of volunteers at one coordinator."""
+    memory, sockets = document["memory"], document["sockets"]
+    rows = (
+        (f"{memory['volunteers']:,} in memory", memory, memory),
+        (f"{sockets['volunteers']:,} over sockets", sockets, sockets["heartbeats"]),
+    )
+    lines = [
+        f"{document['date']}, {document['stages']} stages. How long a word waits until the "
+        "coordinator has acted on it (`make bench-coordinator`):",
+        "",
+        "| volunteers | words in a minute | median | 99 of 100 | of a core |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, one, waited in rows:
+        lines.append(
+            f"| {name} | {60 * waited['words'] / one['seconds']:,.0f} | {waited['p50_ms']:.0f} ms "
+            f"| {waited['p99_ms']:.0f} ms | {one['core_used']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def rebalancing_markdown(document: Mapping[str, Any]) -> str:
+    """Rules of moving peers, over recordings and generated churn."""
+    head = (
+        f"{document['date']}, {document['seeds']} seeds of {document['hours']:g} h each. Share of "
+        "the best placement's throughput in percent (moves an hour, gigabytes an hour):"
+    )
+    return "\n".join([head, "", *table(document["rows"])])
+
+
+def prediction_markdown(document: Mapping[str, Any]) -> str:
+    """Simulated and real seconds of a step."""
+    lines = [
+        f"{document['date']}: the median step of {document['steps']}, with workers that are paced.",
+        "",
+        "| | real | predicted | error |",
+        "|---|---:|---:|---:|",
+    ]
+    for case in document["cases"]:
+        lines.append(
+            f"| {case['case']} | {case['measured_seconds']:.2f} s "
+            f"| {case['predicted_seconds']:.2f} s | {100 * case['error']:+.1f} % |"
+        )
+    return "\n".join(lines)
+
+
+def growth_markdown(document: Mapping[str, Any]) -> str:
+    """What the simulator and a decision cost."""
+    hour = document["hour"]
+    lines = [
+        f"{document['date']}: an hour of {hour['machines']:,} machines in {document['stages']} "
+        f"stages takes {hour['cpu_seconds']:.0f} processor seconds.",
+        "",
+        "| machines | ten minutes take | one placement decision |",
+        "|---:|---:|---:|",
+    ]
+    decisions = {one["machines"]: one["seconds_median"] for one in document["decisions"]}
+    for one in document["growth"]:
+        decision = decisions.get(one["machines"])
+        cell = "" if decision is None else f"{decision:.3f} s"
+        lines.append(f"| {one['machines']:,} | {one['cpu_seconds']:.0f} s | {cell} |")
+    return "\n".join(lines)
+
+
+def _seconds(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return "more than a minute"
+    return f"{statistics.median(known):.1f} s ({max(known):.1f})"
+
+
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
+    "net": ("README.md", "net figures", net_markdown),
+    "faults": ("README.md", "fault figures", faults_markdown),
+    "coordinator": ("README.md", "coordinator figures", coordinator_markdown),
+    "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
+    "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
+    "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
+}
+"""By the names of the files: the page, its marks, and what makes the block between them."""
 
 
 if __name__ == "__main__":
