@@ -12,12 +12,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Generic
 
+from rich.segment import Segment
 from textual.pilot import Pilot
 
 from swarm_shared.errors import SwarmError
 from swarm_shared.tui.app import ViewApp
 from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
 
+_MOST_ROUNDS = 50
 START = 1_790_000_000.0
 
 
@@ -97,13 +99,21 @@ def drive(app: ViewApp[Any], session: Session, columns: int = 80, rows: int = 24
 
 
 async def settle(pilot: Pilot[None]) -> None:
-    """Until everything that was said has been taken in and drawn."""
-    for _ in range(3):
-        await pilot.pause()
+    """Until everything that was said has been taken in and drawn: the screen changes no more."""
     view = pilot.app
     assert isinstance(view, ViewApp)
-    view.show()
     await pilot.pause()
+    before: list[list[Segment]] = []
+    same = 0
+    for _ in range(_MOST_ROUNDS):
+        view.show()
+        await pilot.pause()
+        now = [list(strip) for strip in view.screen._compositor.render_strips()]
+        same = same + 1 if now == before else 0
+        if same == 2:
+            return
+        before = now
+    raise AssertionError("the screen does not come to rest")
 
 
 def screen(pilot: Pilot[None]) -> str:
