@@ -90,7 +90,9 @@ def check_revoked(world: World, roster: Roster) -> None:
 def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
     """Nobody who hears the coordinator serves a revoked peer for longer than a few seconds."""
     since = world.banned.get(sender.id)
-    if since is None or world.run_state is None or not peer.attached:
+    # Who has slept may not know yet that its link was closed meanwhile.
+    hears = peer.attached and peer.link is not None and peer.link.open
+    if since is None or world.run_state is None or not hears:
         return
     if world.now - max(since, peer.attached_at) > REVOCATION_SECONDS:
         raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")

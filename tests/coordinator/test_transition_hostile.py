@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swarm_bench import SHA, Bench
 
 from swarm_coordinator.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
-from swarm_coordinator.state import RunPhase
+from swarm_coordinator.state import PeerPhase, RunPhase
 from swarm_shared.messages import ClientMessage, client_messages, encode, parse
 from swarm_shared.types import PeerId
 
@@ -159,6 +159,10 @@ class Stage:
         """What the honest ones do in the phase that the run is in."""
         bench = self.bench
         members = [peer for peer in HONEST if peer in bench.run.peers]
+        for peer in members:
+            # They may have lost their stages: who is silent for long misses a step.
+            if bench.run.peers[PeerId(peer)].phase is PeerPhase.SYNCING:
+                bench.ready(peer)
         if bench.run.phase is RunPhase.COLLECT:
             for peer in members:
                 if bench.run.peers[PeerId(peer)].stage is not None:
