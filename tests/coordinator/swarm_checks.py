@@ -68,7 +68,7 @@ def check_send(world: World, command: Send) -> None:
         check_revoked(world, message)
         for record in message.peers:
             peer = run.peers.get(record.peer)
-            rest = [p for p in run.ready_peers(record.stage) if not p.leaving]
+            rest = [p for p in run.ready_peers(record.stage) if not p.leaving and not p.paused]
             # While a step is applied the last roster stands, with somebody taken out of it.
             stands = run.phase is RunPhase.APPLYING
             if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
