@@ -129,8 +129,9 @@ class ViewApp(App[None], Generic[D]):
         self.screen_stack[0].set_class(small, "-small")
 
     def show(self) -> None:
-        """Draw again what is seen and has changed."""
-        self.query_one("#head", Block).redraw()
+        """Draw again what is seen and has changed; nothing is, while the view begins or ends."""
+        for head in self.query("#head").results(Block):
+            head.redraw()
         old = self.is_old
         for pane in self.query(Pane):
             pane.redraw(faded=old)
@@ -179,6 +180,8 @@ class ViewApp(App[None], Generic[D]):
             if self._recorder.trouble and not self._recording_trouble_said:
                 self._recording_trouble_said = True
                 self.say(self._recorder.trouble, bad=True)
+        if not self.query("#head"):
+            return  # the view ends, and its parts have gone already
         if isinstance(event, Seen):
             self.document = event.document
             self._heard_at = event.at
