@@ -16,6 +16,9 @@ from swarm_shared.tui.source import LogEntry
 from tui_kit import START, Script, Session, colours, compare, drive, screen, settle
 from tui_kit.client import status
 
+# A minute of them: with the slow tests, which plain pytest leaves out.
+pytestmark = pytest.mark.attacks
+
 ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
 SETTINGS = {
     "preferences": {

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.runs)])
+@pytest.mark.parametrize("stages", [2, 3])
 def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
     make_run, stages: int
 ) -> None:
@@ -41,7 +41,6 @@ def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
     run.assert_equals_reference()
 
 
-@pytest.mark.runs
 def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) -> None:
     run = make_run(2, steps=5, model__tie_embeddings=True)
     swarm = run.swarm
@@ -54,7 +53,6 @@ def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) ->
     run.assert_equals_reference()
 
 
-@pytest.mark.runs
 def test_a_bfloat16_run_follows_a_bfloat16_process(make_run) -> None:
     run = make_run(
         2, steps=3, training__dtype="bfloat16", training__microbatches_per_step=4,
