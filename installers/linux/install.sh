@@ -55,6 +55,8 @@ main() {
     trap 'code=$?; rm -rf "$scratch" "$environment.new"; exit "$code"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
+    # Python looks for modules where it is started; nobody knows what lies there.
+    cd "$scratch"
     fetch
     build_environment
     put_in_place
@@ -179,7 +181,7 @@ settle_python() {
             "Ubuntu: 'apt-get install python3 python3-venv') or name it with --python"
     fi
     python=$(command -v "$python")
-    "$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    "$python" -I -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$python has no 'venv' module; install it (Debian and Ubuntu:" \
             "'apt-get install python3-venv') and run this again"
     if [ -n "$packages_of" ]; then
@@ -199,11 +201,11 @@ print(*dict.fromkeys(sysconfig.get_path(kind) for kind in ("purelib", "platlib")
 }
 
 is_suitable() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+    "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
 minor_version() {
-    "$1" -c 'import sys; print(*sys.version_info[:2])'
+    "$1" -I -c 'import sys; print(*sys.version_info[:2])'
 }
 
 describe() {

@@ -26,18 +26,19 @@ from installer_kit import PATH, PATIENCE_SECONDS
 BOOT_SECONDS = 60.0
 POLL_SECONDS = 0.05
 
-MASKED = (
-    # They would speak to the kernel that the box shares with this machine, or wait for a network.
-    "systemd-sysctl.service systemd-modules-load.service systemd-binfmt.service "
-    "systemd-udevd.service systemd-udev-trigger.service systemd-remount-fs.service "
-    "systemd-networkd.service systemd-resolved.service systemd-timesyncd.service "
-    "systemd-networkd-wait-online.service NetworkManager-wait-online.service "
-    "ifupdown-wait-online.service networking.service "
-    "systemd-firstboot.service systemd-machine-id-commit.service "
-    "systemd-random-seed.service systemd-journal-flush.service "
-    "proc-sys-fs-binfmt_misc.automount sys-kernel-debug.mount sys-kernel-tracing.mount "
-    "sys-kernel-config.mount sys-fs-fuse-connections.mount dev-hugepages.mount dev-mqueue.mount"
-).split()
+MASKED = """
+    systemd-sysctl.service systemd-modules-load.service systemd-binfmt.service
+    systemd-udevd.service systemd-udev-trigger.service systemd-remount-fs.service
+    systemd-networkd.service systemd-resolved.service systemd-timesyncd.service
+    systemd-networkd-wait-online.service NetworkManager-wait-online.service
+    ifupdown-wait-online.service networking.service
+    systemd-firstboot.service systemd-machine-id-commit.service
+    systemd-random-seed.service systemd-journal-flush.service systemd-tmpfiles-setup.service
+    proc-sys-fs-binfmt_misc.automount sys-kernel-debug.mount sys-kernel-tracing.mount
+    sys-kernel-config.mount sys-fs-fuse-connections.mount dev-hugepages.mount dev-mqueue.mount
+"""
+"""They would speak to the kernel that the box shares with this machine, or wait for a network;
+systemd-tmpfiles-setup would empty /tmp, where what is to be installed may lie."""
 
 BOOT = r"""
 set -eu
@@ -85,7 +86,7 @@ class Box:
     ) -> subprocess.CompletedProcess[str]:
         """As root, or as another user of the box with a session's environment."""
         enter = ["nsenter", "--target", str(self.first_process), "--mount", "--uts", "--ipc",
-                 "--net", "--pid", "--root", "--wd=/"]  # fmt: skip
+                 "--net", "--pid", "--root", "env", "--chdir=/"]  # fmt: skip
         if user is not None:
             enter += ["setpriv", "--reuid", user, "--regid", user, "--init-groups"]
         environment = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": "/root", "PIP_NO_INDEX": "1"}
@@ -116,7 +117,7 @@ def box() -> Iterator[Box]:
     group = _control_group()
     base = tempfile.mkdtemp(prefix="swarmtrain-box-")
     command = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--cgroup", "--ipc",
-               "--uts", "--net", "sh", "-c", BOOT, "boot", base, " ".join(MASKED)]  # fmt: skip
+               "--uts", "--net", "sh", "-c", BOOT, "boot", base, MASKED]  # fmt: skip
     # Inside the group before the namespace is made: its systemd then sees no other group.
     into = ["sh", "-c", 'echo $$ >"$1/cgroup.procs"; shift; exec "$@"', "into", str(group)]
     boot = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The .deb and both kinds of service, installed, used, upgraded and removed under a real systemd."""
+"""The .deb and both kinds of service, installed, used and removed under a real systemd."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def machine(for_sale: Path) -> Iterator[Box]:
         yield made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def packages(for_sale: Path) -> Iterator[list[Path]]:
     """The package, and two upgrades of it, which differ in their version alone."""
     if shutil.which("dpkg-deb") is None:
@@ -121,8 +121,8 @@ def test_the_package_is_installed_used_upgraded_removed_and_purged(
     # Started means: it has said READY=1, or systemd would wait still.
     assert shown(machine, "ActiveState") == "active"
     assert machine.does("systemctl", "is-enabled", UNIT) == "enabled\n"
-    told = {name: shown(machine, name) for name in
-            ("Type", "KillMode", "Nice", "IOSchedulingClass", "TimeoutStopUSec", "User")}  # fmt: skip
+    names = ("Type", "KillMode", "Nice", "IOSchedulingClass", "TimeoutStopUSec", "User")
+    told = {name: shown(machine, name) for name in names}
     assert told == {
         "Type": "notify", "KillMode": "mixed", "Nice": "10", "IOSchedulingClass": "3",
         "TimeoutStopUSec": "1min", "User": "swarmtrain",
