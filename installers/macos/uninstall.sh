@@ -17,7 +17,7 @@ LABEL=org.swarmtrain.client
 main() {
     purge=no
     dry_run=no
-    prefix=$HOME/.local
+    prefix=
     usual_home="$HOME/Library/Application Support/swarmtrain"
     home=${SWARM_CLIENT_HOME:-$usual_home}
     while [ $# -gt 0 ]; do
@@ -39,7 +39,12 @@ main() {
         shift
     done
     [ "$(uname -s)" = Darwin ] || fail "this is not macOS but $(uname -s); use installers/linux"
-    environment=$prefix/share/swarmtrain-program
+    if [ -n "$prefix" ]; then
+        environment=$prefix/share/swarmtrain-program
+    else
+        environment=${XDG_DATA_HOME:-$HOME/.local/share}/swarmtrain-program
+        prefix=$HOME/.local
+    fi
     if [ "$purge" = yes ] && [ "$home" != "$usual_home" ] && [ -d "$home" ] &&
         [ ! -f "$home/identity.key" ]; then
         fail "$home holds no identity.key, so it is not the home of a client; nothing was removed"

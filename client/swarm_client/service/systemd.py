@@ -7,6 +7,7 @@ the manager only where one is there.
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ SYSTEM_USER = "swarmtrain"
 SYSTEM_HOME = Path("/var/lib/swarmtrain")
 """The unit's StateDirectory."""
 SHOW_SECONDS = 10.0
+PLAIN_PATH = re.compile(r"[^'\"\\\\$]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,9 @@ def unit_text(command: Sequence[str], *, system: bool) -> str:
     """The unit as it is shipped, with `command` for its program."""
     name = "swarm-client-system.service" if system else UNIT
     shipped = resources.files("swarm_client.service").joinpath(name).read_text()
+    if not PLAIN_PATH.fullmatch(command[0]):
+        # A unit's first word may have no quotes and knows no $$; all others may and do.
+        command = ("/usr/bin/env", *command)
     begin = f"ExecStart={' '.join(map(spell, command))}"
     lines = [begin if line.startswith("ExecStart=") else line for line in shipped.splitlines()]
     return "\n".join(lines) + "\n"
