@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 LINUX = ROOT / "installers" / "linux"
 PACKAGES = Path(sysconfig.get_path("purelib"))
 NOBODY = 65534
-PATIENCE_SECONDS = 100.0
+PATIENCE_SECONDS = 250.0
+"""An installation takes twenty on a machine that does nothing else."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 SUITABLE = f"""

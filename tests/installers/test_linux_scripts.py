@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from installer_kit import LINUX, PACKAGES, PATIENCE_SECONDS, ROOT, Manager, Person, person, shop
 
-pytestmark = [pytest.mark.installers, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
