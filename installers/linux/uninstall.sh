@@ -6,7 +6,8 @@
 #   sh uninstall.sh --dry-run    says what would be removed, and removes nothing
 #   sh uninstall.sh --help       all options
 #
-# A client that runs is asked to end in order first. What is not there is no error.
+# A client that runs is asked to end in order first. What is not there is no error. Under macOS it
+# does the same with that system's places.
 #
 # Everything is in functions, and the last line calls the first one: half a download does nothing.
 
@@ -14,6 +15,7 @@ set -eu
 
 PROGRAMS="swarm-client swarm-coordinator"
 UNIT=swarm-client.service
+LABEL=org.swarmtrain.client
 
 main() {
     prefix=
@@ -38,9 +40,14 @@ main() {
         esac
         shift
     done
+    system=$(uname -s)
     settle_places
     end_client
-    remove_service
+    if [ "$system" = Darwin ]; then
+        remove_agent
+    else
+        remove_service
+    fi
     remove_program
     if [ "$purge" = yes ]; then
         remove_data
@@ -102,6 +109,12 @@ settle_places() {
         environment=$data/swarmtrain-program
         links=$HOME/.local/bin
     fi
+    if [ "$system" = Darwin ]; then
+        data="$HOME/Library/Application Support"
+        config=$data
+        state=$HOME/Library/Logs
+        cache=$HOME/Library/Caches
+    fi
     usual_home=$data/swarmtrain
     home=$(absolute "${home:-$usual_home}")
     client=$environment/bin/swarm-client
@@ -147,6 +160,15 @@ remove_service() {
         systemctl --user daemon-reload 2>/dev/null || true
         tidy "$config/systemd/user/default.target.wants" "$config/systemd/user" "$config/systemd"
     fi
+}
+
+remove_agent() {
+    agent=$HOME/Library/LaunchAgents/$LABEL.plist
+    [ -e "$agent" ] || return 0
+    if [ "$dry_run" = no ]; then
+        launchctl bootout "gui/$(id -u)/$LABEL" 2>/dev/null || true
+    fi
+    remove "$agent"
 }
 
 remove_program() {
