@@ -7,7 +7,8 @@ PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
 
-.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat fuzz \
+.PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
+        test-installers fuzz \
         check format bench bench-faults bench-net bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction clean
 
@@ -20,6 +21,7 @@ help:
 	@echo "make test-attacks attackers against a run, the dashboard in Chromium (sh tools/install_chromium.sh), other slow tests"
 	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
 	@echo "make test-faults faults on purpose: a table of them, random ones, a stage that is lost"
+	@echo "make test-installers installs, uses and removes it for real; sh tools/install_installer_tools.sh"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
@@ -59,6 +61,10 @@ test-faults: setup-dev
 
 test-nat: setup-dev
 	@$(PY) -m pytest -m nat $(ARGS)
+
+# As root also the .deb and both services, in a throwaway system of their own.
+test-installers: setup-dev
+	@$(PY) -m pytest -m installers $(ARGS)
 
 fuzz: setup-dev
 	@PYTHONPATH=tests $(PY) -m fuzz.run $(ARGS)

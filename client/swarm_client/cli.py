@@ -16,6 +16,7 @@ import platformdirs
 from swarm_client.commands.asking import finish, leave, logs, pause, resume, runs, shutdown, status
 from swarm_client.commands.joining import daemon, join
 from swarm_client.commands.offline import completion, credit, doctor, paths, version
+from swarm_client.commands.service import service
 from swarm_client.commands_config import config
 from swarm_client.commands_ledger import verify_ledger_command
 from swarm_client.expected import expected_error
@@ -35,6 +36,7 @@ swarm-client lends this computer to the training of a large language model.
   swarm-client top                   shows it all on one screen, live
   swarm-client pause --for 2h        leaves the machine to you; `resume` goes on
   swarm-client leave                 hands its work over and stops
+  swarm-client service install       starts it by itself at every login
 An INVITE is a line that begins with swarm1; whoever organises a run gives it to you.
 All commands: swarm-client --help"""
 
@@ -61,7 +63,7 @@ def swarm_client(context: click.Context) -> None:
 
 for _command in (
     join, status, top, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths,
-    daemon, shutdown, completion, version, verify_ledger_command,
+    service, daemon, shutdown, completion, version, verify_ledger_command,
 ):  # fmt: skip
     swarm_client.add_command(_command)
 

@@ -34,6 +34,7 @@ from swarm_client.governor.governor import Governor
 from swarm_client.home import Home
 from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.layers import preferences_path
+from swarm_client.service_notify import Notifier
 from swarm_client.stay import stay
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
@@ -46,6 +47,9 @@ from swarm_shared.manifest import Manifest
 
 LEAVE_SECONDS = 60.0
 """How long a clean leave may take; a step of a large model can be longer, then it is cut off."""
+
+ENDING_SECONDS = LEAVE_SECONDS + 20.0
+"""What the service manager is told: leaving, then ending workers and saving what is known."""
 
 LOG_BYTES = 5 * 2**20
 
@@ -71,14 +75,16 @@ class DaemonOptions:
     """End with the first stay, and let its error end the program."""
 
 
-async def run_daemon(options: DaemonOptions, report: Report) -> None:
+async def run_daemon(
+    options: DaemonOptions, report: Report, notifier: Notifier | None = None
+) -> None:
     """Until somebody ends it. SwarmError when it cannot run, or its stay in the foreground."""
     if options.first is not None:
         Invite.decode(options.first.invite)
     home = Home.at(options.home)
     with home.locked():
         write_log(home)
-        daemon = Daemon(home, report, foreground=options.foreground)
+        daemon = Daemon(home, report, foreground=options.foreground, notifier=notifier)
         logging.getLogger("swarm_client").addHandler(daemon.log_book)
         logging.getLogger("swarm_shared").addHandler(daemon.log_book)
         try:
@@ -97,6 +103,7 @@ class Daemon:
         report: Report,
         *,
         foreground: bool = False,
+        notifier: Notifier | None = None,
         wall_clock: Clock = wall,
         clock: Clock = monotonic,
     ) -> None:
@@ -111,6 +118,7 @@ class Daemon:
         self.governor: Governor | None = None
         self._report = report
         self._foreground = foreground
+        self._notifier = notifier or Notifier()
         self._wall, self._clock = wall_clock, clock
         self._started_at = wall_clock()
         self._book = known_runs.read(home.runs_path)
@@ -151,10 +159,13 @@ class Daemon:
         """One line for people: where this program prints, and for whoever asks for the log."""
         self.log_book.event(text)
         self._report(text)
+        self._notifier.status(text)
 
     async def _serve(self) -> None:
         try:
-            await serve_lines(self.home.socket_path, Service(self).converse)
+            await serve_lines(
+                self.home.socket_path, Service(self).converse, on_listening=self._notifier.ready
+            )
         except StorageError as error:
             if not self._foreground:
                 raise
@@ -220,6 +231,7 @@ class Daemon:
             async for _ in signals:
                 if self._handing_over or not self._can_hand_over():
                     self.event("leaving at once")
+                    self._notifier.stopping(ENDING_SECONDS)
                     self._ending, self._wanted = True, None
                     self._cut_off()
                 else:
@@ -261,6 +273,8 @@ class Daemon:
 
     def _end_with(self, *, ending: bool = False) -> None:
         """End the stay: in order where there is somebody to hand over to."""
+        if ending:
+            self._notifier.stopping(ENDING_SECONDS)
         self._ending = self._ending or ending
         self._wanted = None
         if self._stay is None:

@@ -46,14 +46,22 @@ class LocalLines:
         await self._stream.send_all(to_line(message, max_bytes))
 
 
-async def serve_lines(path: Path, handle: Callable[[LocalLines], Awaitable[None]]) -> None:
+async def serve_lines(
+    path: Path,
+    handle: Callable[[LocalLines], Awaitable[None]],
+    *,
+    on_listening: Callable[[], None] = lambda: None,
+) -> None:
     """Serve conversations at `path` until cancelled. StorageError when there can be no socket.
+
+    `on_listening` is called when whoever connects is heard.
 
     The caller holds the folder's lock: a socket that is there already was left by a program that
     was killed.
     """
     listener = _listen(path)
     try:
+        on_listening()
 
         async def converse(stream: trio.SocketStream) -> None:
             async with stream:

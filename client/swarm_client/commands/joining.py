@@ -134,8 +134,10 @@ def daemon(home: Path | None, idle: bool) -> None:
     import trio
 
     from swarm_client.daemon import DaemonOptions, run_daemon
+    from swarm_client.service_notify import Notifier
 
-    trio.run(run_daemon, DaemonOptions(home, resume=not idle), say)
+    notifier = Notifier.from_environment(os.environ)
+    trio.run(run_daemon, DaemonOptions(home, resume=not idle), say, notifier)
 
 
 def tell_daemon(place: Home, arguments: object) -> None:

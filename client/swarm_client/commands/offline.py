@@ -74,15 +74,21 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
 @json_option
 def paths(home: Path | None, as_json: bool) -> None:
     """Where everything of this program lies, there or not."""
+    import platformdirs
+
+    from swarm_client.preferences.layers import preferences_path
+
     place = Home.where(home)
     found = {
         "home": place.path,
+        "preferences": preferences_path(home),
         "identity": place.identity_path,
         "socket": place.socket_path,
         "runs": place.runs_path,
         "contribution": place.contribution_path,
         "data": place.path / "runs",
         "logs": place.log_folder,
+        "errors": platformdirs.user_log_path("swarmtrain", appauthor=False),
     }
     if as_json:
         print_json({name: str(path) for name, path in found.items()})

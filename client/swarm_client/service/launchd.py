@@ -1,0 +1,52 @@
+"""launchd: the agent of one macOS user, and what installing and removing it takes."""
+
+from __future__ import annotations
+
+import plistlib
+import subprocess
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+from swarm_client.service.steps import Remove, Run, Step, WriteFile
+
+LABEL = "org.swarmtrain.client"
+SHOW_SECONDS = 10.0
+
+
+def agent_path(user_folder: Path) -> Path:
+    return user_folder / "Library" / "LaunchAgents" / f"{LABEL}.plist"
+
+
+def agent_text(command: Sequence[str], log: Path) -> str:
+    """The agent as it is shipped, with `command` for its program and its output in `log`."""
+    shipped = resources.files("swarm_client.service").joinpath(f"{LABEL}.plist").read_bytes()
+    agent = plistlib.loads(shipped)
+    agent["ProgramArguments"] = list(command)
+    agent["StandardOutPath"] = agent["StandardErrorPath"] = str(log)
+    return plistlib.dumps(agent, sort_keys=False).decode()
+
+
+def install(path: Path, text: str, user_id: int) -> tuple[Step, ...]:
+    """Again over an installed one: the new agent holds, and the daemon begins anew."""
+    return (
+        Run(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
+        WriteFile(path, text),
+        Run(("launchctl", "bootstrap", f"gui/{user_id}", str(path))),
+    )
+
+
+def uninstall(path: Path, user_id: int) -> tuple[Step, ...]:
+    return (
+        Run(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
+        Remove(path),
+    )
+
+
+def is_loaded(user_id: int) -> bool:
+    try:
+        words = ("launchctl", "print", f"gui/{user_id}/{LABEL}")
+        done = subprocess.run(words, capture_output=True, timeout=SHOW_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0

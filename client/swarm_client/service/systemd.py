@@ -1,0 +1,127 @@
+"""systemd: the unit of one user or of the machine, and what installing and removing them takes.
+
+A unit is enabled by the link that `systemctl enable` would make: so that installing works, and is
+shown by `--dry-run`, where no manager runs yet (an image being built, a chroot). Commands go to
+the manager only where one is there.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from swarm_client.service.steps import MakeLink, Remove, Run, Step, WriteFile
+
+UNIT = "swarm-client.service"
+SYSTEM_USER = "swarmtrain"
+SYSTEM_HOME = Path("/var/lib/swarmtrain")
+"""The unit's StateDirectory."""
+SHOW_SECONDS = 10.0
+PLAIN_PATH = re.compile(r"[^'\"\\\\$]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one manager's units lie, and how it is asked."""
+
+    folder: Path
+    target: str
+    systemctl: tuple[str, ...]
+
+    @property
+    def unit(self) -> Path:
+        return self.folder / UNIT
+
+    @property
+    def link(self) -> Path:
+        return self.folder / f"{self.target}.wants" / UNIT
+
+
+def user_place(config_folder: Path) -> Place:
+    return Place(config_folder / "systemd" / "user", "default.target", ("systemctl", "--user"))
+
+
+def system_place(root: Path = Path("/etc")) -> Place:
+    return Place(root / "systemd" / "system", "multi-user.target", ("systemctl",))
+
+
+def unit_text(command: Sequence[str], *, system: bool) -> str:
+    """The unit as it is shipped, with `command` for its program."""
+    name = "swarm-client-system.service" if system else UNIT
+    shipped = resources.files("swarm_client.service").joinpath(name).read_text()
+    if not PLAIN_PATH.fullmatch(command[0]):
+        # A unit's first word may have no quotes and knows no $$; all others may and do.
+        command = ("/usr/bin/env", *command)
+    begin = f"ExecStart={' '.join(map(spell, command))}"
+    lines = [begin if line.startswith("ExecStart=") else line for line in shipped.splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def spell(word: str) -> str:
+    """A word as a unit's command line has it: systemd expands %, $ and backslashes."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
+
+
+def install(place: Place, text: str, *, running: bool) -> tuple[Step, ...]:
+    """Again over an installed one: the new unit holds, and the daemon begins anew."""
+    files: tuple[Step, ...] = (WriteFile(place.unit, text), MakeLink(place.link, place.unit))
+    if not running:
+        return files
+    return (
+        *files,
+        Run((*place.systemctl, "daemon-reload")),
+        Run((*place.systemctl, "restart", UNIT)),
+    )
+
+
+def make_system_user(exists: bool) -> tuple[Step, ...]:
+    if exists:
+        return ()
+    words = ("useradd", "--system", "--user-group", "--no-create-home")
+    home = ("--home-dir", str(SYSTEM_HOME), "--shell", "/usr/sbin/nologin")
+    return (Run((*words, *home, SYSTEM_USER)),)
+
+
+def uninstall(place: Place, *, running: bool) -> tuple[Step, ...]:
+    files: tuple[Step, ...] = (Remove(place.link), Remove(place.unit))
+    if not running:
+        return files
+    return (
+        Run((*place.systemctl, "stop", UNIT), may_fail=True),
+        *files,
+        Run((*place.systemctl, "daemon-reload")),
+        # What it failed with is not remembered of a unit that is gone.
+        Run((*place.systemctl, "reset-failed", UNIT), may_fail=True),
+    )
+
+
+def purge_system() -> tuple[Step, ...]:
+    return (Remove(SYSTEM_HOME, whole=True), Run(("userdel", SYSTEM_USER), may_fail=True))
+
+
+def manager_runs(place: Place) -> bool:
+    """Whether somebody answers: `is-system-running` prints a word then, whatever the word."""
+    said = _ask((*place.systemctl, "is-system-running"))
+    return said.strip() not in ("", "offline", "unknown")
+
+
+def shown(place: Place) -> Mapping[str, str]:
+    """The manager's own properties of the unit; empty where nobody answers."""
+    names = ("LoadState", "ActiveState", "SubState", "MainPID", "StatusText")
+    said = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))
+    return dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+
+
+def _ask(words: Sequence[str]) -> str:
+    try:
+        return subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=SHOW_SECONDS, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

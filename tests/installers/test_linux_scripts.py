@@ -1,0 +1,208 @@
+"""The Linux install script and its undoing, carried out for real by an ordinary user."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from installer_kit import LINUX, PACKAGES, PATIENCE_SECONDS, ROOT, Manager, Person, person, shop
+
+pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def for_sale() -> Iterator[Path]:
+    with shop() as place:
+        yield place
+
+
+@pytest.fixture
+def bob() -> Iterator[Person]:
+    with person() as someone:
+        yield someone
+
+
+def the_wheel(folder: Path) -> Path:
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_a_person_installs_uses_upgrades_and_removes_it_and_nothing_is_left(
+    for_sale: Path, bob: Person
+) -> None:
+    wheel = the_wheel(for_sale)
+    options = ("--python", bob.python, "--packages-of", str(PACKAGES))
+    said = bob.does("sh", for_sale / "install.sh", "--from", wheel, *options)
+    client = bob.home / ".local" / "bin" / "swarm-client"
+    assert f"next: {client} join INVITE" in said
+    assert bob.does(client, "version") == "0.1.0\n"
+    # It is the installed one that runs, not this checkout.
+    program = bob.home / ".local" / "share" / "swarmtrain-program"
+    code = "import swarm_client; print(swarm_client.__file__)"
+    assert str(program) in bob.does(program / "bin" / "python", "-P", "-c", code)
+    folders = [Path(path) for path in json.loads(bob.does(client, "paths", "--json")).values()
+               if isinstance(path, str)]  # fmt: skip
+    assert bob.does(client, "credit") == "nothing yet\n"
+    bob.does(client, "config", "set", "cpu_percent", "50")
+    manager = Manager(bob.home / "scratch" / "manager")
+    daemon = bob.starts(client, "daemon", more={"NOTIFY_SOCKET": str(manager.path)})
+    try:
+        manager.hears("READY=1")
+        assert json.loads(bob.does(client, "status", "--json"))["pid"] == daemon.pid
+        bob.does(client, "service", "install", "--no-start")
+        assert json.loads(bob.does(client, "service", "status", "--json"))["enabled"]
+
+        spoilt = bob.home / "scratch" / wheel.name
+        spoilt.write_bytes(wheel.read_bytes()[:-1000])
+        failed = bob.types("sh", for_sale / "install.sh", "--from", spoilt, *options)
+        assert failed.returncode == 1
+        assert "Nothing was changed" in failed.stderr
+        spoilt.unlink()
+        assert bob.does(client, "version") == "0.1.0\n"
+
+        identity = (bob.home / ".local/share/swarmtrain/identity.key").read_bytes()
+        said = bob.does("sh", LINUX / "install.sh", *options)
+        assert "a client runs here" in said
+        assert (bob.home / ".local/share/swarmtrain/identity.key").read_bytes() == identity
+        assert bob.does(client, "config", "get", "cpu_percent") == "50\n"
+
+        before = bob.files()
+        would = bob.does("sh", for_sale / "uninstall.sh", "--dry-run", "--purge")
+        assert "would end the client" in would
+        assert bob.files() == before
+        said = bob.does("sh", for_sale / "uninstall.sh")
+        assert "stays; --purge removes it too" in said
+        manager.hears("STOPPING=1")
+        assert daemon.wait(PATIENCE_SECONDS) == 0
+    finally:
+        daemon.kill()
+        daemon.wait()
+        manager.close()
+    assert not program.exists()
+    assert not client.is_symlink()
+    assert not (bob.home / ".config" / "systemd").exists()
+    assert (bob.home / ".local/share/swarmtrain/identity.key").read_bytes() == identity
+    bob.does("sh", for_sale / "uninstall.sh", "--purge")
+    assert bob.files() == []
+    assert [path for path in folders if path.exists()] == []
+    assert list((bob.home / "scratch").iterdir()) == []
+    # Again: there is nothing, and that is fine.
+    bob.does("sh", for_sale / "uninstall.sh", "--purge")
+
+
+# ---------------------------------------------------------------- before anything is made
+
+
+def refused(bob: Person, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """An error that has changed nothing and left nothing."""
+    before = bob.files()
+    done = bob.types("sh", *words)
+    assert bob.files() == before
+    assert list((bob.home / "scratch").iterdir()) == []
+    return done
+
+
+def test_a_wheel_is_compared_with_the_hashes_that_lie_beside_it(
+    for_sale: Path, bob: Person, tmp_path: Path
+) -> None:
+    wheel = the_wheel(for_sale)
+    script = for_sale / "install.sh"
+    sums = for_sale / "SHA256SUMS"
+    options = ("--python", bob.python, "--from", wheel)
+    try:
+        sums.write_text(f"{'0' * 64}  {wheel.name}\n")
+        done = refused(bob, script, *options)
+        assert done.returncode == 1
+        assert "damaged or not the one that was meant" in done.stderr
+        sums.write_text(f"{'0' * 64}  another.whl\n")
+        done = refused(bob, script, *options)
+        assert done.returncode == 1
+        assert "does not list it" in done.stderr
+    finally:
+        sums.unlink()
+    done = refused(bob, script, *options, "--sha256", "1" * 64)
+    assert done.returncode == 1
+    assert hashlib.sha256(wheel.read_bytes()).hexdigest() in done.stderr
+
+
+def test_half_a_download_of_a_script_does_nothing(bob: Person) -> None:
+    for name, words in (("install.sh", ("--dry-run",)), ("uninstall.sh", ("--dry-run", "--purge"))):
+        text = (LINUX / name).read_text()
+        lines = text.splitlines(keepends=True)
+        assert lines[-1] == 'main "$@"\n'
+        for cut in range(20, len(lines), 25):
+            half = bob.home / "scratch" / name
+            half.write_text("".join(lines[:cut]))
+            assert bob.types("sh", half, *words).stdout == ""
+            half.unlink()
+    assert bob.files() == []
+
+
+def test_a_dry_run_says_what_would_be_done_and_does_nothing(for_sale: Path, bob: Person) -> None:
+    done = refused(
+        bob, for_sale / "install.sh", "--dry-run", "--from", the_wheel(for_sale),
+        "--python", bob.python,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert f"would link {bob.home}/.local/bin/swarm-client" in done.stdout
+
+
+def test_wrong_words_and_missing_things_are_told_in_a_sentence(for_sale: Path, bob: Person) -> None:
+    script = for_sale / "install.sh"
+    wheel = the_wheel(for_sale)
+    for words, code, told in (
+        (("--nonsense",), 2, "there is no option --nonsense"),
+        (("--from",), 2, "--from needs a value"),
+        ((), 2, "say with --from which wheel"),
+        (("--from", "/nowhere.whl"), 1, "there is no /nowhere.whl"),
+        (("--from", bob.home), 1, "holds no pyproject.toml"),
+        (("--from", script), 2, "neither a wheel"),
+        (("--from", "http://example.org/x.whl"), 2, "needs --sha256"),
+        (("--from", wheel, "--python", "/nowhere/python"), 1, "names no program"),
+        (("--from", wheel, "--python", bob.python, "--packages-of", "/nowhere"), 1, "neither"),
+    ):
+        done = refused(bob, script, *words)
+        assert done.returncode == code, done
+        assert told in done.stderr
+
+
+def test_programs_of_somebody_else_are_not_replaced(for_sale: Path, bob: Person) -> None:
+    folder = bob.home / ".local" / "bin"
+    bob.does("mkdir", "-p", folder)
+    bob.does("touch", folder / "swarm-client")
+    done = refused(
+        bob, for_sale / "install.sh", "--from", the_wheel(for_sale), "--python", bob.python
+    )
+    assert done.returncode == 1
+    assert "is not from this script" in done.stderr
+
+
+def test_a_folder_that_is_no_clients_home_is_not_purged(for_sale: Path, bob: Person) -> None:
+    precious = bob.home / "precious"
+    bob.does("mkdir", precious)
+    bob.does("touch", precious / "thesis.txt")
+    script = for_sale / "uninstall.sh"
+    done = refused(bob, script, "--purge", "--home", precious)
+    assert done.returncode == 1
+    assert "is not the home of a client" in done.stderr
+    bob.does("touch", bob.home / "identity.key")
+    done = refused(bob, script, "--purge", "--home", bob.home)
+    assert done.returncode == 1
+    assert "more than a client's home" in done.stderr
+
+
+def test_the_scripts_pass_shellcheck() -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("no shellcheck here: sh tools/install_installer_tools.sh")
+    scripts = [*(ROOT / "installers").rglob("*.sh"), *(ROOT / "tools").glob("*.sh"),
+               *(LINUX / "deb" / name for name in ("postinst", "prerm", "postrm"))]  # fmt: skip
+    done = subprocess.run(
+        [program, *scripts, ROOT / ".ci" / "run"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
