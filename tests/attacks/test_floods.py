@@ -43,7 +43,7 @@ ENDINGS = (Exception,)
 
 MOST_MEGABYTES = 200.0
 """MAX_STRANGERS_PER_ADDRESS × STRANGERS_STREAMS × (a window and a hello's header) is 192 MB."""
-MOST_SECONDS = 10.0
+MOST_SECONDS = 30.0
 """For an honest newcomer, on a machine that the attackers share."""
 
 
