@@ -139,11 +139,10 @@ def faults_markdown(document: Mapping[str, Any]) -> str:
 
 def coordinator_markdown(document: Mapping[str, Any]) -> str:
     """Words of thousands of volunteers at one coordinator."""
-    memory, sockets = document["memory"], document["sockets"]
-    rows = (
-        (f"{memory['volunteers']:,} in memory", memory, memory),
-        (f"{sockets['volunteers']:,} over sockets", sockets, sockets["heartbeats"]),
-    )
+    memory, sockets = document["memory"], document.get("sockets")
+    rows = [(f"{memory['volunteers']:,} in memory", memory, memory)]
+    if sockets is not None:
+        rows.append((f"{sockets['volunteers']:,} over sockets", sockets, sockets["heartbeats"]))
     lines = [
         f"{document['date']}, {document['stages']} stages. How long a word waits until the "
         "coordinator has acted on it (`make bench-coordinator`):",
