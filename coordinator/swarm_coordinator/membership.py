@@ -45,6 +45,10 @@ MOST_SNAPSHOT_HOLDERS = 32
 MAXIMUM_HOLDS = 3
 """Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
 
+GATHER_SECONDS = 2.0
+"""After the first snapshot the others of the same size take about as long. Whoever is told of one
+source only has to do with that one's line."""
+
 ASK_AGAIN_SECONDS = 15.0
 """Holders that have not saved a snapshot by then are asked again, or others are."""
 
@@ -300,12 +304,26 @@ def _from_replicas(run: RunState, peer: PeerState, way: PeerState | Moving, now:
         return
     present = {h.peer: h for h in holders if h.peer in snapshots.ready}
     outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
-    if not present or (outstanding and now - snapshots.asked_at < 2.0):
+    if not present or (outstanding and now < snapshots.first_at + GATHER_SECONDS):
         return
+    if _downloading(run, stage) >= len(present):
+        return  # its turn comes when one of them is done
     # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
     records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
     _assign_from(run, peer, way, "snapshot", records, item, now)
+
+
+def _downloading(run: RunState, stage: StageIndex) -> int:
+    """How many get this stage's state now. A source serves one at a time, on the average: of four
+    that share a thin line nobody may be done before the step is, and all would start over."""
+    count = 0
+    for peer in run.peers.bound_for(stage):
+        way = peer if peer.moving is None else peer.moving
+        begun = way.source_asked and way.version == run.version
+        if begun and (peer.phase is PeerPhase.SYNCING if way is peer else not peer.moving.ready):
+            count += 1
+    return count
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
@@ -317,6 +335,7 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
         and peer.stage == message.stage
     ):
         snapshots.ready[peer.peer] = (message.item, message.bytes, message.sha256)
+        snapshots.first_at = min(snapshots.first_at, now)
         find_sources(run, now)
 
 

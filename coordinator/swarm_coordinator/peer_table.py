@@ -8,6 +8,7 @@ one of the fields changes that the answers depend on: nobody has to remember to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -38,6 +39,8 @@ _RECORDED = frozenset(
 """Fields of a peer that others are told of, besides its rate and whether it leaves."""
 
 
+_MEASURED = frozenset({"flops_per_second", "line_flops_per_second"})
+
 RATE_TOLERANCE = 0.1
 """Others are told of a peer's rate again when it has changed by more than this share."""
 
@@ -66,7 +69,12 @@ class PeerState:
     version: Version = NO_VERSION
     microbatches_per_second: float = 0.0
     flops_per_second: float = 0.0
-    """From the newest rate that it has measured, at whatever stage; 0 until there is one."""
+    """From the newest rate of computing that it has measured, at whatever stage; 0 until there is
+    one."""
+    up_bytes_per_second: float = math.inf
+    """What its line takes; without an end until the line has held it up."""
+    line_flops_per_second: float = math.inf
+    """That as microbatches of the stage where it was told, times the stage's work."""
     queued: int = 0
     leaving: bool = False
     leaving_since: float = 0.0
@@ -107,7 +115,7 @@ class PeerState:
         object.__setattr__(self, name, value)
         if name in _PLACED or name in _INDEXED:
             table.enter(self)
-        elif name == "flops_per_second":
+        elif name in _MEASURED:
             table.measured(self)
         elif (
             name == "microbatches_per_second"
@@ -221,7 +229,11 @@ class PeerTable(dict[PeerId, PeerState]):
         found = self._tallies.get(stage)
         if found is None:
             counted = [p for p in self.bound_for(stage) if not p.leaving and not p.paused]
-            rates = [p.flops_per_second for p in counted if p.flops_per_second > 0]
+            rates = [
+                min(p.flops_per_second, p.line_flops_per_second)
+                for p in counted
+                if p.flops_per_second > 0
+            ]
             found = self._tallies[stage] = StageTally(len(counted), len(rates), sum(rates))
         return found
 

@@ -7,6 +7,7 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 
 from __future__ import annotations
 
+import math
 import heapq
 from collections import Counter
 from collections.abc import Collection, Sequence
@@ -47,13 +48,21 @@ def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
         # Senders are to know before anything else is sent to it.
         peer.paused = message.paused
         run.roster_dirty = True
-    rate = message.microbatches_per_second
-    peer.microbatches_per_second, peer.queued = rate, message.queued
-    if rate > 0 and peer.phase is PeerPhase.READY and peer.stage is not None:
-        told = rate * (run.manifest.stages[peer.stage].work_flops or 1.0)
-        known = peer.flops_per_second or told
-        if (flops_per_second := known + RATE_WEIGHT * (told - known)) != peer.flops_per_second:
-            peer.flops_per_second = flops_per_second
+    computed, peer.queued = message.microbatches_per_second, message.queued
+    peer.up_bytes_per_second = message.up_bytes_per_second or math.inf
+    sent = math.inf
+    if peer.phase is PeerPhase.READY and peer.stage is not None:
+        stage = run.rebalancing.stages[peer.stage]
+        if stage.sent_bytes:
+            sent = peer.up_bytes_per_second / stage.sent_bytes
+        if (line_flops_per_second := sent * stage.work_flops) != peer.line_flops_per_second:
+            peer.line_flops_per_second = line_flops_per_second
+        if computed > 0:
+            told = computed * stage.work_flops
+            known = peer.flops_per_second or told
+            if (flops_per_second := known + RATE_WEIGHT * (told - known)) != peer.flops_per_second:
+                peer.flops_per_second = flops_per_second
+    peer.microbatches_per_second = min(computed, sent)
 
 
 def begin_step(run: RunState, now: float) -> None:

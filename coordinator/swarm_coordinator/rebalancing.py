@@ -57,6 +57,7 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
             work_flops=stage.work_flops or 1.0,
             memory_bytes=stage.memory_bytes,
             state_bytes=sizes.state_bytes,
+            sent_bytes=sizes.sent_bytes,
         )
         for index, (stage, sizes) in enumerate(
             zip(manifest.stages, stage_sizes(manifest), strict=True)
@@ -164,7 +165,11 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         for peer in run.peers.bound_for(StageIndex(stage))
         if not peer.leaving and not peer.paused
     ]
-    told = [peer.flops_per_second for peer, _ in counted if peer.flops_per_second > 0]
+    told = [
+        min(peer.flops_per_second, peer.line_flops_per_second)
+        for peer, _ in counted
+        if peer.flops_per_second > 0
+    ]
     if not told:
         return []
     mean = sum(told) / len(told)
@@ -177,6 +182,7 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
             download_bytes_per_second=peer.download_bytes_per_second or unseen_line,
             may_move=_may_move(run, peer),
             queued=peer.queued,
+            up_bytes_per_second=peer.up_bytes_per_second,
         )
         for peer, stage in counted
     ]

@@ -123,6 +123,8 @@ class Snapshots:
     asked: set[PeerId] = field(default_factory=set)
     ready: dict[PeerId, tuple[str, int, str]] = field(default_factory=dict)
     """peer → (item, bytes, sha256)"""
+    first_at: float = math.inf
+    """When the first of them was ready."""
 
 
 @dataclass(slots=True)

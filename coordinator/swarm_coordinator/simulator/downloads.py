@@ -44,8 +44,11 @@ class Downloads:
         return message.bytes / rate if rate else 30.0
 
     def end(self, message: AssignStage) -> None:
+        """Its last byte is there, or nobody wants the rest. More than once does no harm."""
+        if id(message) not in self._sources:
+            return
         if any(record.peer == self._swarm.coordinator for record in message.holders):
             self._from_coordinator -= 1
-        for holder in self._sources.pop(id(message), ()):
+        for holder in self._sources.pop(id(message)):
             holder.uploads -= 1
             self._swarm.changed(holder)

@@ -184,7 +184,6 @@ class Swarm:
                 self._machines[change.name] = machine
             volunteer = Volunteer(self, change.name, machine, next(self._sessions))
             self.volunteers[peer] = volunteer
-            self._silent.discard(peer)
             volunteer.come()
             self.agenda.later(self.rng.uniform(0, self.beat_seconds) + 10.0, volunteer.beat)
         elif present is not None and change.kind == "leave":
@@ -197,7 +196,7 @@ class Swarm:
         self._silent.add(volunteer.peer)
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
-        volunteer.alive = False
+        volunteer.is_gone()
 
     def _lost(self, volunteer: Volunteer) -> None:
         """The coordinator knows that it is gone."""
@@ -210,9 +209,13 @@ class Swarm:
         """It goes without having taken part, or with the coordinator's consent."""
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
-        volunteer.alive = False
+        volunteer.is_gone()
         if self.volunteers.get(volunteer.peer) is volunteer:
             del self.volunteers[volunteer.peer]
+
+    def attached(self, volunteer: Volunteer) -> None:
+        """Its heart beats in a session of its own from now on, not in one that it had before."""
+        self._silent.discard(volunteer.peer)
 
     def takes_part(self, volunteer: Volunteer) -> bool:
         """Whether the coordinator has taken its word that it holds its stage at this version."""
@@ -253,7 +256,8 @@ class Swarm:
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Send):
             volunteer = self.volunteers.get(command.peer)
-            if volunteer is not None and volunteer.alive:
+            # What is said to a session that it had before reaches nobody.
+            if volunteer is not None and volunteer.alive and volunteer.attached:
                 self._tell(volunteer, command.message)
         elif isinstance(command, Broadcast):
             self._tell_all(command)
@@ -279,7 +283,7 @@ class Swarm:
         if self.plane.FOLLOWS_ROSTERS:
             for peer in command.peers:
                 volunteer = self.volunteers.get(peer)
-                if volunteer is not None and volunteer.alive:
+                if volunteer is not None and volunteer.alive and volunteer.attached:
                     self.plane.roster(volunteer, self.run.published)
 
     def _tell(self, volunteer: Volunteer, message: object) -> None:

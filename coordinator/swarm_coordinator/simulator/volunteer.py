@@ -70,6 +70,7 @@ class Volunteer:
         self.uploads = 0
         """Downloads of others that it serves now."""
         self.noise = 1.0
+        self._seen_up = 0.0
         self._swarm = swarm
         self._assignment: AssignStage | None = None
 
@@ -82,15 +83,17 @@ class Volunteer:
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
         work, line = self._swarm.works[stage], self.hardware
         sizes = self._swarm.sizes[stage]
-        # An activation goes on and a gradient back; what comes in is as large the other way round.
-        back = sizes.input_bytes if stage else 0
-        sent, received = sizes.output_bytes + back, sizes.input_bytes + sizes.output_bytes
+        received = sizes.input_bytes + sizes.output_bytes
         seconds = max(
             work / line.flops_per_second,
-            sent / (uplink * line.up_bytes_per_second),
+            sizes.sent_bytes / (uplink * line.up_bytes_per_second),
             received / line.down_bytes_per_second,
         )
         return 1.0 / seconds
+
+    def _line_is_full(self, stage: StageIndex) -> bool:
+        sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
+        return self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
 
     # ---- coming and going
 
@@ -104,10 +107,15 @@ class Volunteer:
             name=self.peer, wanted_stage=self._swarm.options.wanted_stages.get(self.peer),
         )  # fmt: skip
         self.attached = True
+        self._swarm.attached(self)
         largest = max(size.state_bytes for size in self._swarm.sizes)
         seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
         self._later(seconds, lambda: self._swarm.meter.there(self))
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
+
+    def is_gone(self) -> None:
+        self._begin_anew()
+        self.alive = False
 
     def leave(self) -> None:
         """Say so, and go when the coordinator agrees."""
@@ -124,12 +132,21 @@ class Volunteer:
             return
         swarm = self._swarm
         if self.attached:
-            rate = 0.0
+            rate = up = 0.0
             if self.stage is not None:
-                self.noise = swarm.rng.lognormvariate(0.0, swarm.options.measurement_noise)
-                rate = self.rate_at(self.stage) * self.noise
+                noise = swarm.options.measurement_noise
+                self.noise = swarm.rng.lognormvariate(0.0, noise)
+                rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
+                if self._line_is_full(self.stage):
+                    # Like the client, it knows its line only when that has held it up.
+                    self._seen_up = self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(
+                        0.0, noise
+                    )
+                up = self._seen_up
             queued = swarm.plane.queued(self)
-            self.say(Heartbeat(microbatches_per_second=rate, queued=queued))
+            self.say(
+                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
+            )
         self._later(swarm.beat_seconds, self.beat)
 
     # ---- the coordinator's word
@@ -147,18 +164,23 @@ class Volunteer:
             self._swarm.stops(self)
             self.stage = None
         self.prepared = None
+        self._begin_anew()
         self._assignment = message
         seconds = LOAD_SECONDS
         if message.source == "snapshot":
             seconds += self._swarm.downloads.begin(self, message)
         self._later(seconds, lambda: self._got(message))
 
+    def _begin_anew(self) -> None:
+        """What it was downloading is not wanted any more, or is there: its sources are free."""
+        if self._assignment is not None:
+            self._swarm.downloads.end(self._assignment)
+        self._assignment = None
+
     def _got(self, message: AssignStage) -> None:
-        if message.source == "snapshot":
-            self._swarm.downloads.end(message)
         if self._assignment is not message:
             return
-        self._assignment = None
+        self._begin_anew()
         if message.prepare:
             if self.version == message.version:
                 self.prepared = message.stage
@@ -185,7 +207,7 @@ class Volunteer:
         self.version = Version(step)
         self.prepared = None
         if self._assignment is not None and self._assignment.prepare:
-            self._assignment = None
+            self._begin_anew()
 
     # ---- words
 

@@ -68,7 +68,10 @@ class StageRequest(FrozenModel):
 class Heartbeat(FrozenModel):
     kind: Literal["heartbeat"] = "heartbeat"
     microbatches_per_second: Rate
+    """What it computes; sending them may take longer."""
     queued: Count
+    up_bytes_per_second: Rate = 0.0
+    """What its line takes; 0 when the line has not held it up lately."""
     links: tuple[LinkBytes, ...] = Field(default=(), max_length=4096)
     paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
     paused: bool = False

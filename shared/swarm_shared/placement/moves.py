@@ -33,7 +33,7 @@ by then; fewer than one would miss what only helps when all stages that tie are 
 MOST_MOVES_AHEAD = 256
 
 EQUALS_COMPARED = 16
-"""Of peers equally fast so many are compared by memory and download."""
+"""Of peers equally fast so many are compared by memory, line and download."""
 
 NOISE = 1e-9
 """Relative; sums of the same rates in another order differ by less."""
@@ -50,7 +50,7 @@ class MovePolicy:
     """Gains count for so long: by then the fleet has changed, and another peer would have moved."""
     margin: float = 2.0
     """So many times its cost must a plan gain."""
-    minimum_gain: float = 0.005
+    minimum_gain: float = 0.03
     """Relative; less is not worth anybody's trouble."""
     rate_noise: float = 0.03
     """Relative error of one peer's measured rate. What a stage makes is known better, the more
@@ -241,15 +241,15 @@ def _plan(
         if found is None:
             break
         source, peer, back = found
-        gained = peer.flops_per_second - (back.flops_per_second if back is not None else 0.0)
+        here, there = stages[source], stages[thinnest]
+        rates[source] -= peer.rate_at(here) - (back.rate_at(here) if back is not None else 0.0)
+        rates[thinnest] += peer.rate_at(there) - (back.rate_at(there) if back is not None else 0.0)
         pools.take(source, peer)
         if back is None:
             counts[source] -= 1
             counts[thinnest] += 1
         else:
             pools.take(thinnest, back)
-        rates[source] -= gained / stages[source].work_flops
-        rates[thinnest] += gained / stages[thinnest].work_flops
         steps.append(_Step(peer, source, thinnest, min(rates), back))
     return steps
 
@@ -305,11 +305,11 @@ def _best_exchange(
             if back.memory_bytes < both_bytes or back.download_bytes_per_second < line:
                 continue
             for peer in pools.nearest(
-                source, back.flops_per_second + ideal, both_bytes, line, compared=1
+                source, back.speed_at(there) + ideal, both_bytes, line, compared=1
             ):
-                gained = peer.flops_per_second - back.flops_per_second
                 level = min(
-                    low + gained / there.work_flops, rates[source] - gained / here.work_flops
+                    low + peer.rate_at(there) - back.rate_at(there),
+                    rates[source] - peer.rate_at(here) + back.rate_at(here),
                 )
                 if level > (enough if best is None else best[0]):
                     best = level, source, peer, back
@@ -333,20 +333,24 @@ def _sources(
 
 
 class _Pools:
-    """The peers that may move, of each stage by speed."""
+    """The peers that may move, of each stage by what they add to it."""
 
     def __init__(self, stages: Sequence[StageLoad], peers: Sequence[PeerLoad]) -> None:
+        self._stages = stages
         self._peers: list[list[PeerLoad]] = [[] for _ in stages]
         for peer in peers:
             if peer.may_move and peer.flops_per_second > 0:
                 self._peers[peer.stage].append(peer)
-        for pool in self._peers:
-            pool.sort(key=lambda peer: (peer.flops_per_second, peer.peer))
-        self._speeds = [[peer.flops_per_second for peer in pool] for pool in self._peers]
+        for stage, pool in zip(stages, self._peers, strict=True):
+            pool.sort(key=lambda peer, stage=stage: (peer.speed_at(stage), peer.peer))
+        self._speeds = [
+            [peer.speed_at(stage) for peer in pool]
+            for stage, pool in zip(stages, self._peers, strict=True)
+        ]
 
     def take(self, stage: int, peer: PeerLoad) -> None:
         speeds, pool = self._speeds[stage], self._peers[stage]
-        at = bisect_left(speeds, peer.flops_per_second)
+        at = bisect_left(speeds, peer.speed_at(self._stages[stage]))
         while pool[at].peer != peer.peer:
             at += 1
         del speeds[at], pool[at]
@@ -373,15 +377,15 @@ class _Pools:
     def _equals(
         self, stage: int, places: range, memory_bytes: int, line: float, compared: int
     ) -> Iterator[PeerLoad]:
-        pool = self._peers[stage]
+        pool, speeds = self._peers[stage], self._speeds[stage]
         fitting: float | None = None
         found = 0
         for place in places:
             peer = pool[place]
-            if fitting is not None and peer.flops_per_second != fitting:
+            if fitting is not None and speeds[place] != fitting:
                 return
             if peer.memory_bytes >= memory_bytes and peer.download_bytes_per_second >= line:
-                fitting = peer.flops_per_second
+                fitting = speeds[place]
                 found += 1
                 yield peer
                 if found == compared:
@@ -406,7 +410,7 @@ def _best_beginning(
     for peer in peers:
         counts[peer.stage] += 1
     now_rate = min(rates)
-    least_gain = max(policy.minimum_gain, 3 * policy.rate_noise * _error(peers, rates))
+    least_gain = max(policy.minimum_gain, 3 * policy.rate_noise * _error(stages, peers, rates))
     best: tuple[float, int, float, float] | None = None
     cost, longest, rounds = 0.0, 0.0, [0] * len(stages)
     for number, step in enumerate(steps, start=1):
@@ -433,10 +437,12 @@ def _best_beginning(
     return steps[:number], planned_rate, payback
 
 
-def _error(peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
+def _error(
+    stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]
+) -> float:
     """Relative error of the thinnest stage's rate, when that of each of its peers' is 1."""
     thinnest = min(range(len(rates)), key=rates.__getitem__)
-    speeds = [peer.flops_per_second for peer in peers if peer.stage == thinnest]
+    speeds = [peer.rate_at(stages[thinnest]) for peer in peers if peer.stage == thinnest]
     total = math.fsum(speeds)
     return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0
 

@@ -19,6 +19,8 @@ class StageSizes:
     """What one microbatch brings in: token ids or the activation of the stage before."""
     output_bytes: int
     """What it sends on, and gets the gradient of; 0 at the last stage."""
+    sent_bytes: int
+    """For one microbatch: its activation to the next stage, and a gradient to the one before."""
 
     @property
     def state_bytes(self) -> int:
@@ -59,6 +61,7 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
                 parameters=parameters,
                 input_bytes=boundary if index else tokens * FLOAT_BYTES,
                 output_bytes=boundary if index < last else 0,
+                sent_bytes=boundary * ((index < last) + (index > 0)),
             )
         )
     return tuple(sizes)
