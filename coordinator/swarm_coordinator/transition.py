@@ -31,6 +31,7 @@ from swarm_coordinator import (
     rebalancing,
     recovery,
     roster,
+    syncing,
 )
 from swarm_coordinator.events import (
     CertificateIssued,
@@ -226,14 +227,14 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Applied):
         closing.applied(run, peer, message, now)
     elif isinstance(message, Ready):
-        membership.ready(run, peer, message, now)
+        syncing.ready(run, peer, message, now)
     elif isinstance(message, NotFinite):
         membership.not_finite(run, peer, message, now)
     elif isinstance(message, SyncFailed):
-        membership.sync_failed(run, peer, message, now)
+        syncing.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
         checkpointing.snapshot_ready(run, peer, message)
-        membership.snapshot_ready(run, peer, message, now)
+        syncing.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
         pending = run.pending_checkpoint
         if pending is not None and pending.holders.get(message.stage) == peer.peer:
@@ -264,7 +265,7 @@ def _advance(run: RunState, now: float) -> None:
     if run.peers.movers:
         rebalancing.look_after(run, now)
     rebalancing.consider(run, now)
-    membership.find_sources(run, now)
+    syncing.find_sources(run, now)
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         leaving.release_leavers(run, now)
     elif run.phase in (RunPhase.CLOSING, RunPhase.APPLYING):
