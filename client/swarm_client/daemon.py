@@ -191,7 +191,8 @@ class Daemon:
                     join, invite, self.home, self.identity, self._contribution, self.event,
                     lambda volunteer, governor: self._begun(volunteer, governor, join),
                 )  # fmt: skip
-                finished = begun.finished and not begun.leaving
+                attachment = begun.attachment
+                finished = attachment.finished and not attachment.leaving
         except BaseException as error:
             expected = expected_error(error)
             if expected is None or self._foreground:
@@ -269,7 +270,7 @@ class Daemon:
     # ---- ends of a stay
 
     def _can_hand_over(self) -> bool:
-        return self.volunteer is not None and self.volunteer.session is not None
+        return self.volunteer is not None and self.volunteer.attachment.session is not None
 
     def _end_with(self, *, ending: bool = False) -> None:
         """End the stay: in order where there is somebody to hand over to."""

@@ -10,7 +10,9 @@ import base64
 import binascii
 import logging
 import time
+from collections.abc import Callable
 
+import trio
 from pydantic import Field
 
 from swarm_client.averaging.supervisor import AveragingWorker
@@ -26,7 +28,9 @@ log = logging.getLogger(__name__)
 
 DIRECTORY_DOMAIN = "swarmtrain-directory-1"
 RECORD_SECONDS = 120.0
-"""Published anew every few ten seconds; a peer that is gone is forgotten in two minutes."""
+"""A peer that is gone is forgotten in two minutes."""
+PUBLISH_SECONDS = 20.0
+"""How often this peer's record is renewed."""
 MAX_RECORD_BYTES = 32 * 1024
 
 
@@ -51,6 +55,22 @@ class Directory:
         """Use these p2pd addresses (…/p2p/ID) to enter at the next occasion."""
         if addresses:
             self._entrances = addresses
+
+    async def run(
+        self,
+        own_record: Callable[[], PeerRecord | None],
+        is_alone: Callable[[], bool],
+        found: Callable[[PeerRecord], None],
+    ) -> None:
+        """Publish this peer while it has a record; look for others while nobody else tells."""
+        while True:
+            record = own_record()
+            if record is not None:
+                await self.publish(record)
+                if is_alone():
+                    for other in await self.lookup():
+                        found(other)
+            await trio.sleep(PUBLISH_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
         if not self._worker.available:

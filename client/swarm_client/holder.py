@@ -189,7 +189,7 @@ class Holder:
             pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
             volunteer.report(f"{died}; joining again in {pause:.0f} s")
             await trio.sleep(pause)
-            volunteer.restart_session()
+            volunteer.attachment.restart()
 
     async def _live(self, stay: _Stay) -> WorkerDied | None:
         """Hold the assigned stage, and again when it is assigned anew, until its worker dies."""
@@ -284,11 +284,13 @@ class Holder:
         assert stay.nursery is not None
         self.holding, self.next_stage = holding, None
         if not holding.is_last:
-            self.next_stage = volunteer.downstream(StageIndex(holding.stage + 1), stay.nursery)
+            self.next_stage = volunteer.stage_links.downstream(
+                StageIndex(holding.stage + 1), stay.nursery
+            )
         stay.next_stage = self.next_stage
         self._rounds = MovingRounds(
             holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied, volunteer.restart_session, self.prepared,
+            self._save_snapshot, self._applied, volunteer.attachment.restart, self.prepared,
             self._switch, self._outdated,
         )  # fmt: skip
         stay.nursery.start_soon(self._run_rounds, self._rounds)

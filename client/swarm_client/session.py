@@ -14,7 +14,9 @@ import trio
 from swarm_shared.errors import (
     AdmissionError,
     CapacityError,
+    LinkClosed,
     ProtocolError,
+    SwarmError,
     VersionError,
 )
 from swarm_shared.invite import Invite
@@ -110,3 +112,17 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Sess
 
 def refusal(message: Refused) -> Exception:
     return REFUSALS[message.code](message.reason)
+
+
+def telling_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
+    """The telling error of a group: a closed link is mostly the echo of another one."""
+    leaves: list[SwarmError] = []
+    queue: list[BaseException] = [group]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue.extend(error.exceptions)
+        elif isinstance(error, SwarmError):
+            leaves.append(error)
+    telling = [error for error in leaves if not isinstance(error, LinkClosed)]
+    return (telling or leaves)[0]

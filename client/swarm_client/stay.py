@@ -27,7 +27,8 @@ from swarm_client.port_mapping import PortMapper
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
-from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_client.volunteer import Volunteer
+from swarm_client.volunteer_options import VolunteerOptions
 from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
@@ -87,7 +88,7 @@ async def stay(
         nursery.start_soon(volunteer.traversal.run)
         nursery.start_soon(averager.run)
         nursery.start_soon(watch_reachability, node, invite, volunteer)
-        await volunteer.stay_attached()
+        await volunteer.attachment.stay()
         nursery.cancel_scope.cancel()
     return volunteer
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarm_coordinator import membership, progress, rebalancing
+from swarm_coordinator import membership, progress, rebalancing, syncing
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
@@ -333,7 +333,7 @@ def finish_when_applied(run: RunState, now: float) -> None:
     run.prints.clear()
     for stage, of_stage in sorted(prints.items()):
         _compare_replicas(run, stage, of_stage, now)
-    membership.version_changed(run, now)
+    syncing.version_changed(run, now)
     for peer in list(run.peers.values()):
         if peer.phase is PeerPhase.READY and peer.version != run.version:
             # It attached in the middle of the close, sat it out, or did not apply in time.

@@ -1,64 +1,29 @@
-"""Who takes part and with which stage: attaching, losing, assigning, syncing, leaving.
+"""Who takes part and with which stage: attaching, losing, assigning, leaving.
 
 Part of the pure core: changes a RunState and queues commands, does no I/O.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Literal
-
-from swarm_coordinator import progress, roster
+from swarm_coordinator import progress, roster, syncing
 from swarm_coordinator.events import CloseSession, PeerAttached
 from swarm_coordinator.state import (
-    Moving,
     PeerPhase,
     PeerState,
     RunPhase,
     RunState,
-    Snapshots,
     display,
 )
 from swarm_shared.errors import CapacityError
 from swarm_shared.messages import (
     Apply,
-    AssignStage,
     Goodbye,
     NotFinite,
-    PeerRecord,
-    Ready,
     Refused,
-    SaveSnapshot,
-    SnapshotReady,
-    SyncFailed,
     Welcome,
 )
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.types import Generation, PeerId, StageIndex, Version
-
-SNAPSHOT_HOLDERS = 3
-"""Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
-
-MOST_SNAPSHOT_HOLDERS = 32
-"""When many want the same stage, there are as many holders as of them, up to so many."""
-
-MAXIMUM_HOLDS = 3
-"""Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
-
-GATHER_SECONDS = 2.0
-"""After the first snapshot the others of the same size take about as long. Whoever is told of one
-source only has to do with that one's line."""
-
-ASK_AGAIN_SECONDS = 15.0
-"""Holders that have not saved a snapshot by then are asked again, or others are."""
-
-SYNC_RETRY_SECONDS = 1.0
-
-TELLING_BYTES = 1_000_000
-"""Downloads below this say more about waiting than about the line."""
-
-JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
-"""Phases in which parameters stand still, so that a download can end in time."""
 
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:
@@ -142,7 +107,7 @@ def _send_missed_apply(
     assert stage is not None
     peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
     peer.source_asked, peer.catching_up = True, last.step
-    _hold(run, peer, now)
+    syncing.hold(run, peer, now)
     run.send(
         peer.peer,
         Apply(
@@ -201,242 +166,17 @@ def refuse(run: RunState, peer: PeerState, reason: str) -> None:
 def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
     """Give a stage to a peer, and tell it where to get it from if that is known already."""
     give(run, peer, stage, reason, now)
-    find_sources(run, now)
+    syncing.find_sources(run, now)
 
 
 def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
-    """The stage is the peer's; where its state comes from is settled by `find_sources`."""
+    """The stage is the peer's; where its state comes from is settled by `syncing`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
     peer.source_asked, peer.catching_up, peer.holds = False, None, 0
     peer.moving = None
     peer.early_receipts.clear()
-    _hold(run, peer, now)
+    syncing.hold(run, peer, now)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
-
-
-def _hold(run: RunState, way: PeerState | Moving, now: float) -> None:
-    """Let the close wait for this newcomer, a few times at most: it may never manage."""
-    way.holds += 1
-    if way.holds <= MAXIMUM_HOLDS:
-        way.hold_until = now + run.manifest.limits.join_hold_seconds
-
-
-def find_sources(run: RunState, now: float) -> None:
-    """Tell all who are to get a stage where to get it from, as soon as that is known."""
-    for peer in list(run.peers.unsourced.values()):
-        _find_source(run, peer, peer, now)
-    for peer in run.peers.movers.values():
-        moving = peer.moving
-        if moving is not None and not moving.gap and not moving.source_asked:
-            _find_source(run, peer, moving, now)
-
-
-def _find_source(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> None:
-    """`way` is the peer itself, for the stage that is its own, or its way to another one."""
-    if now < way.ask_not_before:
-        return
-    if run.version == 0:
-        _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, way, now) and run.phase in JOINING_PHASES:
-        _from_replicas(run, peer, way, now)
-
-
-def _assign_from(
-    run: RunState,
-    peer: PeerState,
-    way: PeerState | Moving,
-    source: Literal["fresh", "snapshot"],
-    holders: tuple[PeerRecord, ...],
-    item: tuple[str, int, str],
-    now: float,
-) -> None:
-    assert way.stage is not None
-    way.source_asked, way.version, way.asked_at = True, run.version, now
-    if way is not peer:
-        run.rebalancing.bytes_moved += item[1]
-    run.send(
-        peer.peer,
-        AssignStage(
-            stage=way.stage,
-            version=run.version,
-            source=source,
-            item=item[0],
-            bytes=item[1],
-            sha256=item[2],
-            holders=holders,
-            prepare=way is not peer,
-        ),
-    )
-
-
-def _from_checkpoint(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> bool:
-    checkpoint = run.checkpoint
-    if checkpoint is None or checkpoint.version != run.version:
-        return False
-    stored = next((s for s in checkpoint.stages if s.stage == way.stage), None)
-    if stored is None:
-        return False
-    item = (stored.item, stored.bytes, stored.sha256)
-    _assign_from(run, peer, way, "snapshot", (run.coordinator,), item, now)
-    return True
-
-
-def _from_replicas(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> None:
-    stage = way.stage
-    assert stage is not None
-    holders = [p for p in run.ready_peers(stage) if p is not peer]
-    if not holders:
-        return
-    snapshots = run.snapshots.get(stage)
-    if (
-        snapshots is None
-        or snapshots.version != run.version
-        or not (snapshots.asked & {p.peer for p in holders})
-        or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
-    ):
-        snapshots = run.snapshots[stage] = Snapshots(run.version, now)
-        waiting = sum(
-            p.phase is PeerPhase.SYNCING or p.moving is not None for p in run.peers.bound_for(stage)
-        )
-        for holder in holders[: min(MOST_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
-            snapshots.asked.add(holder.peer)
-            run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
-        return
-    present = {h.peer: h for h in holders if h.peer in snapshots.ready}
-    outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
-    if not present or (outstanding and now < snapshots.first_at + GATHER_SECONDS):
-        return
-    if _downloading(run, stage) >= len(present):
-        return  # its turn comes when one of them is done
-    # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
-    item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
-    records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
-    _assign_from(run, peer, way, "snapshot", records, item, now)
-
-
-def _downloading(run: RunState, stage: StageIndex) -> int:
-    """How many get this stage's state now. A source serves one at a time, on the average: of four
-    that share a thin line nobody may be done before the step is, and all would start over."""
-    count = 0
-    for peer in run.peers.bound_for(stage):
-        way = peer if peer.moving is None else peer.moving
-        begun = way.source_asked and way.version == run.version
-        if begun and (peer.phase is PeerPhase.SYNCING if way is peer else not peer.moving.ready):
-            count += 1
-    return count
-
-
-def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
-    snapshots = run.snapshots.get(message.stage)
-    if (
-        snapshots is not None
-        and snapshots.version == message.version == run.version
-        and peer.peer in snapshots.asked
-        and peer.stage == message.stage
-    ):
-        snapshots.ready[peer.peer] = (message.item, message.bytes, message.sha256)
-        snapshots.first_at = min(snapshots.first_at, now)
-        find_sources(run, now)
-
-
-def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
-    """Whether a newcomer holds something else than the stage's holders do, after all checks."""
-    known = run.prints.get(message.stage)
-    if known is None or message.version != run.version or message.digest in known:
-        return False
-    run.mark(peer, f"what it holds of stage {message.stage} is not what the others hold")
-    return True
-
-
-def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
-    """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
-    stage, version = message.stage, message.version
-    moving = peer.moving
-    if moving is not None and moving.stage == stage and _prepared(moving, version):
-        if _differs(run, peer, message):
-            start_over(run, moving, now)
-            moving.ask_not_before = now + SYNC_RETRY_SECONDS
-        elif version == run.version and run.phase in JOINING_PHASES:
-            _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
-            moving.ready = True
-        else:
-            start_over(run, moving, now)
-        return
-    if peer.stage != stage or not _awaited(peer, version):
-        return
-    if version != run.version or run.phase not in JOINING_PHASES:
-        peer.source_asked = False
-        _hold(run, peer, now)
-        find_sources(run, now)
-        return
-    if _differs(run, peer, message):
-        peer.source_asked = False
-        peer.ask_not_before = now + SYNC_RETRY_SECONDS
-        run.snapshots.pop(stage, None)
-        return
-    if version > 0:
-        _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
-    peer.phase = PeerPhase.READY
-    run.on_branch.add(peer.peer)
-    run.roster_dirty = True
-    run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
-
-
-def version_changed(run: RunState, now: float) -> None:
-    """What is being downloaded is of the version before: all start over at once, with most of the
-    new version's time before them."""
-    for peer in run.peers.syncing.values():
-        if peer.source_asked and peer.catching_up is None and peer.version != run.version:
-            peer.source_asked = False
-            _hold(run, peer, now)
-    for peer in run.peers.movers.values():
-        if peer.moving is not None and peer.moving.source_asked:
-            start_over(run, peer.moving, now)
-
-
-def _prepared(moving: Moving, version: Version) -> bool:
-    """Whether this is the answer to the latest word on where to get the next stage from."""
-    return moving.source_asked and not moving.ready and moving.version == version
-
-
-def start_over(run: RunState, moving: Moving, now: float) -> None:
-    """The run has gone on to another version: the next stage's state is to be had anew."""
-    moving.source_asked = moving.ready = False
-    _hold(run, moving, now)
-
-
-def _note_download(peer: PeerState, way: PeerState | Moving, state_bytes: int, now: float) -> None:
-    """How fast a stage's state came, all in all: what the next one will take follows from it."""
-    if state_bytes >= TELLING_BYTES and now > way.asked_at:
-        peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
-
-
-def _awaited(peer: PeerState, version: Version) -> bool:
-    """Whether this is the answer to the latest assignment, not to one that was taken back."""
-    return (
-        peer.phase is PeerPhase.SYNCING
-        and peer.source_asked
-        and peer.catching_up is None
-        and peer.version == version
-    )
-
-
-def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
-    """Another source is named, after a pause: most causes take a moment to pass."""
-    moving = peer.moving
-    if moving is not None and moving.stage == message.stage:
-        if _prepared(moving, message.version):
-            run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-            start_over(run, moving, now)
-            moving.ask_not_before = now + SYNC_RETRY_SECONDS
-            run.snapshots.pop(message.stage, None)
-        return
-    if peer.stage != message.stage or not _awaited(peer, message.version):
-        return
-    run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-    peer.source_asked = False
-    peer.ask_not_before = now + SYNC_RETRY_SECONDS
-    run.snapshots.pop(message.stage, None)
 
 
 def remove(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from swarm_coordinator.contributions import Contribution
 from swarm_coordinator.events import AppliedStep
+from swarm_coordinator.run_status import waiting_for
 from swarm_coordinator.state import RunState
-from swarm_coordinator.transition import waiting_for
 from swarm_shared.credit import work_shares
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import NewsRow, RunNews

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swarm_coordinator import membership
+from swarm_coordinator import membership, syncing
 from swarm_coordinator.moving import (
     DecisionNote,
     Moving,
@@ -225,7 +225,7 @@ def look_after(run: RunState, now: float) -> None:
             drop(run, peer, "it has lost the stage that it held")
         elif run.step is not None and peer.peer in run.step.excluded:
             drop(run, peer, "it sits this step out")
-        elif moving.holds > membership.MAXIMUM_HOLDS:
+        elif moving.holds > syncing.MAXIMUM_HOLDS:
             # Not even so fast, then; it is not asked again before it has shown that it is faster.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
             peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)

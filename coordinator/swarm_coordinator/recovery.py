@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from swarm_coordinator import membership
+from swarm_coordinator import membership, syncing
 from swarm_coordinator.events import Persist, RolledBack
 from swarm_coordinator.state import PeerState, RunPhase, RunState
 from swarm_shared.types import StageIndex, Version
@@ -108,4 +108,4 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     for peer in list(run.peers.values()):
         if peer.stage is not None:
             membership.give(run, peer, peer.stage, "back to the checkpoint", now)
-    membership.find_sources(run, now)
+    syncing.find_sources(run, now)

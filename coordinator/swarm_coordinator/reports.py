@@ -32,7 +32,7 @@ class Reports:
             self._unsaved.add(reporter)
 
     def links(self) -> Links:
-        return {**self._links, self._node.peer_id: own_links(self._node)}
+        return {**self._links, self._node.peer_id: self._node.link_bytes()}
 
     def paths(self, attached: Container[PeerId]) -> Paths:
         """Of those that are attached: whoever is not has no paths, and is forgotten."""
@@ -44,17 +44,3 @@ class Reports:
         links, unsaved = self.links(), {self._node.peer_id, *self._unsaved}
         self._unsaved.clear()
         return links if everything else {peer: links[peer] for peer in unsaved}
-
-
-def own_links(node: Node) -> tuple[LinkBytes, ...]:
-    """The coordinator's own counts, in the form in which clients report theirs."""
-    totals: dict[tuple[PeerId, str], dict[str, int]] = {}
-    for link in node.traffic():
-        totals.setdefault((link.remote, link.protocol), {})[link.direction] = link.bytes
-    return tuple(
-        LinkBytes(
-            remote=remote, protocol=protocol, sent=counts.get("sent", 0),
-            received=counts.get("received", 0),
-        )
-        for (remote, protocol), counts in totals.items()
-    )  # fmt: skip

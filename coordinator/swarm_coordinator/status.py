@@ -17,8 +17,8 @@ from typing import Any
 
 import anyio.to_thread
 
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunState
-from swarm_coordinator.transition import status_of
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.clock import Clock
 from swarm_shared.errors import StorageError

@@ -31,6 +31,7 @@ from swarm_coordinator import (
     rebalancing,
     recovery,
     roster,
+    syncing,
 )
 from swarm_coordinator.events import (
     CertificateIssued,
@@ -56,6 +57,7 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.moving import RebalancingSettings
+from swarm_coordinator.run_status import paused_reason
 from swarm_coordinator.state import PeerState, RunPhase, RunState, display
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -73,7 +75,7 @@ from swarm_shared.messages import (
     SyncFailed,
     Whereabouts,
 )
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.types import PeerId, StageIndex
 
 STOP_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
@@ -226,14 +228,14 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, Applied):
         closing.applied(run, peer, message, now)
     elif isinstance(message, Ready):
-        membership.ready(run, peer, message, now)
+        syncing.ready(run, peer, message, now)
     elif isinstance(message, NotFinite):
         membership.not_finite(run, peer, message, now)
     elif isinstance(message, SyncFailed):
-        membership.sync_failed(run, peer, message, now)
+        syncing.sync_failed(run, peer, message, now)
     elif isinstance(message, SnapshotReady):
         checkpointing.snapshot_ready(run, peer, message)
-        membership.snapshot_ready(run, peer, message, now)
+        syncing.snapshot_ready(run, peer, message, now)
     elif isinstance(message, SnapshotFailed):
         pending = run.pending_checkpoint
         if pending is not None and pending.holders.get(message.stage) == peer.peer:
@@ -264,7 +266,7 @@ def _advance(run: RunState, now: float) -> None:
     if run.peers.movers:
         rebalancing.look_after(run, now)
     rebalancing.consider(run, now)
-    membership.find_sources(run, now)
+    syncing.find_sources(run, now)
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         leaving.release_leavers(run, now)
     elif run.phase in (RunPhase.CLOSING, RunPhase.APPLYING):
@@ -328,7 +330,7 @@ def _next(run: RunState, now: float) -> None:
     elif short_of or not run.staffed():
         names = ", ".join(str(s) for s in short_of)
         run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
-        if paused := _paused(run):
+        if paused := paused_reason(run):
             run.waiting_reason = paused
     elif leaving.must_wait(run):
         run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
@@ -390,82 +392,3 @@ def _stop(run: RunState, now: float) -> None:
         run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
     run.note(f"stopped after step {run.version}")
     run.commands.append(Stopped())
-
-
-def status_of(run: RunState, now: float) -> dict[str, object]:
-    """What `status` shows: plain JSON values only."""
-    step = run.step
-    done = len(step.table) if step is not None else 0
-    last = run.last_applied
-    return {
-        "run": run.manifest.name,
-        "phase": run.phase.value,
-        "waiting_for": waiting_for(run),
-        "generation": run.generation,
-        "version": run.version,
-        "steps": run.manifest.training.steps,
-        "step": step.step if step is not None else Step(run.version),
-        "cells_done": done,
-        "cells_total": run.manifest.training.microbatches_per_step * run.manifest.stage_count,
-        "loss": last.loss if last is not None else None,
-        "tokens_per_second": last.tokens / last.seconds if last and last.seconds > 0 else None,
-        "heldout_loss": run.heldout_loss,
-        "work": {
-            "counted": run.work.counted,
-            "duplicated": run.work.duplicated,
-            "cleared": run.work.cleared,
-        },
-        "checkpoint_version": run.checkpoint.version if run.checkpoint else None,
-        "uptime_seconds": now - run.started_at,
-        "healthy": all(run.ready_peers(stage) for stage in run.stage_indices),
-        "stages": [
-            {
-                "stage": row.stage,
-                "peers": len(run.ready_peers(row.stage)),
-                "microbatches_per_second": row.microbatches_per_second,
-            }
-            for row in run.stage_rows()
-        ],
-        "rebalancing": rebalancing.told(run, now),
-        "peers": [
-            {
-                "peer": peer.peer,
-                "name": peer.name,
-                "stage": peer.stage,
-                "phase": peer.phase.value,
-                "version": peer.version,
-                "leaving": peer.leaving,
-                "paused": peer.paused,
-                "device": peer.device,
-                "reachability": peer.reachability.value,
-                "offers_relay": peer.offers_relay,
-                "microbatches_per_second": peer.microbatches_per_second,
-                "queued": peer.queued,
-                "silent_seconds": round(now - peer.last_heard, 1),
-                **_mark_of(run, peer),
-            }
-            for peer in run.peers.values()
-        ],
-    }
-
-
-def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
-    mark = run.marks.get(peer.peer)
-    return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}
-
-
-def waiting_for(run: RunState) -> str:
-    """Why no step goes on, for people; empty while one does."""
-    if run.phase is RunPhase.WAITING:
-        return run.waiting_reason
-    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
-        names = ", ".join(str(stage) for stage in sorted(run.lost_since))
-        return f"somebody to hold stage {names}, which has lost every peer"
-    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
-        return _paused(run)
-    return ""
-
-
-def _paused(run: RunState) -> str:
-    names = ", ".join(str(stage) for stage in run.paused_stages())
-    return f"stage {names}, where everybody has paused" if names else ""

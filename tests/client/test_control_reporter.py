@@ -28,7 +28,7 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
 ) -> None:
     reporter = Reporter()
     async with scene(tmp_path) as s:
-        await s.until(lambda: s.volunteer.session)
+        await s.until(lambda: s.volunteer.attachment.session)
         joining = look(s, reporter)
         assert (joining.word, joining.reason) == (Word.SYNCING, None)
         assert joining.run is not None
@@ -97,10 +97,10 @@ async def test_rates_of_traffic_are_between_two_looks(tmp_path: Path) -> None:
 async def test_a_coordinator_that_goes_away_is_told_with_its_reason(tmp_path: Path) -> None:
     reporter = Reporter()
     async with scene(tmp_path) as s:
-        await s.until(lambda: s.volunteer.session)
+        await s.until(lambda: s.volunteer.attachment.session)
         s.script.refuse = True
         await s.script.streams[-1].reset()
-        await s.until(lambda: s.volunteer.problem)
+        await s.until(lambda: s.volunteer.attachment.problem)
         status = look(s, reporter)
         assert (status.word, status.reason) == (Word.DEGRADED, SuspendReason.COORDINATOR_AWAY)
         assert status.run is not None

@@ -145,7 +145,7 @@ async def test_a_volunteer_that_leaves_takes_no_leases_when_a_pause_ends(tmp_pat
         s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
         s.volunteer.resume()
         assert s.volunteer._trainer._refusing == "this volunteer is leaving"
-        await s.until(lambda: s.volunteer.finished)
+        await s.until(lambda: s.volunteer.attachment.finished)
 
 
 async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another_one(
@@ -153,20 +153,20 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
 ) -> None:
     async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
-        await s.until(lambda: s.volunteer.session is None)
-        await s.until(lambda: s.volunteer._go_on.statistics().tasks_waiting)
+        await s.until(lambda: s.volunteer.attachment.session is None)
+        await s.until(lambda: s.volunteer.pause.awaited)
         assert len(s.script.hellos) == 1
-        assert not s.volunteer.finished
+        assert not s.volunteer.attachment.finished
         s.volunteer.resume()
         await s.script.sessions(2)
         assert s.script.hellos[1].stage is None
-        await s.until(lambda: s.volunteer.session is not None)
+        await s.until(lambda: s.volunteer.attachment.session is not None)
 
 
 async def test_a_volunteer_can_leave_in_the_middle_of_a_long_pause(tmp_path: Path) -> None:
     async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
-        await s.until(lambda: s.volunteer.session is None)
+        await s.until(lambda: s.volunteer.attachment.session is None)
         s.volunteer.leave()
         await s.until(lambda: s.done)
         assert len(s.script.hellos) == 1

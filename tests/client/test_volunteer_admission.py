@@ -18,7 +18,8 @@ from swarm_client.averager import GroupAverager
 from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
 from swarm_client.device import Device
 from swarm_client.home import Home
-from swarm_client.volunteer import Volunteer, VolunteerOptions
+from swarm_client.volunteer import Volunteer
+from swarm_client.volunteer_options import VolunteerOptions
 from swarm_shared.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.errors import AdmissionError, NetworkError
 from swarm_shared.identity import Identity
@@ -180,7 +181,7 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
 
             async def attached() -> None:
                 try:
-                    await volunteer.stay_attached()
+                    await volunteer.attachment.stay()
                 except AdmissionError as error:
                     ended.append(error)
                 found.done = True
@@ -199,7 +200,7 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         newer = certificate(s.volunteer.node.peer_id, seconds=7200)
         await s.script.say(CertificateRenewed(certificate=newer))
         await s.until(lambda: s.certificate == newer)
-        assert s.volunteer.stage_hello().certificate == newer
+        assert s.volunteer.stage_links.hello().certificate == newer
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
         assert len(s.script.hellos) == 1
@@ -281,7 +282,7 @@ async def test_what_was_revoked_stays_so_while_the_coordinator_is_away(tmp_path:
         await s.script.say(roster(revoked=(bad.peer_id,)))
         await s.until(lambda: s.volunteer.roster.is_revoked(bad.peer_id))
         await s.script.streams[-1].reset()
-        await s.until(lambda: s.volunteer.session is None)
+        await s.until(lambda: s.volunteer.attachment.session is None)
         assert "does not let" in await refusal(s, bad, tmp_path)
 
 

@@ -7,8 +7,8 @@ from swarm_bench import Bench
 from swarm_coordinator.events import Tick
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.rebalancing import REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunPhase
-from swarm_coordinator.transition import status_of
 from swarm_shared.messages import (
     AssignStage,
     Heartbeat,

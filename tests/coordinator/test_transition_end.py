@@ -23,8 +23,8 @@ from swarm_coordinator.events import (
     Stopped,
     StopRequested,
 )
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunPhase
-from swarm_coordinator.transition import status_of
 from swarm_shared.messages import (
     AssignStage,
     Goodbye,

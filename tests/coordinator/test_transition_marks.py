@@ -6,8 +6,8 @@ from typing import Any
 
 from swarm_bench import Bench
 
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_coordinator.transition import status_of
 from swarm_shared.messages import AbortRound, AssignStage, NotFinite, Ready, StageRequest
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 

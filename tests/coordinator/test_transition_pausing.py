@@ -8,8 +8,8 @@ import pytest
 from swarm_bench import Bench
 
 from swarm_coordinator.events import Command
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunPhase
-from swarm_coordinator.transition import status_of
 from swarm_shared.messages import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 from swarm_shared.types import PeerId, StageIndex
 

@@ -11,8 +11,8 @@ from swarm_coordinator.events import (
     RolledBack,
     Send,
 )
+from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_coordinator.transition import status_of
 from swarm_shared.messages import (
     Applied,
     AssignStage,

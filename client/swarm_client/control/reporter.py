@@ -115,12 +115,13 @@ class Reporter:
     def _word_facts(self, volunteer: Volunteer | None, facts: DaemonFacts) -> Facts:
         if volunteer is None:
             return Facts(stopped=facts.stopped, suspension=facts.suspension)
-        holding = volunteer.holding
+        holding, attachment = volunteer.holding, volunteer.attachment
+        problem = attachment.problem
         return Facts(
-            leaving=volunteer.leaving,
+            leaving=attachment.leaving,
             suspension=volunteer.suspended or facts.suspension,
-            attached=volunteer.session is not None,
-            problem=None if volunteer.problem is None else volunteer.explain(volunteer.problem),
+            attached=attachment.session is not None,
+            problem=None if problem is None else attachment.explain(problem),
             getting=volunteer.getting,
             stage=None if holding is None else holding.stage,
             working=self._is_working(volunteer, facts.moment),
@@ -159,7 +160,7 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
     return RunView(
         id=volunteer.invite.run_id,
         name="" if membership is None else membership.manifest.name,
-        coordinator_attached=volunteer.session is not None,
+        coordinator_attached=volunteer.attachment.session is not None,
         steps=0 if membership is None else membership.manifest.training.steps,
         version=version if news is None else max(version, news.version),
         loss=None if news is None else news.loss,

@@ -21,7 +21,7 @@ from multiaddr import Multiaddr
 
 from swarm_shared.errors import FrameError, NetworkError
 from swarm_shared.identity import Identity, public_key_of
-from swarm_shared.messages import LinkPath
+from swarm_shared.messages import LinkBytes, LinkPath
 from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
 from swarm_shared.network.dialer import Dialer
@@ -166,6 +166,10 @@ class Node:
     def traffic(self) -> list[LinkTraffic]:
         """What framed streams carried since the node was opened."""
         return self._inbound.traffic.totals()
+
+    def link_bytes(self) -> tuple[LinkBytes, ...]:
+        """The same, per remote and protocol, as peers report it."""
+        return self._inbound.traffic.link_bytes()
 
     def observed_address(self, peer: PeerId) -> str | None:
         """How `peer` sees this node's address and port; None when it has not said so.

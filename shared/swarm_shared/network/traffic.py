@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from swarm_shared.messages import LinkBytes
 from swarm_shared.types import PeerId
 
 Direction = Literal["sent", "received"]
@@ -42,3 +43,16 @@ class TrafficCounter:
             for (remote, protocol, direction), (frames, size_bytes) in self._totals.items()
             if frames
         ]
+
+    def link_bytes(self) -> tuple[LinkBytes, ...]:
+        """The same in the form in which peers report it."""
+        both: dict[tuple[PeerId, str], dict[Direction, int]] = {}
+        for link in self.totals():
+            both.setdefault((link.remote, link.protocol), {})[link.direction] = link.bytes
+        return tuple(
+            LinkBytes(
+                remote=remote, protocol=protocol, sent=counts.get("sent", 0),
+                received=counts.get("received", 0),
+            )
+            for (remote, protocol), counts in both.items()
+        )  # fmt: skip

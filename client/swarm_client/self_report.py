@@ -1,0 +1,81 @@
+"""What a volunteer says of itself: its hello, its heartbeat, its record. Maps, decides nothing."""
+
+from __future__ import annotations
+
+from swarm_client.engine.holding import Holding
+from swarm_client.membership import Membership
+from swarm_client.traversal import Position
+from swarm_client.volunteer_options import VolunteerOptions
+from swarm_shared.invite import Invite
+from swarm_shared.messages import (
+    SOFTWARE_VERSION,
+    CarrierAddress,
+    DoctorHello,
+    Heartbeat,
+    Hello,
+    LinkBytes,
+    PeerRecord,
+)
+from swarm_shared.network import Node
+from swarm_shared.types import Version
+
+MOST_PATHS = 1024
+"""Reported with a heartbeat; a peer that has more links is a relay."""
+
+
+def hello(
+    invite: Invite, options: VolunteerOptions, position: Position, holding: Holding | None
+) -> Hello:
+    return Hello(
+        run=invite.run_id,
+        software=SOFTWARE_VERSION,
+        token=invite.token,
+        name=options.name,
+        team=options.team,
+        addresses=position.addresses,
+        carrier=position.carrier,
+        reachability=position.reachability,
+        offers_relay=position.offers_relay,
+        device=options.device.label,
+        memory_bytes=options.device.memory_bytes,
+        wanted_stage=options.wanted_stage,
+        stage=holding.stage if holding is not None else None,
+        version=holding.version if holding is not None else Version(0),
+        averaged_attempt=holding.averaged_attempt if holding is not None else None,
+        receipts=holding.receipts.all() if holding is not None else (),
+    )
+
+
+def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
+    """How this peer introduces itself to those that it asks to look at it from outside."""
+    return DoctorHello(
+        run=invite.run_id,
+        software=SOFTWARE_VERSION,
+        token=None if membership is not None else invite.token,
+        certificate=None if membership is None else membership.certificate,
+    )
+
+
+def heartbeat(
+    holding: Holding | None, node: Node, links: tuple[LinkBytes, ...], *, paused: bool
+) -> Heartbeat:
+    return Heartbeat(
+        microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
+        queued=holding.in_flight if holding else 0,
+        links=links,
+        paths=tuple(node.paths()[:MOST_PATHS]),
+        paused=paused,
+    )
+
+
+def directory_record(
+    holding: Holding, node: Node, membership: Membership, carrier: CarrierAddress | None
+) -> PeerRecord:
+    return PeerRecord(
+        peer=node.peer_id,
+        stage=holding.stage,
+        addresses=node.addresses,
+        certificate=membership.certificate,
+        microbatches_per_second=holding.microbatches_per_second,
+        carrier=carrier,
+    )

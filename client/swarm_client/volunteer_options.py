@@ -1,0 +1,20 @@
+"""What a volunteer's user has chosen for one stay in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_client.device import Device
+from swarm_client.suspension import LONG_SECONDS
+from swarm_shared.types import StageIndex
+
+
+@dataclass(frozen=True, slots=True)
+class VolunteerOptions:
+    device: Device
+    threads: int
+    wanted_stage: StageIndex | None
+    name: str | None
+    may_relay: bool = True
+    long_pause_seconds: float = LONG_SECONDS
+    team: str | None = None
