@@ -7,8 +7,8 @@ Microbatches that lack cells are leased again with a mask of exactly the stages 
 
 from __future__ import annotations
 
-import math
 import heapq
+import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace

@@ -93,7 +93,9 @@ class Volunteer:
 
     def _line_is_full(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
-        return self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
+        return (
+            self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
+        )
 
     # ---- coming and going
 
@@ -144,9 +146,7 @@ class Volunteer:
                     )
                 up = self._seen_up
             queued = swarm.plane.queued(self)
-            self.say(
-                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
-            )
+            self.say(Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up))
         self._later(swarm.beat_seconds, self.beat)
 
     # ---- the coordinator's word

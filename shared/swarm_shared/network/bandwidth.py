@@ -13,6 +13,7 @@ from __future__ import annotations
 import trio
 
 from swarm_shared.clock import Clock
+from swarm_shared.network.line_rate import LineRate
 from swarm_shared.rate_limit import RateLimit
 
 PIECE_BYTES = 16 * 1024
@@ -28,6 +29,7 @@ class Direction:
     def __init__(self, clock: Clock = trio.current_time) -> None:
         self.bytes = 0
         """Since the node was made."""
+        self.line = LineRate(clock)
         self._clock = clock
         self._limit: int | None = None
         self._bucket: RateLimit | None = None
@@ -38,12 +40,20 @@ class Direction:
     def bytes_per_second(self) -> int | None:
         return self._limit
 
+    @property
+    def most_bytes_per_second(self) -> float:
+        """What the line or the limit was seen to allow; 0 while neither has held anybody up. Only
+        sending is measured."""
+        known = self.line.bytes_per_second
+        return known if self._limit is None else min(known, self._limit)
+
     def limit(self, bytes_per_second: int | None) -> None:
         """From now on, also for those who wait; None: no limit."""
         if bytes_per_second == self._limit:
             return
         self._limit = bytes_per_second
         self._bucket = None
+        self.line.forget()
         if bytes_per_second is not None:
             burst = max(PIECE_BYTES, int(BURST_SECONDS * bytes_per_second))
             self._bucket = RateLimit(burst, bytes_per_second, 1, self._clock)

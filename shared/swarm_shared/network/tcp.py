@@ -86,8 +86,13 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         size = max(1, up.piece(len(data)))
         for start in range(0, len(data), size):
             piece = data[start : start + size] if size < len(data) else data
-            await up.pass_(len(piece))
-            await super().write(piece)
+            begun, written = up.line.begin(), 0
+            try:
+                await up.pass_(len(piece))
+                await super().write(piece)
+                written = len(piece)
+            finally:
+                up.line.end(begun, written)
 
     async def read(self, n: int | None = None) -> bytes:
         if n is None:

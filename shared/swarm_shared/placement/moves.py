@@ -341,12 +341,9 @@ class _Pools:
         for peer in peers:
             if peer.may_move and peer.flops_per_second > 0:
                 self._peers[peer.stage].append(peer)
-        for stage, pool in zip(stages, self._peers, strict=True):
-            pool.sort(key=lambda peer, stage=stage: (peer.speed_at(stage), peer.peer))
-        self._speeds = [
-            [peer.speed_at(stage) for peer in pool]
-            for stage, pool in zip(stages, self._peers, strict=True)
-        ]
+        for pool in self._peers:
+            pool.sort(key=lambda peer: (peer.speed_at(stages[peer.stage]), peer.peer))
+        self._speeds = [[p.speed_at(stages[p.stage]) for p in pool] for pool in self._peers]
 
     def take(self, stage: int, peer: PeerLoad) -> None:
         speeds, pool = self._speeds[stage], self._peers[stage]
@@ -437,9 +434,7 @@ def _best_beginning(
     return steps[:number], planned_rate, payback
 
 
-def _error(
-    stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]
-) -> float:
+def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
     """Relative error of the thinnest stage's rate, when that of each of its peers' is 1."""
     thinnest = min(range(len(rates)), key=rates.__getitem__)
     speeds = [peer.rate_at(stages[thinnest]) for peer in peers if peer.stage == thinnest]
