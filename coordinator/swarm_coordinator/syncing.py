@@ -63,7 +63,8 @@ def hold(run: RunState, way: PeerState | Moving, now: float) -> None:
 def find_sources(run: RunState, now: float) -> None:
     """Tell all who are to get a stage where to get it from, as soon as that is known."""
     queue = _Queue(run)
-    for peer in list(run.peers.unsourced.values()):
+    # Who has begun before and was not done in time goes behind those who have not: it may never be.
+    for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.holds):
         _find_source(run, peer, peer, now, queue)
     for peer in run.peers.movers.values():
         moving = peer.moving

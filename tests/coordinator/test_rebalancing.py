@@ -153,3 +153,16 @@ def test_a_run_in_balance_says_why_nobody_moves() -> None:
     bench.event(Tick())
     assert not bench.run.peers.movers
     assert "is the thinnest" in str(told(bench)["reason"])
+
+
+def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:
+    bench = lopsided()
+    sent = bench.run.rebalancing.stages[0].sent_bytes
+    assert sent > 0
+    bench.tick(1.0)
+    beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
+    bench.say("a", beat)
+    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
+    assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
+    bench.say("a", Heartbeat(microbatches_per_second=1.0, queued=0))
+    assert bench.run.stage_rows()[0].microbatches_per_second == 3.0

@@ -152,6 +152,61 @@ def test_a_holder_that_does_not_answer_keeps_a_newcomer_waiting_for_two_seconds_
     assert [h.peer for h in assigned.holders] == ["a0"]
 
 
+def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
+    """Saving a large stage takes everybody about as long, and longer than two seconds."""
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.tick(8.0)
+    bench.save("a0")
+    assert not bench.sent("c0", AssignStage)
+    bench.tick(1.0)
+    bench.save("b0")
+    [assigned] = bench.sent("c0", AssignStage)
+    assert [h.peer for h in assigned.holders] == ["a0", "b0"]
+
+
+def waiting_for_stage_0(*newcomers: str) -> Bench:
+    """They have come in this order; a0 alone has saved the stage's state."""
+    bench = training()
+    for newcomer in newcomers:
+        bench.attach(newcomer, wanted_stage=0)
+        bench.say(newcomer, StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    return bench
+
+
+def told(commands: list[Command], *newcomers: str) -> list[str]:
+    return [newcomer for newcomer in newcomers if "assign_stage" in kinds(commands, newcomer)]
+
+
+def test_one_source_gives_a_stage_to_one_newcomer_after_the_other() -> None:
+    bench = waiting_for_stage_0("c0", "d0", "e0")
+    assert told(bench.tick(2.0), "c0", "d0", "e0") == ["c0"]
+    assert told(bench.tick(5.0), "d0", "e0") == []
+    assert told(bench.ready("c0"), "d0", "e0") == ["d0"]
+    assert told(bench.lose("d0"), "e0") == ["e0"]
+
+
+def test_two_sources_give_a_stage_to_two_at_once() -> None:
+    bench = waiting_for_stage_0("c0", "d0", "e0")
+    assert told(bench.save("b0"), "c0", "d0", "e0") == ["c0", "d0"]
+
+
+def test_a_newcomer_that_never_manages_lets_the_others_go_first_the_next_time() -> None:
+    bench = waiting_for_stage_0("c0", "d0")
+    assert told(bench.tick(2.0), "c0", "d0") == ["c0"]
+    bench.fill()
+    bench.tick(bench.manifest.limits.join_hold_seconds + 1.0)
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.version == 2
+    bench.tick()
+    bench.save("a0")
+    assert told(bench.tick(2.0), "c0", "d0") == ["d0"]
+
+
 def test_holders_that_cannot_save_are_asked_again_later() -> None:
     bench = training()
     bench.attach("c0", wanted_stage=0)

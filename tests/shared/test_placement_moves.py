@@ -356,3 +356,34 @@ def test_small_random_fleets_end_within_two_percent_of_the_optimum_on_average() 
         peers = [peer(f"p{i}", i % len(stages), rng.lognormvariate(0, 0.5)) for i in range(6)]
         shares.append(min(stage_rates(stages, settle(stages, peers))) / optimum(stages, peers))
     assert sum(shares) / len(shares) >= 0.98
+
+
+def thin(name: str, at: int, up: float) -> PeerLoad:
+    """Computes as fast as its neighbours, and has a line of so many bytes per second."""
+    return replace(peer(name, at, speed=4.0), up_bytes_per_second=up)
+
+
+def test_a_peer_s_line_bounds_what_it_adds_to_a_stage() -> None:
+    middle = replace(stage(1), sent_bytes=20)
+    assert thin("a", 0, up=10.0).rate_at(middle) == 0.5
+    assert thin("a", 0, up=1000.0).rate_at(middle) == 4.0
+    assert thin("a", 0, up=10.0).rate_at(stage(0)) == 4.0, "nothing is sent there"
+    assert stage_rates([stage(0), middle], [thin("a", 1, up=10.0)]) == [0.0, 0.5]
+
+
+def test_of_peers_that_compute_alike_the_one_with_the_better_line_goes_where_more_is_sent() -> None:
+    stages = [replace(stage(0), sent_bytes=10), replace(stage(1), sent_bytes=20)]
+    peers = [
+        thin("thin", 0, up=10.0), thin("thick", 0, up=60.0),
+        replace(peer("stays", 0, speed=4.0), may_move=False), peer("alone", 1, speed=1.0),
+    ]  # fmt: skip
+    (move,) = choose_moves(stages, peers, FREE).moves
+    assert move.peer == "thick"
+    assert move.rate == 3.0
+
+
+def test_a_line_that_would_be_too_thin_there_is_no_reason_to_move() -> None:
+    stages = [stage(0), replace(stage(1), sent_bytes=1000)]
+    peers = [thin("a", 0, up=1.0), thin("b", 0, up=1.0), peer("c", 1, speed=1.0)]
+    gained = choose_moves(stages, peers, MovePolicy(rate_noise=0.0, margin=0.0))
+    assert gained.moves == ()

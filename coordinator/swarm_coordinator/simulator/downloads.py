@@ -21,6 +21,10 @@ class Downloads:
         self._sources: dict[int, list[Volunteer]] = {}
         self.bytes = 0
 
+    def under_way(self) -> set[int]:
+        """The identities of the assignments that are being carried out."""
+        return set(self._sources)
+
     def begin(self, volunteer: Volunteer, message: AssignStage) -> float:
         """The seconds that it will take."""
         swarm = self._swarm

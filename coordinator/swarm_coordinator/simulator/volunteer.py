@@ -74,6 +74,11 @@ class Volunteer:
         self._swarm = swarm
         self._assignment: AssignStage | None = None
 
+    @property
+    def awaits(self) -> AssignStage | None:
+        """What it downloads, or starts fresh with, now."""
+        return self._assignment
+
     # ---- how fast it is
 
     def rate_at(self, stage: StageIndex) -> float:
