@@ -34,6 +34,7 @@ import click
 import trio
 
 import swarm_coordinator.server as server
+import swarm_coordinator.starting as starting
 import swarm_coordinator.transition as core
 from benchmarks.coordinator_sockets import STAMP_PROTOCOL
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
@@ -42,6 +43,7 @@ from benchmarks.machine import describe_machine
 from swarm_coordinator.events import Command, Event, HeartbeatsHeard
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.service import Service
 from swarm_coordinator.state import RunState
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, load_settings
@@ -132,7 +134,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
         invites.append(invite)
         ready.set()
 
-    service = server.Service(
+    service = Service(
         folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
         identity=load_identity(run_folder), store=store, report=lambda line: None,
         clock=clock, on_serving=serves,
@@ -223,7 +225,7 @@ async def measure_sockets(
     """
     # A thousand behind one address are this benchmark's doing.
     many = functools.partial(open_node, max_connections_per_address=2 * volunteers)
-    setattr(server, "open_node", many)  # noqa: B010
+    setattr(starting, "open_node", many)  # noqa: B010
     async with serving(folder, manifest, time.monotonic) as served:
         path = folder / "manifest.json"
         path.write_text(manifest.model_dump_json())
