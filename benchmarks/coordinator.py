@@ -24,8 +24,8 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ import click
 import trio
 
 import swarm_coordinator.server as server
+import swarm_coordinator.starting as starting
 import swarm_coordinator.transition as core
 from benchmarks.coordinator_sockets import STAMP_PROTOCOL
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
@@ -42,6 +43,7 @@ from benchmarks.machine import describe_machine
 from swarm_coordinator.events import Command, Event, HeartbeatsHeard
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.service import Service
 from swarm_coordinator.state import RunState
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, load_settings
@@ -132,7 +134,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
         invites.append(invite)
         ready.set()
 
-    service = server.Service(
+    service = Service(
         folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
         identity=load_identity(run_folder), store=store, report=lambda line: None,
         clock=clock, on_serving=serves,
@@ -149,51 +151,66 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
     store.close()
 
 
+class Fleet:
+    """Simulated volunteers on the coordinator's core, over memory instead of a network."""
+
+    def __init__(self, served: Serving, world: World, clock: DedicatedCoreClock) -> None:
+        self.everybody: list[SimulatedVolunteer] = []
+        self._served, self._world, self._clock = served, world, clock
+        served.nursery.start_soon(beat_for_ever, self.everybody)
+        served.nursery.start_soon(world.act)
+
+    def join(self) -> SimulatedVolunteer:
+        served = self._served
+        with self._clock.elsewhere():
+            volunteer = SimulatedVolunteer(self._world, Identity.generate())
+        served.latencies.volunteers[volunteer.peer] = volunteer
+        served.nursery.start_soon(served.coordinator.control.handle, volunteer.stream)
+        volunteer.attach()
+        self.everybody.append(volunteer)
+        return volunteer
+
+    async def join_all(self, volunteers: int) -> float:
+        """The seconds that it took."""
+        began = self._clock.current_time()
+        for number in range(volunteers):
+            newest = self.join()
+            if number % JOINS_AT_ONCE == JOINS_AT_ONCE - 1:
+                while newest.stage is None:
+                    await trio.sleep(0.01)
+        joined_seconds = self._clock.current_time() - began
+        click.echo(f"{volunteers:,} joined in {joined_seconds:.0f} s")
+        return joined_seconds
+
+    async def churn(self, volunteers: int, seconds: float) -> None:
+        """Now and then one dies and another one comes."""
+        began = self._clock.current_time()
+        while self._clock.current_time() < began + seconds:
+            await trio.sleep(CHURN_SECONDS)
+            self._world.rng.choice(self.everybody[: volunteers // 2]).die()
+            self.join()
+
+
 async def measure_memory(
     folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
     profile: bool, clock: DedicatedCoreClock,
 ) -> dict[str, Any]:  # fmt: skip
     """All volunteers on the coordinator's core, and no network."""
     async with serving(folder, manifest, clock.current_time) as served:
-        coordinator, latencies, nursery = served.coordinator, served.latencies, served.nursery
+        coordinator, latencies = served.coordinator, served.latencies
         world = World(run_id_of(manifest), manifest, step_seconds, clock)
-        everybody: list[SimulatedVolunteer] = []
-
-        def join() -> SimulatedVolunteer:
-            with clock.elsewhere():
-                volunteer = SimulatedVolunteer(world, Identity.generate())
-            latencies.volunteers[volunteer.peer] = volunteer
-            nursery.start_soon(coordinator.control.handle, volunteer.stream)
-            volunteer.attach()
-            everybody.append(volunteer)
-            return volunteer
-
-        nursery.start_soon(beat_for_ever, everybody)
-        nursery.start_soon(world.act)
-        began = clock.current_time()
-        for number in range(volunteers):
-            newest = join()
-            if number % JOINS_AT_ONCE == JOINS_AT_ONCE - 1:
-                while newest.stage is None:
-                    await trio.sleep(0.01)
-        joined_seconds = clock.current_time() - began
-        click.echo(f"{volunteers:,} joined in {joined_seconds:.0f} s")
+        fleet = Fleet(served, world, clock)
+        joined_seconds = await fleet.join_all(volunteers)
         await trio.sleep(3.0)
         latencies.found.clear()
         first_step, said, events = world.applied, world.said, latencies.events
         began, cpu = clock.current_time(), time.thread_time() - clock.elsewhere_seconds
-        profiler = cProfile.Profile()
-        if profile:
-            profiler.enable()
-        while clock.current_time() < began + seconds:
-            await trio.sleep(CHURN_SECONDS)
-            world.rng.choice(everybody[: volunteers // 2]).die()
-            join()
-        profiler.disable()
+        with profiled() if profile else nullcontext():
+            await fleet.churn(volunteers, seconds)
         elapsed = clock.current_time() - began
         used = time.thread_time() - clock.elsewhere_seconds - cpu
         words = list(latencies.found)
-        result = {
+        return {
             "volunteers": coordinator.attached,
             "seconds": elapsed,
             "joined_seconds": joined_seconds,
@@ -209,9 +226,16 @@ async def measure_memory(
                 for kind in sorted({k for _, _, k in words})
             },
         }
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
-    return result
+
+
+@contextmanager
+def profiled() -> Iterator[None]:
+    """Print where the time of the block went."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    yield
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
 
 
 async def measure_sockets(
@@ -223,7 +247,7 @@ async def measure_sockets(
     """
     # A thousand behind one address are this benchmark's doing.
     many = functools.partial(open_node, max_connections_per_address=2 * volunteers)
-    setattr(server, "open_node", many)  # noqa: B010
+    setattr(starting, "open_node", many)  # noqa: B010
     async with serving(folder, manifest, time.monotonic) as served:
         path = folder / "manifest.json"
         path.write_text(manifest.model_dump_json())

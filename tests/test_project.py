@@ -1,7 +1,8 @@
-"""Habits of the project itself: contracts, documents that tell the truth, and its shell scripts."""
+"""Habits of the project itself: contracts, sizes, documents that tell the truth, shell scripts."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -19,6 +20,14 @@ from swarm_shared import errors
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 README = (ROOT / "README.md").read_text()
+PROGRAMS = [
+    path
+    for folder in ("benchmarks", "client", "coordinator", "installers", "shared")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+]
+MOST_LINES_OF_A_FILE = 450
+MOST_LINES_OF_A_FUNCTION = 60
+"""Who comes near is split by idea, not by length."""
 
 
 def test_imports_point_the_way_the_contracts_say() -> None:
@@ -27,6 +36,23 @@ def test_imports_point_the_way_the_contracts_say() -> None:
         [program, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_is_longer_than_a_reader_takes_in() -> None:
+    lengths = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in PROGRAMS}
+    assert len(lengths) > 200
+    assert {name: n for name, n in lengths.items() if n > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_no_function_is_longer_than_a_reader_takes_in() -> None:
+    too_long = {}
+    for path in PROGRAMS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > MOST_LINES_OF_A_FUNCTION:
+                    too_long[f"{path.relative_to(ROOT)}: {node.name}"] = lines
+    assert too_long == {}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 from pydantic import Field
 
-from swarm_client.averaging.supervisor import AveragingWorker
+from swarm_client.averaging.directory_requests import DirectoryRequests
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.identity import Identity
@@ -43,10 +43,10 @@ class Directory:
     """Publishes this peer and looks others up; quietly does nothing without hivemind."""
 
     def __init__(
-        self, identity: Identity, worker: AveragingWorker, run: RunId, organiser: PeerId
+        self, identity: Identity, requests: DirectoryRequests, run: RunId, organiser: PeerId
     ) -> None:
         self._identity = identity
-        self._worker = worker
+        self._requests = requests
         self._run = run
         self._organiser = organiser
         self._entrances: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class Directory:
             await trio.sleep(PUBLISH_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
-        if not self._worker.available:
+        if not self._requests.available:
             return
         expires = time.time() + RECORD_SECONDS
         signed = sign_message(
@@ -81,18 +81,18 @@ class Directory:
         )
         try:
             # An entrance may be away for a moment: its p2pd is started again, say.
-            if self._entrances and await self._worker.bootstrap(self._entrances):
+            if self._entrances and await self._requests.bootstrap(self._entrances):
                 self._entrances = ()
-            await self._worker.publish(f"swarm/{self._run}", record.peer, signed, expires)
+            await self._requests.publish(f"swarm/{self._run}", record.peer, signed, expires)
         except NetworkError as error:
             log.info("the directory could not be told: %s", error)
 
     async def lookup(self) -> list[PeerRecord]:
         """Every record of this run whose signature and certificate hold."""
-        if not self._worker.available:
+        if not self._requests.available:
             return []
         try:
-            found = await self._worker.lookup(f"swarm/{self._run}")
+            found = await self._requests.lookup(f"swarm/{self._run}")
         except NetworkError as error:
             log.info("the directory could not be asked: %s", error)
             return []

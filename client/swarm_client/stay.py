@@ -16,7 +16,8 @@ import trio
 
 from swarm_client import shared_memory
 from swarm_client.averager import GroupAverager
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.options import AveragingOptions
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.contribution import Contribution
 from swarm_client.control.messages import JoinArguments
 from swarm_client.device import Device

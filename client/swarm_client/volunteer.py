@@ -109,7 +109,9 @@ class Volunteer:
         self._trainer = TrainerRole(self.send, self.current_step, nursery)
         self._masks = MaskDesk(self.attachment.send)
         averager.worker.on_change(lambda: self.traversal.wake())
-        self.directory = Directory(identity, averager.worker, invite.run_id, invite.organiser)
+        self.directory = Directory(
+            identity, averager.worker.directory, invite.run_id, invite.organiser
+        )
         averager.bind(node, self.roster, invite.run_id)
         self.traversal = Traversal(
             node, invite, self.roster, lambda: averager.carrier_address(identity),

@@ -162,7 +162,8 @@ def _serve(
     folder: RunFolder, place: Place, port: int | None, http: str | None, standby: bool
 ) -> bool:
     """Until its end. False when another one that stood by was quicker to take over."""
-    from swarm_coordinator.server import Service, serve
+    from swarm_coordinator.server import serve
+    from swarm_coordinator.service import Service
     from swarm_coordinator.stores import open_store
 
     settings, manifest = load_settings(folder), load_manifest(folder)

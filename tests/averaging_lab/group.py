@@ -14,7 +14,8 @@ import trio
 from averaging_lab.membership import RUN
 from swarm_client import shared_memory
 from swarm_client.averager import GroupAverager
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.options import AveragingOptions
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
 from swarm_shared.identity import Identity

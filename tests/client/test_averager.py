@@ -21,8 +21,9 @@ import trio
 
 from averaging_lab.group import LOOPBACK, NOWHERE, Group, Peer, group
 from swarm_client.averaging import restart_policy, supervisor
+from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.routes import Route
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.rounds import AveragingFailed
 from swarm_shared.identity import Identity
 from swarm_shared.messages import PeerRecord, Roster

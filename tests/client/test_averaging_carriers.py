@@ -29,11 +29,12 @@ from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.frames import Hello
 from swarm_client.averaging.hivemind_carrier import PROTOCOL as HIVEMIND_PROTOCOL
 from swarm_client.averaging.libp2p_carrier import PROTOCOL, Libp2pAveraging
+from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.protocol import Member, StartRound
 from swarm_client.averaging.reduce import all_reduce
 from swarm_client.averaging.routes import Route
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
 from swarm_shared.network import Node, open_node
@@ -354,7 +355,7 @@ def test_a_killed_worker_leaves_no_p2pd_comes_back_under_its_old_name_and_serves
                 await trio.sleep(0.01)
             assert "ended" in worker.reason
             with pytest.raises(LinkClosed):
-                await worker.lookup("anything")
+                await worker.directory.lookup("anything")
             after = await worker.wait_until_available()
             assert after.p2pd_peer_id == before.p2pd_peer_id
             assert (tmp_path / "1/averaging/p2pd.key").stat().st_mode & 0o777 == 0o600
@@ -476,7 +477,8 @@ def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
 PARENT = """
     import sys, trio
     from pathlib import Path
-    from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+    from swarm_client.averaging.options import AveragingOptions
+    from swarm_client.averaging.supervisor import AveragingWorker
 
     async def main():
         worker = AveragingWorker(AveragingOptions(Path(sys.argv[1]), ("/ip4/127.0.0.1/tcp/0",)))

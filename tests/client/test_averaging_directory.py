@@ -19,7 +19,8 @@ import trio
 
 from averaging_lab.membership import Organiser
 from swarm_client.averaging.authorizer import RunAuthorizer
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.options import AveragingOptions
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_shared.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
@@ -69,20 +70,20 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
         for each in all_three:
             await each.worker.show_membership(organiser.membership(each.key, each.p2pd))
         for each in others:
-            assert await each.worker.bootstrap((first.entrance,)) == 1
+            assert await each.worker.directory.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
         records = {str(each.key.peer_id): each.p2pd.encode() for each in all_three}
         for each in all_three:
             subkey = str(each.key.peer_id)
-            assert await each.worker.publish("stage 0", subkey, records[subkey], expires)
+            assert await each.worker.directory.publish("stage 0", subkey, records[subkey], expires)
         for each in all_three:
-            assert await each.worker.lookup("stage 0") == records
-            assert await each.worker.lookup("stage 1") == {}
+            assert await each.worker.directory.lookup("stage 0") == records
+            assert await each.worker.directory.lookup("stage 1") == {}
         newest = str(first.key.peer_id)
-        assert await first.worker.publish("stage 0", newest, b"v2", expires + 1)
-        assert await others[1].worker.lookup("stage 0") == {**records, newest: b"v2"}
+        assert await first.worker.directory.publish("stage 0", newest, b"v2", expires + 1)
+        assert await others[1].worker.directory.lookup("stage 0") == {**records, newest: b"v2"}
         nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + first.p2pd[:-1] + "x"
-        assert await first.worker.bootstrap((nowhere, "nonsense")) == 0
+        assert await first.worker.directory.bootstrap((nowhere, "nonsense")) == 0
 
 
 @pytest.mark.integration
@@ -98,18 +99,18 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
         # The stranger has copied a certificate and its binding; but not the key of that p2pd.
         await stranger.worker.show_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
-        assert await second.worker.bootstrap((first.entrance,)) == 1
-        assert await second.worker.publish("stage 0", "second", b"true", expires)
+        assert await second.worker.directory.bootstrap((first.entrance,)) == 1
+        assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
         for outsider in (stranger, foreigner):
-            assert await outsider.worker.bootstrap((first.entrance,)) == 0
-            assert await outsider.worker.lookup("stage 0") == {}
-            await outsider.worker.publish("stage 0", "second", b"false", expires + 1)
-        assert await first.worker.lookup("stage 0") == {"second": b"true"}
+            assert await outsider.worker.directory.bootstrap((first.entrance,)) == 0
+            assert await outsider.worker.directory.lookup("stage 0") == {}
+            await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
+        assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
         # A member that is revoked finds nobody any more either.
         await first.worker.show_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
         )
-        assert await second.worker.bootstrap((first.entrance,)) == 0
+        assert await second.worker.directory.bootstrap((first.entrance,)) == 0
 
 
 @pytest.mark.integration
@@ -117,10 +118,10 @@ async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: 
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):
         await member.worker.show_membership(organiser.membership(member.key, member.p2pd))
-        assert await member.worker.bootstrap((newcomer.entrance,)) == 0
-        assert await newcomer.worker.bootstrap((member.entrance,)) == 0
+        assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
+        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
         await newcomer.worker.show_membership(organiser.membership(newcomer.key, newcomer.p2pd))
-        assert await newcomer.worker.bootstrap((member.entrance,)) == 1
+        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
 
 
 # ------------------------------------------------------- the authorizer alone, on real messages

@@ -15,7 +15,8 @@ import pytest
 import trio
 
 from swarm_client.averager import GroupAverager
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.options import AveragingOptions
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.device import Device
 from swarm_client.home import Home
 from swarm_client.volunteer import Volunteer

@@ -19,7 +19,8 @@ import trio
 from swarm_coordinator.history import history
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.server import Service, serve
+from swarm_coordinator.server import serve
+from swarm_coordinator.service import Service
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, load_manifest, load_settings
 from swarm_shared.credentials import Receipt, sign_receipt

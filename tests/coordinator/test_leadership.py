@@ -173,14 +173,17 @@ async def test_a_start_waits_for_a_dead_leaders_lease_and_not_for_a_living_ones(
     await wait_for_turn(run, print, stand_by=False)  # never renewed: it runs out
     assert leader.leader() is None
 
+    alive = trio.Event()
+
     async def live() -> None:
         while True:
             await leader.renew()
+            alive.set()
             await trio.sleep(0.1)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(live)
-        await trio.sleep(0.3)
+        await alive.wait()
         with pytest.raises(LeadershipError):
             await wait_for_turn(run, print, stand_by=False)
         nursery.cancel_scope.cancel()

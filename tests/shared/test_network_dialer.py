@@ -176,7 +176,7 @@ async def test_a_peer_is_not_sought_on_this_machine_when_it_is_elsewhere() -> No
     """Its loopback address means another machine; what listens here is somebody else."""
     async with a_node(None, ANY_PORT) as here, a_node() as source:
         nobody = Identity.generate().peer_id
-        own = here._listening()[0]
+        own = here._own.listening()[0]
         with pytest.raises(NetworkError, match="no address that leads there"):
             await source.connect(nobody, ["/ip4/10.255.255.1/tcp/1", own])
 
@@ -226,4 +226,4 @@ async def test_who_does_not_listen_is_told_nothing_of_its_address() -> None:
     async with a_node(None, ANY_PORT) as target, a_node() as source:
         await source.connect(target.peer_id, target.addresses, from_listening_port=True)
         assert source.observed_address(target.peer_id) is None
-        assert source._punchable_addresses() == []
+        assert source._own.punchable() == []

@@ -11,7 +11,7 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 from network_kit import ANY_PORT, a_node, a_relay, ends, says_hello
 
-from swarm_shared.identity import PUBLIC_KEY_PREFIX
+from swarm_shared.identity import PUBLIC_KEY_PREFIX, public_key_of
 from swarm_shared.network.circuit import HOP_PROTOCOL, read_message, write_message
 from swarm_shared.network.identify import IDENTIFY_PROTOCOL, remote_multiaddr
 from swarm_shared.network.packed_address import unpack_address, unpack_ip_address
@@ -23,10 +23,10 @@ async def test_a_node_says_who_it_is_and_how_the_remote_looks_from_there() -> No
         await node.connect(relay.peer_id, relay.addresses, from_listening_port=True)
         stream = await node._streams.open_raw(relay.peer_id, IDENTIFY_PROTOCOL)
         told = await read_message(stream, Identify)
-        assert told.public_key == PUBLIC_KEY_PREFIX + relay._identity.public_key_bytes
+        assert told.public_key == PUBLIC_KEY_PREFIX + public_key_of(relay.peer_id)
         assert HOP_PROTOCOL in told.protocols
-        assert [str(Multiaddr(packed)) for packed in told.listen_addrs] == relay._listening()
-        assert str(Multiaddr(told.observed_addr)) == node._listening()[0]
+        assert [str(Multiaddr(packed)) for packed in told.listen_addrs] == relay._own.listening()
+        assert str(Multiaddr(told.observed_addr)) == node._own.listening()[0]
         assert await ends(stream)
 
 

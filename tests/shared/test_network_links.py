@@ -151,7 +151,7 @@ async def test_a_direct_connection_is_used_before_a_relayed_one_and_its_loss_is_
 
 
 def listening_address(node: Node) -> Multiaddr:
-    return Multiaddr(node._listening()[0])
+    return Multiaddr(node._own.listening()[0])
 
 
 # Whether a connection lives

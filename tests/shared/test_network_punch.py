@@ -25,8 +25,7 @@ from network_kit import (
 
 from swarm_shared.errors import NetworkError
 from swarm_shared.messages import PathKind
-from swarm_shared.network import Node, hole_punch
-from swarm_shared.network import node as node_module
+from swarm_shared.network import Node, hole_punch, upkeep
 from swarm_shared.network.circuit import read_message, write_message
 from swarm_shared.network.hole_punch import DCUTR_PROTOCOL
 from swarm_shared.network.host import NodeSwarm
@@ -120,7 +119,7 @@ async def test_both_ends_that_dial_each_other_at_once_end_with_a_direct_connecti
 async def test_the_relayed_connection_goes_when_nothing_is_on_it_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_module, "RELAYED_LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(upkeep, "RELAYED_LINGER_SECONDS", 0.2)
     monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.3)
     monkeypatch.setattr(hole_punch, "INVITED_PAUSE_SECONDS", 0.0)

@@ -53,15 +53,13 @@ from swarm_client.averaging.frames import HELLO_BYTES, Kind
 from swarm_client.averaging.link import Link, RoundState, abort_frame
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest, round_tag
 from swarm_client.averaging.routes import LinkReport
+from swarm_client.averaging.watch import Attendance, watch
 from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.types import PeerId
 
 T = TypeVar("T")
 
 ABORT_GRACE_SECONDS = 0.5
 """For the reason of a failure to reach the others before the streams are dropped."""
-STUCK_STALLS = 4
-"""A round in which no data moves for this many stall limits fails, though all are alive."""
 INLINE_ELEMENTS = 16 * 1024
 """Work on smaller pieces takes less time than the way to a thread and back."""
 
@@ -162,12 +160,7 @@ class _Round:
         self._digest = plan_digest(spec)
         self._slices = partition(spec)
         self._me = spec.my_index
-        self._links: list[Link] = []
-        self._to_accept: set[PeerId] = set()
-        """Reducers that have not accepted our stream yet."""
-        self._to_come: set[PeerId] = set()
-        """Members whose stream to us has not come yet."""
-        self._waiting_for: PeerId | None = None
+        self._attendance = Attendance()
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
         self._arrivals: Arrivals | None = None
@@ -195,7 +188,7 @@ class _Round:
     def links_report(self) -> tuple[LinkReport, ...]:
         return tuple(
             LinkReport(link.peer, link.route, link.bytes_sent, link.bytes_received)
-            for link in self._links
+            for link in self._attendance.links
         )
 
     def let_go(self) -> None:
@@ -210,12 +203,14 @@ class _Round:
         others = [i for i in range(len(self.spec.members)) if i != self._me]
         reducers = [i for i in others if self._slices[i].pieces]
         senders = others if self._slices[self._me].pieces else []
-        self._to_accept = {self.spec.members[i] for i in reducers}
-        self._to_come = {self.spec.members[i] for i in senders}
+        self._attendance.to_accept = {self.spec.members[i] for i in reducers}
+        self._attendance.to_come = {self.spec.members[i] for i in senders}
         with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
             self._arrivals = arrivals
             async with anyio.create_task_group() as watched:
-                watched.start_soon(self._watch, stall_seconds, join_seconds)
+                watched.start_soon(
+                    watch, self.state, self._attendance, self._fail, stall_seconds, join_seconds
+                )
                 async with anyio.create_task_group() as work:
                     for reducer in reducers:
                         work.start_soon(self._guarded, self._use_reducer, reducer, pumps)
@@ -245,7 +240,7 @@ class _Round:
     async def _tell_others(self, failure: RoundFailed) -> None:
         with anyio.move_on_after(ABORT_GRACE_SECONDS):
             async with anyio.create_task_group() as ends:
-                for link in self._links:
+                for link in self._attendance.links:
                     if link.told:
                         ends.start_soon(link.channel.abort)
                     else:
@@ -253,7 +248,7 @@ class _Round:
                         ends.start_soon(link.drain)
 
     def _add_link(self, link: Link, pumps: anyio.abc.TaskGroup) -> Link:
-        self._links.append(link)
+        self._attendance.links.append(link)
         pumps.start_soon(link.pump)
         return link
 
@@ -276,7 +271,7 @@ class _Round:
         # yet would fill up, and some carriers reset such a stream.
         await link.receive(Kind.ACCEPT)
         link.accepted = True
-        self._to_accept.discard(peer)
+        self._attendance.to_accept.discard(peer)
         credit = anyio.Semaphore(self.spec.window_pieces)
         async with anyio.create_task_group() as both:
             both.start_soon(self._guarded, self._send_parts, link, credit)
@@ -339,9 +334,9 @@ class _Round:
         pumps: anyio.abc.TaskGroup,
     ) -> None:
         """Take one stream from each other member; refuse repetitions."""
-        while self._to_come:
+        while self._attendance.to_come:
             arrival = await arrivals.receive()
-            if arrival.sender not in self._to_come:
+            if arrival.sender not in self._attendance.to_come:
                 await arrival.channel.abort()
                 continue
             sender = self.spec.members.index(arrival.sender)
@@ -352,7 +347,7 @@ class _Round:
                 self._fail(link.violated("was given another plan for this round"))
                 return
             link.accepted = True
-            self._to_come.discard(link.peer)
+            self._attendance.to_come.discard(link.peer)
             self._incoming_links[sender] = link
             work.start_soon(self._guarded, self._serve_member, link)
         self._all_here.set()
@@ -386,9 +381,9 @@ class _Round:
             start, stop = part.piece(piece)
             inputs: list[EncodedPiece | None] = []
             for member, (_, inbox) in enumerate(self._inboxes):
-                self._waiting_for = self.spec.members[member]
+                self._attendance.waiting_for = self.spec.members[member]
                 inputs.append(None if member == self._me else await inbox.receive())
-            self._waiting_for = None
+            self._attendance.waiting_for = None
             reduce = partial(
                 reduce_piece,
                 self._source[start:stop],
@@ -410,53 +405,3 @@ class _Round:
         if elements <= INLINE_ELEMENTS:
             return function()
         return await self._to_thread(function)
-
-    # ------------------------------------------------------------------------------- the watchman
-
-    async def _watch(self, stall_seconds: float, join_seconds: float) -> None:
-        """Beats for the others, limits on their silence."""
-        interval = stall_seconds / 8
-        begun = anyio.current_time()
-        beats = 0
-        while True:
-            before = anyio.current_time()
-            await anyio.sleep(interval)
-            now = anyio.current_time()
-            late = now - before - interval
-            if late > interval:
-                # This process itself was stopped or starved; what arrived meanwhile is unread.
-                begun += late
-                self.state.last_progress += late
-                for link in self._links:
-                    link.last_heard += late
-                continue
-            beats += 1
-            if beats % 2 == 0:
-                for link in self._links:
-                    link.beat()
-            failure = self._overdue(now, begun, stall_seconds, join_seconds)
-            if failure is not None:
-                self._fail(failure)
-                return
-
-    def _overdue(
-        self, now: float, begun: float, stall_seconds: float, join_seconds: float
-    ) -> RoundFailed | None:
-        for link in self._links:
-            if link.accepted and not link.quiet and now - link.last_heard > stall_seconds:
-                return link.stalled(stall_seconds)
-        absent = [p for p in self.spec.members if p in self._to_accept or p in self._to_come]
-        if absent and now - begun > join_seconds:
-            return RoundFailed(
-                f"member {absent[0]} did not join within {join_seconds:g} s"
-                + (f" ({len(absent)} are missing)" if len(absent) > 1 else ""),
-                absent[0],
-                failure=RoundFailure.STALLED,
-            )
-        if now - self.state.last_progress > max(STUCK_STALLS * stall_seconds, join_seconds):
-            return RoundFailed(
-                f"nothing moved for {STUCK_STALLS * stall_seconds:g} s",
-                self._waiting_for,
-                failure=RoundFailure.STALLED,
-            )
-        return None

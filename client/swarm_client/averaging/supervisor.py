@@ -10,37 +10,34 @@ it shows in the directory, and through whom it enters that.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib.util
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import trio
 
 from swarm_client.averaging.addresses import through_relays
 from swarm_client.averaging.bridge import Bridge, OpenChannel
 from swarm_client.averaging.carrier import Incoming
+from swarm_client.averaging.directory_requests import DirectoryRequests
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.listen_port import remembered_port
+from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.protocol import (
     AbortRound,
     Admit,
     Bootstrap,
     Bootstrapped,
-    Configure,
     Elsewhere,
     Found,
-    Lookup,
     Moved,
     Ping,
     Pong,
-    Publish,
     Published,
     RequestFailed,
     RoundDone,
@@ -57,7 +54,7 @@ from swarm_client.averaging.requests import Requests, round_failed
 from swarm_client.averaging.restart_policy import RestartPolicy
 from swarm_client.averaging.worker_folder import shorten, socket_folder
 from swarm_client.child import Child, start_child
-from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
+from swarm_shared.errors import LinkClosed, NetworkError, SwarmError
 from swarm_shared.model_config import FrozenModel
 
 logger = logging.getLogger(__name__)
@@ -78,23 +75,6 @@ PING_SECONDS = 1.0
 HUNG_PINGS = 8
 """So many pings without any word from a worker, and it has hung. Pings are counted, not seconds: a
 daemon that was frozen with it holds that time against nobody."""
-DIRECTORY_SECONDS = 20.0
-
-MessageT = TypeVar("MessageT")
-
-
-@dataclass(frozen=True, slots=True)
-class AveragingOptions:
-    """Where the worker lives and how its p2pd is reached."""
-
-    home: Path
-    """The volunteer's folder: key, port, sockets and log go into `home/averaging`."""
-    host_addresses: tuple[str, ...] = ("/ip4/0.0.0.0/tcp/0", "/ip6/::/tcp/0")
-    """Port 0 stands for the one that this home remembers."""
-    announce_addresses: tuple[str, ...] = ()
-    map_port_on_router: bool = False
-    trusted_relays: tuple[str, ...] = ()
-    """Full addresses (…/p2p/ID) of relays to hold a slot at: for peers that cannot be dialled."""
 
 
 class AveragingWorker:
@@ -102,10 +82,10 @@ class AveragingWorker:
 
     def __init__(self, options: AveragingOptions) -> None:
         self._options = options
-        self._folder = options.home / "averaging"
         self._port: int | None = None
         self._bridge = Bridge()
         self._requests = Requests()
+        self.directory = DirectoryRequests(self._requests, self._ask, lambda: self.available)
         self._child: Child[WorkerMessage] | None = None
         self._started: Started | None = None
         self._reason = "the averaging worker has not been started yet"
@@ -122,7 +102,6 @@ class AveragingWorker:
         self._membership: ShowMembership | None = None
         self._held_back = ""
         self._elsewhere: dict[str, Elsewhere] = {}
-        self._entrances: tuple[str, ...] = ()
         self.restarts = 0
         """How often the worker had to be started again, for the status display."""
 
@@ -264,47 +243,6 @@ class AveragingWorker:
         """Cut a round short: run_round then raises RoundFailed. Harmless if it has ended."""
         await self._tell(AbortRound(round_id=round_id, reason=reason))
 
-    # -------------------------------------------------------------------------------- directory
-
-    async def publish(
-        self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
-    ) -> bool:
-        """Store a signed record in the directory. NetworkError when it cannot be asked."""
-        number = self._requests.new_number()
-        encoded = base64.b64encode(value).decode()
-        message = Publish(
-            request=number,
-            key=key,
-            subkey=subkey,
-            value_base64=encoded,
-            expires_unix_seconds=expires_unix_seconds,
-        )
-        return (await self._ask_directory(number, message, Published)).stored
-
-    async def lookup(self, key: str) -> dict[str, bytes]:
-        """Records by subkey, as any member may have stored them: check their signatures."""
-        number = self._requests.new_number()
-        found = await self._ask_directory(number, Lookup(request=number, key=key), Found)
-        return {record.subkey: base64.b64decode(record.value_base64) for record in found.records}
-
-    async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
-        """Enter the directory through these (…/p2p/ID) too; how many of them answered."""
-        self._entrances = initial_peers
-        number = self._requests.new_number()
-        message = Bootstrap(request=number, initial_peers=initial_peers)
-        return (await self._ask_directory(number, message, Bootstrapped)).reached
-
-    async def _ask_directory(
-        self, number: int, message: Publish | Lookup | Bootstrap, expected: type[MessageT]
-    ) -> MessageT:
-        with trio.move_on_after(DIRECTORY_SECONDS):
-            answer = await self._ask(number, message)
-            if isinstance(answer, expected):
-                return answer
-            assert isinstance(answer, RequestFailed)
-            raise NetworkError(f"the directory did not answer: {answer.reason}")
-        raise LinkTimeout(f"the directory did not answer within {DIRECTORY_SECONDS:g} s")
-
     async def _ask(self, key: str | int, message: FrozenModel) -> WorkerMessage:
         child = self._child
         if child is None or self._started is None:
@@ -346,12 +284,13 @@ class AveragingWorker:
 
     async def _run_once(self) -> None:
         """One worker from its start to its end. Its troubles end in `reason`."""
-        log_path = self._folder / "worker.log"
+        folder = self._options.folder
+        log_path = folder / "worker.log"
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             shorten(log_path)
-            self._port = remembered_port(self._folder / "p2pd.port")
-            with socket_folder(self._folder) as sockets:
+            port = self._port = remembered_port(folder / "p2pd.port")
+            with socket_folder(folder) as sockets:
                 async with (
                     self._bridge.listening(sockets),
                     start_child(
@@ -364,7 +303,7 @@ class AveragingWorker:
                     ) as child,
                 ):
                     try:
-                        await self._converse(child, sockets)
+                        await self._converse(child, port, sockets)
                         with contextlib.suppress(LinkClosed):
                             await child.link.send(Shutdown())
                     finally:
@@ -372,13 +311,13 @@ class AveragingWorker:
         except (SwarmError, OSError) as error:
             self._reason = f"the averaging worker cannot be run: {error}"
 
-    async def _converse(self, child: Child[WorkerMessage], sockets: Path) -> None:
+    async def _converse(self, child: Child[WorkerMessage], port: int, sockets: Path) -> None:
         self._child = child
         self._reason = "the averaging worker is starting"
         options = self._options
         try:
             with trio.fail_after(START_SECONDS):
-                await child.link.send(self._configuration(options, sockets))
+                await child.link.send(options.configuration(port, sockets))
                 first = await child.link.receive()
         except trio.TooSlowError:
             self._reason = f"the averaging worker did not start within {START_SECONDS:g} s"
@@ -411,10 +350,11 @@ class AveragingWorker:
         for message in (self._admitted, self._membership, *self._elsewhere.values()):
             if message is not None:
                 await self._tell(message)
-        if self._entrances:
+        entrances = self.directory.entrances
+        if entrances:
             # Nobody waits for the answer: the directory is a convenience.
             number = self._requests.new_number()
-            await self._tell(Bootstrap(request=number, initial_peers=self._entrances))
+            await self._tell(Bootstrap(request=number, initial_peers=entrances))
 
     async def _restart_when_needed(
         self, child: Child[WorkerMessage], running: AveragingOptions
@@ -454,21 +394,6 @@ class AveragingWorker:
     def _misses_relay(self, running: AveragingOptions) -> bool:
         known = self._started.addresses if self._started is not None else ()
         return any(address not in known for address in through_relays(running.trusted_relays))
-
-    def _configuration(self, options: AveragingOptions, sockets: Path) -> Configure:
-        return Configure(
-            identity_path=str(self._folder / "p2pd.key"),
-            socket_folder=str(sockets),
-            host_addresses=tuple(
-                f"{address.removesuffix('0')}{self._port}"
-                if address.endswith("/tcp/0")
-                else address
-                for address in options.host_addresses
-            ),
-            announce_addresses=options.announce_addresses,
-            map_port_on_router=options.map_port_on_router,
-            trusted_relays=options.trusted_relays,
-        )
 
     def _deliver(self, message: WorkerMessage) -> None:
         match message:

@@ -20,7 +20,8 @@ from typing import Any
 
 import trio
 
-from swarm_client.averaging.supervisor import AveragingOptions, AveragingWorker
+from swarm_client.averaging.options import AveragingOptions
+from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.device import Device, choose_device
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
 from swarm_client.home import Home

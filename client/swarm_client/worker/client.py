@@ -1,19 +1,15 @@
 """The daemon's handle on one stage worker: trio, never torch.
 
-Owns the slots through which payloads pass, the matching of answers to callers, and what callers
-see when the worker dies (`WorkerDied`, at once, in every one of them). Does not own scheduling
-(the worker's loop) nor restarting a dead worker (the daemon's supervisor).
+Owns the slots through which payloads pass. Who waits for which answer, and what callers see when
+the worker dies, is `exchange`'s; scheduling is the worker's loop's, restarting the holder's.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TypeVar
 
 import trio
 
@@ -21,38 +17,16 @@ from swarm_client import shared_memory
 from swarm_client.child import Child
 from swarm_client.worker import protocol
 from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_client.worker.liveness import Liveness, Owes
+from swarm_client.worker.exchange import Exchange
 from swarm_client.worker.output import Buffer, Output, SlotPool
 from swarm_client.worker.sizes import StageSizes, stage_sizes
 from swarm_client.worker.spare import WorkerChild, worker_process
-from swarm_shared.errors import FrameError, LinkClosed
+from swarm_shared.errors import FrameError
 from swarm_shared.manifest import Manifest
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""
-
-EXIT_STATUS_SECONDS = 2.0
-"""How long callers wait for the exit status of a worker whose socket has ended."""
-
-AnswerT = TypeVar("AnswerT", bound=protocol.Numbered)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    """One unanswered request. `slot` is given back by the reader when the caller has left."""
-
-    event: trio.Event = field(default_factory=trio.Event)
-    answer: protocol.WorkerAnswer | None = None
-    on_abandoned: Callable[[], None] | None = None
-    abandoned: bool = False
-    patient: bool = False
-    """What it waits for takes as long as it takes."""
-    behind: int | None = None
-    """Of a patient one: with this many answers given, the worker was still busy with others."""
-
-
-_PATIENT = (protocol.Configure, protocol.SaveState, protocol.LoadState, protocol.AdoptFresh)
 
 
 class StageWorker:
@@ -66,19 +40,13 @@ class StageWorker:
         self._tokens = manifest.tokens_per_microbatch
         self._child = child
         self._numbers = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
-        # Unbounded, and yet bounded: by the slots, and by callers who await each control answer.
-        self._outbox, self._outbox_reader = trio.open_memory_channel[protocol.Numbered](math.inf)
         microbatches = manifest.limits.stage_queue
         self.slot_count = 2 * microbatches
         self._forward_slots = SlotPool(range(microbatches))
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
         self._configured: protocol.Configured | None = None
-        self._liveness = Liveness()
-        self._hung = ""
-        self._death: str | None = None
-        self._dead = trio.Event()
+        self._exchange = Exchange(child, f"the compute process of stage {stage}", self._close_slots)
 
     # ---- what it is
 
@@ -110,8 +78,7 @@ class StageWorker:
 
     async def wait_died(self) -> WorkerDied:
         """Return when the worker has ended, with the error that callers get."""
-        await self._dead.wait()
-        return self._died()
+        return await self._exchange.wait_died()
 
     # ---- computations
 
@@ -162,7 +129,7 @@ class StageWorker:
     def discard(self, handle: Output) -> None:
         """No backward will follow this forward: free what is kept for it, and its slot."""
         handle.release()
-        self._post(protocol.Discard(request=handle.request))
+        self._exchange.post(protocol.Discard(request=handle.request))
 
     # ---- control
 
@@ -171,26 +138,26 @@ class StageWorker:
         request = protocol.Uncommit(
             request=self._number(), step=step, microbatches=tuple(microbatches)
         )
-        return (await self._call(request, protocol.Uncommitted)).ok
+        return (await self._exchange.call(request, protocol.Uncommitted)).ok
 
     async def reset_accumulator(self) -> None:
         request = protocol.ResetAccumulator(request=self._number())
-        await self._call(request, protocol.AccumulatorReset)
+        await self._exchange.call(request, protocol.AccumulatorReset)
 
     async def accumulated(self) -> protocol.AccumulatedAre:
         """The step and the microbatches in the accumulator, sorted."""
         request = protocol.Accumulated(request=self._number())
-        return await self._call(request, protocol.AccumulatedAre)
+        return await self._exchange.call(request, protocol.AccumulatedAre)
 
     async def prepare_round(self, step: Step) -> protocol.RoundPrepared:
         """Fill the `gradients` segment; says which microbatches are in it."""
         request = protocol.PrepareRound(request=self._number(), step=step)
-        return await self._call(request, protocol.RoundPrepared)
+        return await self._exchange.call(request, protocol.RoundPrepared)
 
     async def norm(self, step: Step, step_tokens: int) -> protocol.NormDone:
         """Squared norms of the averaged gradient that is in the `result` segment."""
         request = protocol.Norm(request=self._number(), step=step, step_tokens=step_tokens)
-        return await self._call(request, protocol.NormDone)
+        return await self._exchange.call(request, protocol.NormDone)
 
     async def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
@@ -200,76 +167,33 @@ class StageWorker:
             request=self._number(), step=step, step_tokens=step_tokens,
             global_norm=global_norm, learning_rate=learning_rate,
         )  # fmt: skip
-        return await self._call(request, protocol.Applied)
+        return await self._exchange.call(request, protocol.Applied)
 
     async def save_state(self, path: Path, version: Version) -> int:
         """Write parameters and optimizer state atomically; returns the bytes written."""
         request = protocol.SaveState(request=self._number(), path=str(path), version=version)
-        return (await self._call(request, protocol.StateSaved)).nbytes
+        return (await self._exchange.call(request, protocol.StateSaved)).nbytes
 
     async def load_state(self, path: Path, version: Version) -> protocol.StateLoaded:
         request = protocol.LoadState(request=self._number(), path=str(path), version=version)
-        return await self._call(request, protocol.StateLoaded)
+        return await self._exchange.call(request, protocol.StateLoaded)
 
     async def adopt_fresh(self, version: Version) -> protocol.StateLoaded:
         """Start again from the manifest's seed."""
         request = protocol.AdoptFresh(request=self._number(), version=version)
-        return await self._call(request, protocol.StateLoaded)
+        return await self._exchange.call(request, protocol.StateLoaded)
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
         """How much of its device it may use from now on."""
         request = protocol.Limit(
             request=self._number(), duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes
         )
-        await self._call(request, protocol.Limited)
+        await self._exchange.call(request, protocol.Limited)
 
     # ---- machinery
 
     def _number(self) -> int:
         return next(self._numbers)
-
-    def _died(self) -> WorkerDied:
-        """A new exception for each caller: a shared one would collect all their tracebacks."""
-        assert self._death is not None
-        return WorkerDied(self._death)
-
-    def _post(self, message: protocol.Numbered) -> None:
-        # After a death there is nobody to tell, and nothing left to free.
-        with suppress(trio.ClosedResourceError, trio.BrokenResourceError):
-            self._outbox.send_nowait(message)
-
-    async def _call(self, request: protocol.Numbered, expected: type[AnswerT]) -> AnswerT:
-        answer = await self._exchange(request, _Waiter(patient=isinstance(request, _PATIENT)))
-        if not isinstance(answer, expected):
-            raise FrameError(
-                f"the stage worker answered {answer.kind!r} where {expected.__name__} was due; "
-                "please report this as a bug"
-            )
-        return answer
-
-    async def _exchange(self, request: protocol.Numbered, waiter: _Waiter) -> protocol.WorkerAnswer:
-        if self._death is not None:
-            raise self._died()
-        if self._waiters:
-            waiter.behind = self._liveness.answers
-        self._waiters[request.request] = waiter
-        self._post(request)
-        try:
-            await waiter.event.wait()
-        except trio.Cancelled:
-            if waiter.on_abandoned is not None:
-                self._post(protocol.Discard(request=request.request))
-                if waiter.answer is not None or self._death is not None:
-                    waiter.on_abandoned()
-            waiter.abandoned = True
-            raise
-        if waiter.answer is None:
-            raise self._died()
-        if isinstance(waiter.answer, protocol.Failed):
-            if waiter.on_abandoned is not None:
-                waiter.on_abandoned()
-            raise RequestFailed(waiter.answer.code, waiter.answer.message)
-        return waiter.answer
 
     async def _compute(
         self,
@@ -280,7 +204,7 @@ class StageWorker:
         try:
             slot = await pool.take()
         except trio.EndOfChannel:
-            raise self._died() from None
+            raise self._exchange.died() from None
 
         def give_back() -> None:
             pool.give(slot)
@@ -291,7 +215,7 @@ class StageWorker:
             give_back()
             raise
         request = build(self._number(), slot, nbytes)
-        answer = await self._exchange(request, _Waiter(on_abandoned=give_back))
+        answer = await self._exchange.compute(request, give_back)
         return self._output(answer, slot, give_back)
 
     def _view(self, slot: int, nbytes: int) -> memoryview:
@@ -340,62 +264,9 @@ class StageWorker:
                     "please report this as a bug"
                 )
 
-    # ---- background tasks, run by open_worker
-
-    async def _send_all(self) -> None:
-        with suppress(LinkClosed):  # the reader sees the end too, and reports it
-            async for message in self._outbox_reader:
-                await self._child.link.send(message)
-
-    async def _receive_all(self) -> None:
-        reason = ""
-        try:
-            while (answer := await self._child.link.receive()) is not None:
-                computed = None
-                if isinstance(answer, protocol.ForwardDone | protocol.BackwardDone):
-                    computed = answer.seconds
-                self._liveness.answered(computed)
-                waiter = self._waiters.pop(answer.request, None)
-                if waiter is None:
-                    continue
-                waiter.answer = answer
-                waiter.event.set()
-                if waiter.abandoned and waiter.on_abandoned is not None:
-                    waiter.on_abandoned()
-        except FrameError as error:
-            reason = f" ({error})"
-            self._child.kill()
-        status: int | None = None
-        with trio.move_on_after(EXIT_STATUS_SECONDS):
-            status = await self._child.wait()
-        self._child.kill()  # harmless if it is dead, as it should be: its socket has ended
-        self._fail_everybody(status, reason)
-
-    async def _watch(self) -> None:
-        silent_seconds = await self._liveness.wait_hung(self._owes)
-        self._hung = f": it was ended after it had answered nothing for {silent_seconds:.0f} s"
-        self._child.kill()
-
-    def _owes(self) -> Owes:
-        answers = self._liveness.answers
-        if any(w.patient and w.behind != answers for w in self._waiters.values()):
-            return Owes.STORAGE
-        return Owes.COMPUTING if self._waiters else Owes.NOTHING
-
-    def _fail_everybody(self, status: int | None, reason: str) -> None:
-        how = "" if status is None else f" with exit status {status}"
-        how = self._hung or how
-        self._death = (
-            f"the compute process of stage {self.stage} has ended{how}{reason}; its log is "
-            f"{self._child.log_path}"
-        )
-        self._dead.set()
-        self._outbox.close()
+    def _close_slots(self) -> None:
         self._forward_slots.close()
         self._backward_slots.close()
-        for waiter in self._waiters.values():
-            waiter.event.set()
-        self._waiters.clear()
 
     async def _configure(
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
@@ -407,7 +278,7 @@ class StageWorker:
             kept_budget_bytes=kept_budget_bytes, slot_bytes=self.sizes.slot_bytes,
             slot_count=self.slot_count, namespace=namespace,
         )  # fmt: skip
-        self._configured = await self._call(request, protocol.Configured)
+        self._configured = await self._exchange.call(request, protocol.Configured)
 
     def _attach(self, attached: list[shared_memory.Segment]) -> None:
         configured = self.configured
@@ -440,9 +311,9 @@ async def open_worker(
         async with process or worker_process(threads, log_path) as child:
             worker = StageWorker(child, manifest, stage)
             async with _quiet_nursery() as nursery:
-                nursery.start_soon(worker._receive_all)
-                nursery.start_soon(worker._send_all)
-                nursery.start_soon(worker._watch)
+                nursery.start_soon(worker._exchange.receive_all)
+                nursery.start_soon(worker._exchange.send_all)
+                nursery.start_soon(worker._exchange.watch)
                 await worker._configure(
                     manifest, device, threads, graph_budget_bytes, kept_budget_bytes, namespace
                 )

@@ -10,133 +10,23 @@ after the other, and a request to somebody who has vanished fails when the roste
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.agenda import Action
+from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Parcel, Request
 from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
 from swarm_shared.credentials import Receipt
 from swarm_shared.messages import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
-from swarm_shared.routing import InterleavedWeightedRoundRobin
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
 
 FORWARD_SHARE = 1 / 3
-BUSY_PAUSE_SECONDS = 0.05
-STEP_PAUSE_SECONDS = 0.1
-CAPACITY_WAIT_SECONDS = 1.0
-MAXIMUM_ATTEMPTS = 8
-"""These four as in the client."""
-
 SMALL_BYTES = 256 * 1024
 """Token ids, receipts and refusals."""
-
-Answered = Callable[["_Answer"], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """What comes back for a microbatch: its receipts, or why there is no gradient."""
-
-    state: str
-    """ok, busy, wrong step, or failed."""
-    receipts: tuple[Receipt, ...] = ()
-    service_seconds: float = 0.0
-    total_seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Parcel:
-    step: Step
-    microbatch: MicrobatchIndex
-    accumulate: frozenset[StageIndex]
-
-
-@dataclass(slots=True)
-class _Request:
-    """One attempt to have one microbatch done by one peer."""
-
-    target: PeerId
-    answered: Answered
-    open: bool = True
-
-
-class _Hop:
-    """A sender's way to one stage: `Downstream` of the client."""
-
-    def __init__(self, plane: MicrobatchPlane, node: _Node, stage: StageIndex) -> None:
-        self._plane, self._node, self.stage = plane, node, stage
-        self._routing = InterleavedWeightedRoundRobin()
-        self._outstanding: dict[PeerId, list[_Request]] = {}
-        self._waiting: deque[Action] = deque()
-
-    def send(self, parcel: _Parcel, done: Answered, failures: int = 0) -> None:
-        node, plane = self._node, self._plane
-        if not node.works_on(parcel.step) or failures >= MAXIMUM_ATTEMPTS:
-            done(_Answer("failed"))
-            return
-        target = self._choose()
-        if target is None:
-            self._wait(lambda: self.send(parcel, done, failures))
-            return
-        began = plane.now
-        requests = self._outstanding.setdefault(target, [])
-        in_flight = len(requests) + 1
-
-        def answered(answer: _Answer) -> None:
-            requests.remove(request)
-            self.capacity()
-            if answer.state == "ok":
-                seconds = plane.now - began
-                self._routing.observe(target, _observed(answer, seconds, in_flight))
-                done(answer)
-            elif answer.state in ("busy", "wrong step"):
-                pause = BUSY_PAUSE_SECONDS if answer.state == "busy" else STEP_PAUSE_SECONDS
-                plane.later(node, pause, lambda: self.send(parcel, done, failures))
-            else:
-                self._routing.failed(target, plane.now)
-                plane.ask_mask(node, parcel, target, masked)
-
-        def masked(missing: tuple[StageIndex, ...] | None) -> None:
-            if missing is None:
-                done(_Answer("failed"))
-                return
-            again = frozenset(stage for stage in missing if stage >= self.stage)
-            self.send(_Parcel(parcel.step, parcel.microbatch, again), done, failures + 1)
-
-        request = _Request(target, answered)
-        requests.append(request)
-        plane.deliver_request(node, self.stage, parcel, request)
-
-    def _choose(self) -> PeerId | None:
-        members = self._node.members(self.stage)
-        self._routing.update(members)
-        credits = self._plane.edge_credits
-        usable = {p for p in members if len(self._outstanding.get(p, ())) < credits}
-        return self._routing.choose(self._plane.now, usable)
-
-    def _wait(self, action: Action) -> None:
-        self._waiting.append(action)
-        end = self._routing.next_ban_end(self._plane.now)
-        pause = CAPACITY_WAIT_SECONDS if end is None else max(0.01, end - self._plane.now)
-        self._plane.later(self._node, pause, self.capacity)
-
-    def capacity(self) -> None:
-        """Somebody may have room again: those that wait try once more, in their order."""
-        waiting, self._waiting = self._waiting, deque()
-        for action in waiting:
-            action()
-
-    def roster_changed(self) -> None:
-        known = self._node.known
-        for target in [t for t in self._outstanding if t not in known]:
-            for request in list(self._outstanding[target]):
-                self._plane.answer(request, _Answer("failed"))
-        self.capacity()
 
 
 @dataclass(slots=True)
@@ -160,10 +50,11 @@ class _Node:
         self.driving = 0
         self.window = 1
         self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
-        self.first = _Hop(plane, self, StageIndex(0))
-        self.next: _Hop | None = None
+        self.edge_credits = plane.edge_credits
+        self.first = Hop(self, StageIndex(0))
+        self.next: Hop | None = None
         if self.stage < plane.last_stage:
-            self.next = _Hop(plane, self, StageIndex(self.stage + 1))
+            self.next = Hop(self, StageIndex(self.stage + 1))
         self.up_free_at = self.down_free_at = 0.0
         self.known: dict[PeerId, StageIndex] = {}
         self._by_stage: dict[StageIndex, list[PeerId]] = {}
@@ -190,6 +81,24 @@ class _Node:
     def works_on(self, step: Step) -> bool:
         return self.open and self.volunteer.alive and self.volunteer.version + 1 == step
 
+    # ---- how it sends (`hop.Sender`)
+
+    @property
+    def now(self) -> float:
+        return self._plane.now
+
+    def later(self, seconds: float, action: Action) -> None:
+        self._plane.later(self, seconds, action)
+
+    def ask_mask(self, parcel: Parcel, suspect: PeerId, answer: Missing) -> None:
+        self._plane.ask_mask(self, parcel, suspect, answer)
+
+    def deliver(self, stage: StageIndex, parcel: Parcel, request: Request) -> None:
+        self._plane.deliver_request(self, stage, parcel, request)
+
+    def answer(self, request: Request, answer: Answer) -> None:
+        self._plane.answer(request, answer)
+
     # ---- computing: one thing at a time, backwards first
 
     def compute(self, share: float, done: Action) -> None:
@@ -213,7 +122,7 @@ class _Node:
 
     # ---- counting
 
-    def count(self, parcel: _Parcel) -> Receipt | None:
+    def count(self, parcel: Parcel) -> Receipt | None:
         """Accumulate a microbatch if the mask says so, once; its receipt if it is held."""
         if self.held_step != parcel.step:
             self.held_step, self.held, self.unreported = parcel.step, {}, []
@@ -235,7 +144,7 @@ class MicrobatchPlane:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None
-        self._masks: dict[tuple[PeerId, int], Callable[[tuple[StageIndex, ...] | None], None]] = {}
+        self._masks: dict[tuple[PeerId, int], Missing] = {}
         self._early: dict[PeerId, list[Lease]] = {}
         self._asked = 0
         self.last_stage = len(swarm.works) - 1
@@ -277,7 +186,7 @@ class MicrobatchPlane:
         if node is not None:
             while node.leased:
                 lease, leased = node.leased.popleft()
-                self._resolved(node, lease, leased.microbatch, _Answer("failed"))
+                self._resolved(node, lease, leased.microbatch, Answer("failed"))
 
     def roster(self, volunteer: Volunteer, roster: Roster) -> None:
         self._roster = roster
@@ -313,10 +222,10 @@ class MicrobatchPlane:
             if not node.works_on(lease.step):
                 continue
             node.driving += 1
-            parcel = _Parcel(lease.step, leased.microbatch, frozenset(leased.accumulate))
+            parcel = Parcel(lease.step, leased.microbatch, frozenset(leased.accumulate))
 
             def done(
-                answer: _Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased
+                answer: Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased
             ) -> None:
                 node.driving -= 1
                 self._resolved(node, lease, leased.microbatch, answer)
@@ -325,7 +234,7 @@ class MicrobatchPlane:
             node.first.send(parcel, done)
 
     def _resolved(
-        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: _Answer
+        self, node: _Node, lease: Lease, microbatch: MicrobatchIndex, answer: Answer
     ) -> None:
         volunteer, ok = node.volunteer, answer.state == "ok"
         self.completed += ok
@@ -353,9 +262,9 @@ class MicrobatchPlane:
     def ask_mask(
         self,
         node: _Node,
-        parcel: _Parcel,
+        parcel: Parcel,
         suspect: PeerId,
-        answer: Callable[[tuple[StageIndex, ...] | None], None],
+        answer: Missing,
     ) -> None:
         self._asked += 1
         number = self._asked
@@ -375,7 +284,7 @@ class MicrobatchPlane:
     # ---- from peer to peer
 
     def deliver_request(
-        self, sender: _Node, stage: StageIndex, parcel: _Parcel, request: _Request
+        self, sender: _Node, stage: StageIndex, parcel: Parcel, request: Request
     ) -> None:
         receiver = self._nodes.get(request.target)
         if receiver is None:
@@ -411,13 +320,13 @@ class MicrobatchPlane:
         latency = up.latency_seconds + down.latency_seconds
         self._swarm.agenda.at(max(sender.up_free_at, received) + latency, arrive)
 
-    def answer(self, request: _Request, answer: _Answer) -> None:
+    def answer(self, request: Request, answer: Answer) -> None:
         if request.open:
             request.open = False
             request.answered(answer)
 
     def _reply(
-        self, receiver: _Node, sender: _Node, request: _Request, answer: _Answer, size: int
+        self, receiver: _Node, sender: _Node, request: Request, answer: Answer, size: int
     ) -> None:
         def arrive() -> None:
             if sender.open and sender.volunteer.alive:
@@ -426,20 +335,20 @@ class MicrobatchPlane:
         self._transfer(receiver, sender, size, arrive)
 
     def _serve(
-        self, sender: _Node, node: _Node, stage: StageIndex, parcel: _Parcel, request: _Request
+        self, sender: _Node, node: _Node, stage: StageIndex, parcel: Parcel, request: Request
     ) -> None:
         """One microbatch in this stage: forward, on to the next one, backward, answer."""
         if node.stage != stage or not node.works_on(parcel.step):
-            self._reply(node, sender, request, _Answer("wrong step"), 0)
+            self._reply(node, sender, request, Answer("wrong step"), 0)
             return
         if node.in_flight >= self._swarm.manifest.limits.stage_queue:
-            self._reply(node, sender, request, _Answer("busy"), 0)
+            self._reply(node, sender, request, Answer("busy"), 0)
             return
         node.in_flight += 1
         arrived = self.now
         forward_done = [arrived]
 
-        def answer(given: _Answer, size: int) -> None:
+        def answer(given: Answer, size: int) -> None:
             node.in_flight -= 1
             self._reply(node, sender, request, given, size)
 
@@ -449,11 +358,11 @@ class MicrobatchPlane:
                 receipts = (*receipts, own)
             size = self._swarm.sizes[stage].input_bytes if stage else 0
             total = self.now - arrived
-            answer(_Answer("ok", receipts, service_seconds, total), size)
+            answer(Answer("ok", receipts, service_seconds, total), size)
 
-        def came_back(given: _Answer) -> None:
+        def came_back(given: Answer) -> None:
             if given.state != "ok":
-                answer(_Answer("failed"), 0)
+                answer(Answer("failed"), 0)
                 return
             returned = self.now
             forward = forward_done[0] - arrived
@@ -472,7 +381,7 @@ class MicrobatchPlane:
 
         node.compute(FORWARD_SHARE, sent_on)
 
-    def receipt(self, node: _Node, parcel: _Parcel) -> Receipt:
+    def receipt(self, node: _Node, parcel: Parcel) -> Receipt:
         manifest = self._swarm.manifest
         return Receipt(
             run=RunId("simulated"), generation=Generation(1), step=parcel.step,
@@ -481,10 +390,3 @@ class MicrobatchPlane:
             tokens=manifest.tokens_per_microbatch,
             loss_sum=1.0 if node.stage == self.last_stage else None,
         )  # fmt: skip
-
-
-def _observed(answer: _Answer, total_seconds: float, in_flight: int) -> float:
-    """As `seconds_per_microbatch` of the client: the slower of a peer's service and its link."""
-    service = min(answer.service_seconds, total_seconds)
-    link = max(0.0, total_seconds - answer.total_seconds)
-    return max(service, link / max(1, in_flight))

@@ -11,7 +11,8 @@ Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
 
 from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.inbound import Handler
-from swarm_shared.network.node import Node, open_node
+from swarm_shared.network.node import Node
+from swarm_shared.network.opening import open_node
 from swarm_shared.network.relay_server import RelayLimits
 from swarm_shared.network.stream import FramedStream
 from swarm_shared.network.traffic import LinkTraffic

@@ -1,20 +1,17 @@
 """A peer's end of the network: connect, serve protocols, open streams.
 
 Puts the parts together and owns their life: connections are chosen in `links`, made in `dialer`,
-`relay_client` and `hole_punch`; streams from remotes are supervised in `inbound`. Building the
-host is in `host`, frames are in `stream`. Runs on trio.
+`relay_client` and `hole_punch`, looked after in `upkeep`; streams from remotes are supervised in
+`inbound`. Building the host is in `host`, frames are in `stream`. Runs on trio.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 
 import trio
 from libp2p.custom_types import TProtocol
-from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
@@ -28,17 +25,18 @@ from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.errors import dial_errors, summary
 from swarm_shared.network.hole_punch import DCUTR_PROTOCOL, HolePuncher
 from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
-from swarm_shared.network.identify import IDENTIFY_PROTOCOL, read_observed, remote_multiaddr
+from swarm_shared.network.identify import IDENTIFY_PROTOCOL, read_observed
 from swarm_shared.network.identify import answer as answer_identify
 from swarm_shared.network.inbound import Handler, Inbound, RawHandler
 from swarm_shared.network.links import Links, muxer_of
 from swarm_shared.network.outbound import StreamOpener
-from swarm_shared.network.reach import Interfaces, is_global
+from swarm_shared.network.own_addresses import OwnAddresses
 from swarm_shared.network.relay_client import RelayClient
 from swarm_shared.network.relay_server import RelayLimits, RelayServer
 from swarm_shared.network.stream import FramedStream
 from swarm_shared.network.tcp import check_ports_are_free
 from swarm_shared.network.traffic import LinkTraffic
+from swarm_shared.network.upkeep import Upkeep
 from swarm_shared.network.watch import NetworkWatch
 from swarm_shared.network.yamux_stream import YamuxStream
 from swarm_shared.types import PeerId
@@ -51,20 +49,13 @@ PeerCallback = Callable[[PeerId], None]
 CONNECT_SECONDS = 20.0
 """A direct dial, a relay's head start, a circuit, and a hole that is given up."""
 OPEN_STREAM_SECONDS = 20.0
-CLOSE_SECONDS = 2.0
-"""How long closing the node waits for good-byes to be sent, over all connections."""
-RELAYED_LINGER_SECONDS = 5.0
-"""Streams on a relayed connection have moved to the direct one in this time, or soon will."""
-PROVE_ALIVE_SECONDS = 3.0
-PUNCH_AGAIN_SECONDS = 15.0
-"""How often relayed links are looked at; each has a pause of its own."""
 MAX_RELAY_ADDRESSES = 8
 MAX_STREAMS_OF_PROTOCOL = 64
 """Of one remote, unless a protocol says otherwise."""
 
 
 class Node:
-    """Made by `open_node`; valid inside its `async with`."""
+    """Made by `opening.open_node`; valid inside its `async with`."""
 
     def __init__(
         self,
@@ -74,7 +65,6 @@ class Node:
         max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     ) -> None:
         self.peer_id = identity.peer_id
-        self._identity = identity
         self.bandwidth = Bandwidth()
         """Of all its connections together; limits may be set at any time."""
         self._host = build_host(
@@ -90,25 +80,24 @@ class Node:
         self._relays = RelayClient(
             self.peer_id, swarm, self._connect_to_relay, self._streams.open_raw
         )
+        self._own = OwnAddresses(swarm, self._relays, lambda: self._watch.interfaces)
         self._puncher = HolePuncher(
-            swarm, self._punchable_addresses, self._source, self._streams.open_raw,
+            swarm, self._own.punchable, self._own.source, self._streams.open_raw,
             self._links.has_direct, lambda: self._watch.interfaces,
         )  # fmt: skip
         self._dialer = Dialer(
             swarm, self._links, self._relays, self._puncher, lambda: self._watch.interfaces,
-            self._source,
+            self._own.source,
         )  # fmt: skip
+        self._upkeep = Upkeep(swarm, self._links, self._puncher, lambda: self._watch.interfaces)
         self._relay: RelayServer | None = None
-        self._observed: dict[PeerId, str] = {}
-        self._announced: tuple[str, ...] = ()
         self._disconnect_callbacks: list[PeerCallback] = []
         self._path_callbacks: list[PeerCallback] = []
         self._address_callbacks: list[Callable[[], None]] = []
         self._network_callbacks: list[Callable[[], None]] = []
-        self._nursery: trio.Nursery | None = None
         self._manager = TrioManager(swarm)
         self._swarm.set_stream_handler(self._inbound.accept)
-        self._swarm.on_connected = self._connected
+        self._swarm.on_connected = self._upkeep.connected
         self._swarm.on_lost = self._links.changed
         self._links.on_lost = self._peer_lost
         self._links.on_change = self._path_changed
@@ -122,16 +111,12 @@ class Node:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where others can reach this node, each ending in its peer ID; loopback last."""
-        own = dict.fromkeys((*self._announced, *self._listening(), *self._relays.addresses))
-        ordered = sorted(own, key=lambda text: "/127." in text or "/::1/" in text)
-        return tuple(f"{address}/p2p/{self.peer_id}" for address in ordered)
+        return tuple(f"{address}/p2p/{self.peer_id}" for address in self._own.all())
 
     @property
     def listening_port(self) -> int | None:
         """The TCP port that others dial; None when this node does not listen."""
-        for address in self._listening():
-            return int(address.split("/tcp/")[1])
-        return None
+        return self._own.listening_port
 
     @property
     def connected_peers(self) -> tuple[PeerId, ...]:
@@ -176,7 +161,7 @@ class Node:
 
         Known of peers that were connected to with `from_listening_port`, relays among them.
         """
-        return self._observed.get(peer)
+        return self._own.observed.get(peer)
 
     # What is served
 
@@ -216,7 +201,10 @@ class Node:
     def serve_relay(self, limits: RelayLimits, allow: Callable[[PeerId], bool]) -> None:
         """Relays for the peers that `allow` names, at both ends of a circuit."""
         self._relay = RelayServer(
-            limits, allow, lambda: self._dialable()[:MAX_RELAY_ADDRESSES], self._streams.open_raw
+            limits,
+            allow,
+            lambda: self._own.dialable()[:MAX_RELAY_ADDRESSES],
+            self._streams.open_raw,
         )
         self._serve_raw(HOP_PROTOCOL, self._relay.handle, public=True)
 
@@ -229,9 +217,7 @@ class Node:
 
     def announce(self, addresses: Sequence[str]) -> None:
         """Addresses of this node that only others can know: a router's, a name's."""
-        announced = tuple(address.split("/p2p/")[0] for address in addresses)
-        if announced != self._announced:
-            self._announced = announced
+        if self._own.announce(addresses):
             self._addresses_changed()
 
     def use_relays(
@@ -280,7 +266,7 @@ class Node:
         await self._dialer.connect(
             peer, addresses, timeout_seconds, from_listening_port=from_listening_port
         )
-        if from_listening_port and peer not in self._observed:
+        if from_listening_port and peer not in self._own.observed:
             await self._ask_observed(peer)
 
     async def open_stream(
@@ -313,10 +299,7 @@ class Node:
     def check(self, peer: PeerId) -> None:
         """Makes sure in the background that the connections to `peer` live, and closes dead ones:
         there is reason to believe that its network has changed."""
-        if self._nursery is None:
-            return
-        for connection in self._links.all_of(peer):
-            self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+        self._upkeep.check(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Closes all connections to `peer`."""
@@ -344,17 +327,14 @@ class Node:
         """Runs the host until cancelled. NetworkError when it fails."""
         try:
             async with trio.open_nursery() as nursery:
-                self._nursery = nursery
                 nursery.start_soon(self._relays.run)
                 nursery.start_soon(self._watch.run)
-                nursery.start_soon(self._punch_later)
+                nursery.start_soon(self._upkeep.run)
                 await self._manager.run()
         except Exception as error:
             raise NetworkError(
                 f"the network of this node failed ({summary(error)}); start it again"
             ) from error
-        finally:
-            self._nursery = None
 
     async def close(self) -> None:
         """Says good-bye on all connections at once, then stops listening."""
@@ -364,31 +344,7 @@ class Node:
         for listener in list(self._swarm.listeners.values()):
             await listener.close()
 
-    # Addresses
-
-    def _listening(self) -> list[str]:
-        return [
-            dialable
-            for listener in self._swarm.listeners.values()
-            for address in listener.get_addrs()
-            for dialable in _dialable(address, self._watch.interfaces)
-        ]
-
-    def _dialable(self) -> tuple[str, ...]:
-        """Where this node can be dialled without a relay."""
-        return tuple(dict.fromkeys((*self._announced, *self._listening())))
-
-    def _punchable_addresses(self) -> list[str]:
-        """What a router in between may let through, the public ones first."""
-        own = [*self._announced, *self._observed.values(), *self._listening()]
-        return sorted(dict.fromkeys(own), key=lambda address: not is_global(address))
-
-    def _source(self, version: int) -> tuple[str, int] | None:
-        """The local end of a dial from the listening port; None when there is none."""
-        for address in self._listening():
-            if address.startswith(f"/ip{version}/"):
-                return ("0.0.0.0" if version == 4 else "::", int(address.split("/tcp/")[1]))
-        return None
+    # Its own addresses
 
     async def _connect_to_relay(self, relay: PeerId, addresses: Sequence[str]) -> None:
         await self.connect(relay, addresses, from_listening_port=True)
@@ -408,55 +364,12 @@ class Node:
             logger.debug("%s", error)
             return
         if observed is not None:
-            self._observed[peer] = observed
+            self._own.observed[peer] = observed
 
     # Events
 
-    def _connected(self, connection: SwarmConn) -> None:
-        muxer = muxer_of(connection)
-        peer = PeerId(muxer.peer_id.to_base58())
-        if muxer.relay is None:
-            place = remote_multiaddr(muxer.get_remote_address())
-            # What came while a hole was being punched came through it, but for the own network.
-            muxer.punched = self._puncher.is_active(peer) and place is not None and is_global(place)
-        self._links.changed(connection)
-        if self._nursery is None:
-            return
-        if muxer.relay is None:
-            self._puncher.connected(peer)
-            self._nursery.start_soon(self._retire_relayed, peer)
-        elif not muxer.is_initiator:
-            # As the specification has it: the end that was dialled begins.
-            self._nursery.start_soon(self._punch_for_dialler, peer)
-
-    async def _punch_for_dialler(self, peer: PeerId) -> None:
-        """Who comes through a relay has no direct connection: one that is here is dead, or was
-        made at the same moment."""
-        async with trio.open_nursery() as nursery:
-            for connection in self._links.all_of(peer):
-                if muxer_of(connection).relay is None:
-                    nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
-        if await self._puncher.punch(peer):
-            await self._retire_relayed(peer)
-
-    async def _retire_relayed(self, peer: PeerId) -> None:
-        """Close relayed connections that are not needed any more, once nothing is on them.
-
-        Those that come later are left alone: their dialler may know better than this end that
-        the direct one is dead.
-        """
-        relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
-        while self._links.has_direct(peer):
-            relayed = [connection for connection in relayed if not connection.is_closed]
-            if not relayed:
-                return
-            await trio.sleep(RELAYED_LINGER_SECONDS)
-            for connection in relayed:
-                if self._links.has_direct(peer) and not muxer_of(connection).stream_count:
-                    await connection.close()
-
     def _peer_lost(self, peer: PeerId) -> None:
-        self._observed.pop(peer, None)
+        self._own.observed.pop(peer, None)
         if self._relay is not None:
             self._relay.forget(peer)
         self._relays.lost(peer)
@@ -479,30 +392,10 @@ class Node:
 
     def _network_changed(self) -> None:
         """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
-        self._puncher.network_changed()
-        if self._nursery is not None:
-            own = {str(host) for host in self._watch.interfaces.hosts}
-            for connection in self._swarm.get_connections():
-                muxer = muxer_of(connection)
-                # Nothing comes back to an address that this machine has no more.
-                seconds = PROVE_ALIVE_SECONDS if muxer.local_host in (None, *own) else 0.0
-                self._nursery.start_soon(muxer.prove_alive, seconds)
-            self._punch_relayed()
+        self._upkeep.network_changed()
         self._addresses_changed()
         for callback in self._network_callbacks:
             callback()
-
-    async def _punch_later(self) -> None:
-        """Routers forget and people move: what is relayed is tried again now and then."""
-        while True:
-            await trio.sleep(PUNCH_AGAIN_SECONDS)
-            self._punch_relayed()
-
-    def _punch_relayed(self) -> None:
-        if self._nursery is not None:
-            for peer in self.connected_peers:
-                if not self._links.has_direct(peer):
-                    self._nursery.start_soon(self._puncher.punch, peer)
 
     # Raw protocols
 
@@ -512,44 +405,7 @@ class Node:
     async def _identify(self, stream: YamuxStream) -> None:
         protocols = tuple(str(protocol) for protocol in self._host.multiselect.handlers)
         public_key = self._swarm.peerstore.pubkey(_libp2p_id(self.peer_id))
-        await answer_identify(stream, public_key.serialize(), self._dialable(), protocols)
-
-
-@asynccontextmanager
-async def open_node(
-    identity: Identity,
-    listen_addresses: Sequence[str] = (),
-    *,
-    max_connections: int = 10_000,
-    max_inbound_streams_per_peer: int = 256,
-    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
-) -> AsyncIterator[Node]:
-    """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
-
-    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
-    port. NetworkError when a port cannot be had.
-    """
-    node = Node(
-        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address
-    )
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(node.run)
-            try:
-                await node.listen(listen_addresses)
-                yield node
-            finally:
-                with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
-                    await node.close()
-                nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # The nursery wraps what the block raised; the caller expects it as it was.
-        if len(group.exceptions) != 1:
-            raise
-        failure = group.exceptions[0]
-    else:
-        return
-    raise failure
+        await answer_identify(stream, public_key.serialize(), self._own.dialable(), protocols)
 
 
 def _libp2p_id(peer: PeerId) -> ID:
@@ -564,14 +420,3 @@ def _parse(address: str) -> Multiaddr:
         raise NetworkError(
             f"{address!r} is not a multiaddr such as /ip4/192.0.2.1/tcp/4001"
         ) from error
-
-
-def _dialable(address: Multiaddr, interfaces: Interfaces) -> list[str]:
-    """The address itself, or for a wildcard one for each of this machine's addresses."""
-    protocols = {protocol.name for protocol in address.protocols()}
-    version = "ip6" if "ip6" in protocols else "ip4"
-    host, port = str(address.value_for_protocol(version)), address.value_for_protocol("tcp")
-    if not ipaddress.ip_address(host).is_unspecified:
-        return [f"/{version}/{host}/tcp/{port}"]
-    own = sorted(interfaces.hosts, key=str)
-    return [f"/{version}/{ip}/tcp/{port}" for ip in own if f"ip{ip.version}" == version]

@@ -1,0 +1,71 @@
+"""What the shell shows while it runs: the status file, and the table of links in the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from swarm_coordinator.admission_desk import AdmissionDesk
+from swarm_coordinator.control import Control
+from swarm_coordinator.http.companion import Companion
+from swarm_coordinator.records import LinksSeen
+from swarm_coordinator.reports import Reports
+from swarm_coordinator.sessions import Sessions
+from swarm_coordinator.state import RunState
+from swarm_coordinator.status import Seen, StatusFile
+from swarm_coordinator.store import Store
+from swarm_shared.clock import Clock
+
+STATUS_SECONDS = 1.0
+STATUS_SHARE = 30.0
+"""The pause after writing the status, over the time that it took: some percent of a core."""
+LINKS_SECONDS = 10.0
+"""Between two writes of the link table; it is not needed to the second, and n² long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Showing:
+    """Asks the parts that know; decides nothing."""
+
+    state: RunState
+    status: StatusFile
+    store: Store
+    reports: Reports
+    desk: AdmissionDesk
+    sessions: Sessions
+    control: Control
+    companion: Companion | None
+    clock: Clock
+
+    async def write_status(self, *, running: bool = True) -> None:
+        await self.status.write(self._seen(), running=running)
+
+    async def keep_status(self) -> None:
+        while True:
+            began = self.clock()
+            await self.write_status()
+            # Ten thousand volunteers take a third of a second to describe.
+            took = self.clock() - began
+            await trio.sleep(max(STATUS_SECONDS, STATUS_SHARE * took))
+
+    async def keep_links(self) -> None:
+        while True:
+            await trio.sleep(LINKS_SECONDS)
+            self.save_links()
+
+    def save_links(self, everything: bool = False) -> None:
+        for reporter, links in self.reports.unsaved_links(everything).items():
+            self.store.post(LinksSeen(reporter, links))
+
+    def _seen(self) -> Seen:
+        """What the core does not know and `status` shows."""
+        return Seen(
+            now=self.clock(),
+            links=self.reports.links(),
+            paths=self.reports.paths(self.state.peers),
+            admission=self.desk.document(),
+            sessions=len(self.sessions),
+            sessions_ended=dict(self.control.ended),
+            http={} if self.companion is None else self.companion.told(),
+        )

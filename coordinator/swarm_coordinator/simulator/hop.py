@@ -1,0 +1,152 @@
+"""A simulated sender's way to one stage: the choice of a peer, credits, retries and masks.
+
+The product's own routing chooses, and is told what was observed by the product's own formula. Who
+retries asks the coordinator first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from swarm_coordinator.simulator.agenda import Action
+from swarm_shared.credentials import Receipt
+from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+
+BUSY_PAUSE_SECONDS = 0.05
+STEP_PAUSE_SECONDS = 0.1
+CAPACITY_WAIT_SECONDS = 1.0
+MAXIMUM_ATTEMPTS = 8
+"""As in the client, all four."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What comes back for a microbatch: its receipts, or why there is no gradient."""
+
+    state: str
+    """ok, busy, wrong step, or failed."""
+    receipts: tuple[Receipt, ...] = ()
+    service_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: frozenset[StageIndex]
+
+
+Answered = Callable[[Answer], None]
+Missing = Callable[[tuple[StageIndex, ...] | None], None]
+
+
+@dataclass(slots=True)
+class Request:
+    """One attempt to have one microbatch done by one peer."""
+
+    target: PeerId
+    answered: Answered
+    open: bool = True
+
+
+class Sender(Protocol):
+    """Who sends: it has the time, knows the members, and carries requests out."""
+
+    known: dict[PeerId, StageIndex]
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def edge_credits(self) -> int: ...
+    def works_on(self, step: Step) -> bool: ...
+    def members(self, stage: StageIndex) -> Sequence[PeerId]: ...
+    def later(self, seconds: float, action: Action) -> None: ...
+    def ask_mask(self, parcel: Parcel, suspect: PeerId, answer: Missing) -> None: ...
+    def deliver(self, stage: StageIndex, parcel: Parcel, request: Request) -> None: ...
+    def answer(self, request: Request, answer: Answer) -> None: ...
+
+
+class Hop:
+    """A sender's way to one stage: `Downstream` of the client."""
+
+    def __init__(self, sender: Sender, stage: StageIndex) -> None:
+        self._sender, self.stage = sender, stage
+        self._routing = InterleavedWeightedRoundRobin()
+        self._outstanding: dict[PeerId, list[Request]] = {}
+        self._waiting: deque[Action] = deque()
+
+    def send(self, parcel: Parcel, done: Answered, failures: int = 0) -> None:
+        sender = self._sender
+        if not sender.works_on(parcel.step) or failures >= MAXIMUM_ATTEMPTS:
+            done(Answer("failed"))
+            return
+        target = self._choose()
+        if target is None:
+            self._wait(lambda: self.send(parcel, done, failures))
+            return
+        began = sender.now
+        requests = self._outstanding.setdefault(target, [])
+        in_flight = len(requests) + 1
+
+        def answered(answer: Answer) -> None:
+            requests.remove(request)
+            self.capacity()
+            if answer.state == "ok":
+                seconds = sender.now - began
+                self._routing.observe(target, _observed(answer, seconds, in_flight))
+                done(answer)
+            elif answer.state in ("busy", "wrong step"):
+                pause = BUSY_PAUSE_SECONDS if answer.state == "busy" else STEP_PAUSE_SECONDS
+                sender.later(pause, lambda: self.send(parcel, done, failures))
+            else:
+                self._routing.failed(target, sender.now)
+                sender.ask_mask(parcel, target, masked)
+
+        def masked(missing: tuple[StageIndex, ...] | None) -> None:
+            if missing is None:
+                done(Answer("failed"))
+                return
+            again = frozenset(stage for stage in missing if stage >= self.stage)
+            self.send(Parcel(parcel.step, parcel.microbatch, again), done, failures + 1)
+
+        request = Request(target, answered)
+        requests.append(request)
+        sender.deliver(self.stage, parcel, request)
+
+    def _choose(self) -> PeerId | None:
+        members = self._sender.members(self.stage)
+        self._routing.update(members)
+        credits = self._sender.edge_credits
+        usable = {p for p in members if len(self._outstanding.get(p, ())) < credits}
+        return self._routing.choose(self._sender.now, usable)
+
+    def _wait(self, action: Action) -> None:
+        self._waiting.append(action)
+        end = self._routing.next_ban_end(self._sender.now)
+        pause = CAPACITY_WAIT_SECONDS if end is None else max(0.01, end - self._sender.now)
+        self._sender.later(pause, self.capacity)
+
+    def capacity(self) -> None:
+        """Somebody may have room again: those that wait try once more, in their order."""
+        waiting, self._waiting = self._waiting, deque()
+        for action in waiting:
+            action()
+
+    def roster_changed(self) -> None:
+        known = self._sender.known
+        for target in [t for t in self._outstanding if t not in known]:
+            for request in list(self._outstanding[target]):
+                self._sender.answer(request, Answer("failed"))
+        self.capacity()
+
+
+def _observed(answer: Answer, total_seconds: float, in_flight: int) -> float:
+    """As `seconds_per_microbatch` of the client: the slower of a peer's service and its link."""
+    service = min(answer.service_seconds, total_seconds)
+    link = max(0.0, total_seconds - answer.total_seconds)
+    return max(service, link / max(1, in_flight))

@@ -1,0 +1,52 @@
+"""Opening a node for the length of a block: it runs beside it, and says good-bye at its end."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from swarm_shared.identity import Identity
+from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS
+from swarm_shared.network.node import Node
+
+CLOSE_SECONDS = 2.0
+"""How long closing the node waits for good-byes to be sent, over all connections."""
+
+
+@asynccontextmanager
+async def open_node(
+    identity: Identity,
+    listen_addresses: Sequence[str] = (),
+    *,
+    max_connections: int = 10_000,
+    max_inbound_streams_per_peer: int = 256,
+    max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+) -> AsyncIterator[Node]:
+    """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
+
+    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
+    port. NetworkError when a port cannot be had.
+    """
+    node = Node(
+        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address
+    )
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(node.run)
+            try:
+                await node.listen(listen_addresses)
+                yield node
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
+                    await node.close()
+                nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        # The nursery wraps what the block raised; the caller expects it as it was.
+        if len(group.exceptions) != 1:
+            raise
+        failure = group.exceptions[0]
+    else:
+        return
+    raise failure

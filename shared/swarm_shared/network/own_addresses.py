@@ -1,0 +1,84 @@
+"""Where a node is reached: what it listens on, what others say of it, what its relays give."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+
+from multiaddr import Multiaddr
+
+from swarm_shared.network.host import NodeSwarm
+from swarm_shared.network.reach import Interfaces, is_global
+from swarm_shared.network.relay_client import RelayClient
+from swarm_shared.types import PeerId
+
+
+class OwnAddresses:
+    """Without the node's peer ID at their end."""
+
+    def __init__(
+        self, swarm: NodeSwarm, relays: RelayClient, interfaces: Callable[[], Interfaces]
+    ) -> None:
+        self.observed: dict[PeerId, str] = {}
+        """How peers that were asked see this node's address and port."""
+        self._swarm = swarm
+        self._relays = relays
+        self._interfaces = interfaces
+        self._announced: tuple[str, ...] = ()
+
+    def announce(self, addresses: Sequence[str]) -> bool:
+        """Addresses that only others can know; whether they are other ones than before."""
+        announced = tuple(address.split("/p2p/")[0] for address in addresses)
+        changed = announced != self._announced
+        self._announced = announced
+        return changed
+
+    def all(self) -> list[str]:
+        """Relays' circuits included; loopback last."""
+        own = dict.fromkeys((*self.dialable(), *self._relays.addresses))
+        return sorted(own, key=lambda text: "/127." in text or "/::1/" in text)
+
+    def dialable(self) -> tuple[str, ...]:
+        """Where this node can be dialled without a relay."""
+        return tuple(dict.fromkeys((*self._announced, *self.listening())))
+
+    def punchable(self) -> list[str]:
+        """What a router in between may let through, the public ones first."""
+        own = [*self._announced, *self.observed.values(), *self.listening()]
+        return sorted(dict.fromkeys(own), key=lambda address: not is_global(address))
+
+    def listening(self) -> list[str]:
+        return [
+            dialable
+            for listener in self._swarm.listeners.values()
+            for address in listener.get_addrs()
+            for dialable in _dialable(address, self._interfaces())
+        ]
+
+    @property
+    def listening_port(self) -> int | None:
+        for address in self.listening():
+            return _port(address)
+        return None
+
+    def source(self, version: int) -> tuple[str, int] | None:
+        """The local end of a dial from the listening port; None when there is none."""
+        for address in self.listening():
+            if address.startswith(f"/ip{version}/"):
+                return ("0.0.0.0" if version == 4 else "::", _port(address))
+        return None
+
+
+def _port(address: str) -> int:
+    return int(address.split("/tcp/")[1])
+
+
+def _dialable(address: Multiaddr, interfaces: Interfaces) -> list[str]:
+    """The address itself, or for a wildcard one for each of this machine's addresses."""
+    protocols = {protocol.name for protocol in address.protocols()}
+    version = "ip6" if "ip6" in protocols else "ip4"
+    host, port = str(address.value_for_protocol(version)), address.value_for_protocol("tcp")
+    if not ipaddress.ip_address(host).is_unspecified:
+        return [f"/{version}/{host}/tcp/{port}"]
+    own = sorted(interfaces.hosts, key=str)
+    return [f"/{version}/{ip}/tcp/{port}" for ip in own if f"ip{ip.version}" == version]
