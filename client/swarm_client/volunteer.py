@@ -123,6 +123,8 @@ class VolunteerOptions:
     may_relay: bool = True
     long_pause_seconds: float = LONG_SECONDS
     team: str | None = None
+    data_turn: trio.Lock | None = None
+    """Who shares a folder of data takes turns in filling it."""
 
 
 class Volunteer:
@@ -454,7 +456,7 @@ class Volunteer:
                 self.node, self.home, self.invite.run_id, manifest,
                 Source(self.invite.coordinator, self.invite.addresses),
                 self.membership.certificate, self.claim_disk,
-                use_urls=not self._own_transport_only,
+                use_urls=not self._own_transport_only, turn=self.options.data_turn,
             )  # fmt: skip
             self._trainer.begin(manifest, folder, self.downstream(StageIndex(0), self._nursery))
         await self._holder.ready_to_take()

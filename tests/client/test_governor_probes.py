@@ -162,11 +162,11 @@ def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
 def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: Path) -> None:
     time = Time()
     probes = MachineProbes(tmp_path, clock=time)
-    readings = probes.read(Preferences(), "cpu", {})
+    readings = probes.read(Preferences(), ("cpu",), {})
     assert readings.cpu_share is None
     while readings.cpu_share is None:  # the kernel counts in hundredths of a second
         time.now += 1
-        readings = probes.read(Preferences(), "cpu", {3: 4})
+        readings = probes.read(Preferences(), ("cpu",), {3: 4})
     assert readings.memory_total_bytes == psutil.virtual_memory().total
     assert readings.disk_free_bytes
     assert readings.transferred_bytes_by_day == {3: 4}
@@ -187,12 +187,12 @@ def test_nobody_is_asked_for_the_display_each_second_when_nothing_hangs_on_it(
     time, display = Time(), Counted()
     probes = MachineProbes(tmp_path, display=display, clock=time)
     for _ in range(10):
-        probes.read(Preferences(), "cpu", {})
+        probes.read(Preferences(), ("cpu",), {})
         time.now += 1
     assert display.asked == 1
     yields = Preferences(run_if_user_active=False)
     for _ in range(10):
-        assert probes.read(yields, "cpu", {}).display_idle_seconds == 5.0
+        assert probes.read(yields, ("cpu",), {}).display_idle_seconds == 5.0
         time.now += 1
     assert display.asked == 11
 

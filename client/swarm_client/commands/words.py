@@ -27,7 +27,7 @@ def _lines(status: Status) -> Iterator[str]:
     name = f" ({status.name})" if status.name else ""
     yield _row("this peer", f"…{status.peer[-8:]}{name}")
     for device in status.devices:
-        yield _row("device", _device_text(device))
+        yield _row("device" if len(status.devices) == 1 else device.id, _device_text(device))
     for stage in status.stages:
         rate = stage.microbatches_per_second
         made = f", {rate:.2f} microbatches/s" if rate else ""

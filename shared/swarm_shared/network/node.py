@@ -72,10 +72,11 @@ class Node:
         max_connections: int,
         max_inbound_streams_per_peer: int,
         max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+        bandwidth: Bandwidth | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
         self._identity = identity
-        self.bandwidth = Bandwidth()
+        self.bandwidth = bandwidth or Bandwidth()
         """Of all its connections together; limits may be set at any time."""
         self._host = build_host(
             identity, max_connections, max_connections_per_address, self.bandwidth
@@ -519,15 +520,17 @@ async def open_node(
     max_connections: int = 10_000,
     max_inbound_streams_per_peer: int = 256,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    bandwidth: Bandwidth | None = None,
 ) -> AsyncIterator[Node]:
     """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
 
     Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
-    port. NetworkError when a port cannot be had.
+    port. NetworkError when a port cannot be had. Several nodes may share one `bandwidth`.
     """
     node = Node(
-        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address
-    )
+        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,
+        bandwidth,
+    )  # fmt: skip
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)
