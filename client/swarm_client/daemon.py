@@ -19,6 +19,7 @@ from pathlib import Path
 
 import trio
 
+from swarm_client.absence import Absence, AbsenceWatch
 from swarm_client.contribution import Contribution
 from swarm_client.control import diary as diaries
 from swarm_client.control import known_runs
@@ -130,6 +131,7 @@ class Daemon:
         self._reporter = Reporter()
         self._contribution = Contribution(on_step=self._counted)
         self._last_step: int | None = None
+        self._absence: Absence | None = None
         self._wanted: JoinArguments | None = None
         """The run to work on."""
         self._stopped = Stopped(SuspendReason.NO_RUN)
@@ -153,6 +155,7 @@ class Daemon:
                 nursery.start_soon(self._serve)
                 nursery.start_soon(self._keep_diary)
                 nursery.start_soon(self._end_pause)
+                nursery.start_soon(AbsenceWatch(self._back).run)
                 await self._work()
                 nursery.cancel_scope.cancel()
         finally:
@@ -163,6 +166,11 @@ class Daemon:
         self.log_book.event(text)
         self._report(text)
         self._notifier.status(text)
+
+    def _back(self, absence: Absence) -> None:
+        self._absence = absence
+        joined = self.crew is not None
+        self.event(f"{absence.sentence}; joining again" if joined else absence.sentence)
 
     async def _serve(self) -> None:
         try:
@@ -315,7 +323,7 @@ class Daemon:
                 suspension=None
                 if pause is None or self._wanted is None
                 else Suspension(SuspendReason.PAUSED_BY_USER, pause.until),
-                stopped=self._stopped, diary=self._diary, machine=machine,
+                stopped=self._stopped, diary=self._diary, machine=machine, absence=self._absence,
             ),
         )  # fmt: skip
         return status if self.governor is None else self.governor.completed(status)

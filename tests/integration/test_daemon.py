@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from swarm_client.absence import AWAY_SECONDS
 from swarm_coordinator.processes import CLIENT_MODULE, module_command, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
@@ -199,3 +201,53 @@ def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
         bob.does("shutdown")
         losses = run.losses()
     assert losses == pytest.approx(run.reference_losses(len(losses)), rel=1e-4)
+
+
+def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
+    make_run: Callable[..., Any],
+) -> None:
+    run = make_run(1, steps=400, limits__starting_peers_per_stage=2)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    with person(swarm.home("a daemon's home")) as bob:
+        bob.does("join", invite, "--detach", "--device", "cpu", "--threads", "1", "--name", "bob")
+        run.wait_for_version(2)
+        seen = bob.sees()
+        assert seen["away"] is None
+
+        def is_member() -> bool:
+            return seen["peer"] in {peer["peer"] for peer in swarm.status().get("peers", [])}
+
+        daemon = psutil.Process(seen["pid"])
+        family = [daemon, *daemon.children(recursive=True)]
+        for process in family:
+            process.suspend()
+        try:
+            wait_until(lambda: not is_member(), swarm.children, PATIENCE_SECONDS, "its loss")
+            # Longer than what a busy machine makes a program wait, and steps without it.
+            began = run.version()
+            time.sleep(AWAY_SECONDS + 2)
+            run.wait_for_version(began + 2)
+        finally:
+            for process in family:
+                process.resume()
+        version = run.version()
+        run.wait_for_version(version + 1)
+        given = bob.sees()["contribution"]
+
+        def contributes() -> bool:
+            seen.update(bob.sees())
+            now = seen["contribution"]
+            more = now["microbatches"] > given["microbatches"]
+            # One step more could be the end of what was under way when it was stopped.
+            return seen["word"] == "contributing" and more and now["steps"] >= given["steps"] + 2
+
+        wait_until(contributes, swarm.children, PATIENCE_SECONDS, "work after its absence")
+        assert is_member()
+        assert seen["away"]["sentence"].startswith("this program was stopped for")
+        assert seen["away"]["seconds"] >= AWAY_SECONDS
+        assert "this program was stopped for" in bob.does("status")
+        assert "joining again" in bob.does("logs", "--events")
+        bob.does("leave")
+        bob.does("shutdown")

@@ -100,6 +100,16 @@ class DeviceView(Document):
     until: float | None = None
 
 
+class AwayView(Document):
+    """The last time that this program was away from its run without anybody's wish."""
+
+    began: float
+    seconds: float
+    slept: bool
+    """The machine did; else only this program was stopped."""
+    sentence: str
+
+
 class MachineView(Document):
     cpu_share: float | None = None
     """Of all cores, by all programs, 0 to 1."""
@@ -195,6 +205,8 @@ class Status(Document):
     stages: tuple[StageView, ...] = ()
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
+    away: AwayView | None = None
+    """None: not since the daemon's start."""
 
 
 class LogLine(Document):

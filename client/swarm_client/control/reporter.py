@@ -11,8 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from swarm_client.absence import TOLD_SECONDS, Absence
 from swarm_client.control.diary import Diary
 from swarm_client.control.documents import (
+    AwayView,
     DeviceView,
     KnownRun,
     LeaderboardRow,
@@ -61,6 +63,7 @@ class DaemonFacts:
     """Why no run is worked on, when none is."""
     diary: Diary
     machine: MachineView
+    absence: Absence | None = None
 
 
 @dataclass(slots=True)
@@ -126,6 +129,7 @@ class Reporter:
             stages=() if speaker is None else stage_views(speaker),
             peers=() if crew is None else peer_views(crew),
             leaderboard=() if crew is None else leaderboard(crew),
+            away=None if facts.absence is None else away_view(facts.absence),
         )
 
     def _devices(self, crew: Crew, facts: DaemonFacts) -> Iterator[DeviceView]:
@@ -139,7 +143,10 @@ class Reporter:
             yield device_view(volunteer, saying)
 
     def _word_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> Facts:
-        holding = volunteer.holding
+        holding, absence = volunteer.holding, facts.absence
+        recent = absence is not None and (
+            facts.now < absence.began + absence.seconds + TOLD_SECONDS
+        )
         return Facts(
             leaving=volunteer.leaving,
             suspension=volunteer.suspended or facts.suspension,
@@ -149,6 +156,7 @@ class Reporter:
             stage=None if holding is None else holding.stage,
             working=self._is_working(volunteer, facts.moment),
             waiting_for="" if volunteer.news is None else volunteer.news.waiting_for,
+            away=absence.sentence if absence is not None and recent else "",
         )
 
     def _is_working(self, volunteer: Volunteer, now: float) -> bool:
@@ -191,6 +199,13 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
         tokens_per_second=None if news is None else news.tokens_per_second,
         rebalancing=() if news is None else news.rebalancing,
     )
+
+
+def away_view(absence: Absence) -> AwayView:
+    return AwayView(
+        began=absence.began, seconds=absence.seconds, slept=absence.slept,
+        sentence=absence.sentence,
+    )  # fmt: skip
 
 
 def stopped_by(error: SwarmError) -> Stopped:

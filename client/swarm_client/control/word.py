@@ -57,6 +57,8 @@ class Facts:
     """Something was computed or averaged a moment ago."""
     waiting_for: str = ""
     """What the run waits for, as its coordinator says."""
+    away: str = ""
+    """Why it was away a while ago: said until it holds a stage again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,15 @@ def say(facts: Facts, now: float) -> Saying:
     if facts.suspension is not None:
         return _suspended(facts.suspension, now)
     if not facts.attached and facts.problem is not None:
-        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, facts.problem)
+        detail = f"{facts.problem}; before that, {facts.away}" if facts.away else facts.problem
+        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
+    away = f"; before that, {facts.away}" if facts.away else ""
     if not facts.attached:
-        return Saying(Word.SYNCING, "looking for the run's coordinator")
+        return Saying(Word.SYNCING, f"looking for the run's coordinator{away}")
     if facts.stage is None and facts.getting is not None:
-        return Saying(Word.SYNCING, f"downloading stage {facts.getting}")
+        return Saying(Word.SYNCING, f"downloading stage {facts.getting}{away}")
     if facts.stage is None:
-        return Saying(Word.SYNCING, "joining: data and a stage are on their way")
+        return Saying(Word.SYNCING, f"joining: data and a stage are on their way{away}")
     if facts.working:
         return Saying(Word.CONTRIBUTING, f"computing stage {facts.stage}")
     if facts.waiting_for:
