@@ -44,7 +44,7 @@ from swarm_shared.types import RunId
 
 LOOK_SECONDS = 0.5
 """Somebody who comes back to the machine has it again within two seconds: this, and the grace that
-is given to what is being computed."""
+is given to what is being computed (`suspension`)."""
 ROOM_SECONDS = 30.0
 """Between two attempts to make room on the disk."""
 
