@@ -13,16 +13,21 @@ class Contribution:
     steps: int = 0
     credit: float = 0.0
     """Tokens times the share of the model's work that its stage is."""
-    on_step: Callable[[int, int, float], None] = field(default=lambda *_: None, repr=False)
-    """Told of each step's microbatches, tokens and credit."""
+    on_step: Callable[[int, int, int, float], None] = field(default=lambda *_: None, repr=False)
+    """Told of each step's number, microbatches, tokens and credit."""
+    _last_step: int | None = None
 
-    def add_step(self, microbatches: int, tokens_per_microbatch: int, work_share: float) -> None:
+    def add_step(
+        self, step: int, microbatches: int, tokens_per_microbatch: int, work_share: float
+    ) -> None:
+        """What one device counted in an applied step. Its others count in the same step."""
         tokens = microbatches * tokens_per_microbatch
         self.microbatches += microbatches
         self.tokens += tokens
-        self.steps += 1
+        self.steps += step != self._last_step
+        self._last_step = step
         self.credit += tokens * work_share
-        self.on_step(microbatches, tokens, tokens * work_share)
+        self.on_step(step, microbatches, tokens, tokens * work_share)
 
     def __str__(self) -> str:
         return (

@@ -14,10 +14,12 @@ import logging.handlers
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import trio
 
+from swarm_client.absence import Absence, AbsenceWatch
 from swarm_client.contribution import Contribution
 from swarm_client.control import diary as diaries
 from swarm_client.control import known_runs
@@ -26,9 +28,10 @@ from swarm_client.control.gauges import Gauges
 from swarm_client.control.known_runs import RunBook, StoredPause
 from swarm_client.control.log_book import LogBook
 from swarm_client.control.messages import JoinArguments
-from swarm_client.control.reporter import DaemonFacts, Reporter
+from swarm_client.control.reporter import DaemonFacts, Reporter, stopped_by
 from swarm_client.control.service import Preferences, Service
 from swarm_client.control.word import SENTENCES, Stopped, clock_text
+from swarm_client.crew import Crew
 from swarm_client.expected import expected_error
 from swarm_client.governor.governor import Governor
 from swarm_client.home import Home
@@ -39,7 +42,7 @@ from swarm_client.stay import stay
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
 from swarm_shared.clock import Clock, monotonic, wall
-from swarm_shared.errors import AdmissionError, StorageError, SwarmError, UsageError
+from swarm_shared.errors import StorageError, SwarmError, UsageError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.local_server import serve_lines
@@ -114,7 +117,7 @@ class Daemon:
             preferences_path(home.path),
             lambda: () if self._wanted is None else self._wanted.preferences,
         )
-        self.volunteer: Volunteer | None = None
+        self.crew: Crew | None = None
         self.governor: Governor | None = None
         self._report = report
         self._foreground = foreground
@@ -127,6 +130,8 @@ class Daemon:
         self._gauges = Gauges(home.path)
         self._reporter = Reporter()
         self._contribution = Contribution(on_step=self._counted)
+        self._last_step: int | None = None
+        self._absence: Absence | None = None
         self._wanted: JoinArguments | None = None
         """The run to work on."""
         self._stopped = Stopped(SuspendReason.NO_RUN)
@@ -150,6 +155,7 @@ class Daemon:
                 nursery.start_soon(self._serve)
                 nursery.start_soon(self._keep_diary)
                 nursery.start_soon(self._end_pause)
+                nursery.start_soon(AbsenceWatch(self._back).run)
                 await self._work()
                 nursery.cancel_scope.cancel()
         finally:
@@ -160,6 +166,11 @@ class Daemon:
         self.log_book.event(text)
         self._report(text)
         self._notifier.status(text)
+
+    def _back(self, absence: Absence) -> None:
+        self._absence = absence
+        joined = self.crew is not None
+        self.event(f"{absence.sentence}; joining again" if joined else absence.sentence)
 
     async def _serve(self) -> None:
         try:
@@ -189,40 +200,38 @@ class Daemon:
                 invite = Invite.decode(join.invite)
                 begun = await stay(
                     join, invite, self.home, self.identity, self._contribution, self.event,
-                    lambda volunteer, governor: self._begun(volunteer, governor, join),
+                    lambda crew, governor: self._begun(crew, governor, join),
                 )  # fmt: skip
-                attachment = begun.attachment
-                finished = attachment.finished and not attachment.leaving
+                finished = begun.finished
         except BaseException as error:
             expected = expected_error(error)
             if expected is None or self._foreground:
                 raise
             self._failed(join, expected)
         finally:
-            if self.volunteer is not None:
+            if self.crew is not None:
                 self.event(str(self._contribution))
-            self.volunteer, self._stay, self._handing_over = None, None, False
+            self.crew, self._stay, self._handing_over = None, None, False
             self.governor = None
         if finished and self._wanted is join:
             self._wanted, self._stopped = None, Stopped(SuspendReason.RUN_FINISHED)
             self._set_book(self._book.choosing(None))
 
     def _failed(self, join: JoinArguments, error: SwarmError) -> None:
-        refused = isinstance(error, AdmissionError)
-        reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
         self.event(f"error: {error}")
         if self._wanted is join:
-            self._wanted, self._stopped = None, Stopped(reason, str(error))
+            self._wanted, self._stopped = None, stopped_by(error)
             self.failure = error
 
-    def _begun(self, volunteer: Volunteer, governor: Governor, join: JoinArguments) -> None:
-        self.volunteer, self.governor = volunteer, governor
+    def _begun(self, crew: Crew, governor: Governor, join: JoinArguments) -> None:
+        self.crew, self.governor = crew, governor
         self.failure = None
-        volunteer.on_admitted = lambda manifest: self._admitted(volunteer, manifest, join)
+        for volunteer in crew.volunteers:
+            volunteer.on_admitted = partial(self._admitted, volunteer, join)
         if self._book.pause is not None:
-            volunteer.suspend(SuspendReason.PAUSED_BY_USER, self._book.pause.until)
+            crew.suspend(SuspendReason.PAUSED_BY_USER, self._book.pause.until)
 
-    def _admitted(self, volunteer: Volunteer, manifest: Manifest, join: JoinArguments) -> None:
+    def _admitted(self, volunteer: Volunteer, join: JoinArguments, manifest: Manifest) -> None:
         if self._wanted is join:
             run = str(volunteer.invite.run_id)
             self._set_book(self._book.joined(run, manifest.name, join, self._wall()))
@@ -249,9 +258,11 @@ class Daemon:
         except StorageError as error:
             self.event(f"what is known of runs could not be saved: {error}")
 
-    def _counted(self, microbatches: int, tokens: int, credit: float) -> None:
+    def _counted(self, step: int, microbatches: int, tokens: int, credit: float) -> None:
         today = datetime.datetime.fromtimestamp(self._wall()).date()
-        self._diary = self._diary.with_step(today, microbatches, tokens, credit)
+        new = int(step != self._last_step)
+        self._last_step = step
+        self._diary = self._diary.with_step(today, microbatches, tokens, credit, new)
 
     async def _keep_diary(self) -> None:
         while True:
@@ -270,7 +281,7 @@ class Daemon:
     # ---- ends of a stay
 
     def _can_hand_over(self) -> bool:
-        return self.volunteer is not None and self.volunteer.attachment.session is not None
+        return self.crew is not None and self.crew.attached
 
     def _end_with(self, *, ending: bool = False) -> None:
         """End the stay: in order where there is somebody to hand over to."""
@@ -281,9 +292,9 @@ class Daemon:
         if self._stay is None:
             self._wake()
         elif self._can_hand_over():
-            assert self.volunteer is not None
+            assert self.crew is not None
             self._handing_over = True
-            self.volunteer.leave()
+            self.crew.leave()
             self._stay.deadline = trio.current_time() + LEAVE_SECONDS
         else:
             self._cut_off()
@@ -303,7 +314,7 @@ class Daemon:
         machine = await trio.to_thread.run_sync(self._gauges.read)
         pause = self._book.pause
         status = self._reporter.status(
-            self.volunteer,
+            self.crew,
             DaemonFacts(
                 now=self._wall(), moment=self._clock(), started_at=self._started_at,
                 peer=self.identity.peer_id,
@@ -312,7 +323,7 @@ class Daemon:
                 suspension=None
                 if pause is None or self._wanted is None
                 else Suspension(SuspendReason.PAUSED_BY_USER, pause.until),
-                stopped=self._stopped, diary=self._diary, machine=machine,
+                stopped=self._stopped, diary=self._diary, machine=machine, absence=self._absence,
             ),
         )  # fmt: skip
         return status if self.governor is None else self.governor.completed(status)
@@ -321,8 +332,8 @@ class Daemon:
         now = self._wall()
         until = None if seconds is None else now + seconds
         self._set_book(self._book.pausing(StoredPause(until=until)))
-        if self.volunteer is not None:
-            self.volunteer.suspend(SuspendReason.PAUSED_BY_USER, until)
+        if self.crew is not None:
+            self.crew.suspend(SuspendReason.PAUSED_BY_USER, until)
         self._wake()
         end = "until `swarm-client resume`" if until is None else f"until {clock_text(until, now)}"
         self.event(f"paused {end}")
@@ -332,12 +343,12 @@ class Daemon:
         paused = self._book.pause is not None
         if paused:
             self._set_book(self._book.pausing(None))
-        volunteer = self.volunteer
-        suspended = None if volunteer is None else volunteer.suspended
-        if volunteer is not None and suspended is not None:
+        crew = self.crew
+        suspended = None if crew is None else crew.suspended
+        if crew is not None and suspended is not None:
             if suspended.reason is not SuspendReason.PAUSED_BY_USER:
                 return f"nothing is paused by you; still {SENTENCES[suspended.reason]}"
-            volunteer.resume()
+            crew.resume()
         elif self._wanted is None and (chosen := self._book.chosen_run()) is not None:
             self._wanted = chosen.join
             self._wake()
@@ -379,7 +390,7 @@ class Daemon:
         invite = Invite.decode(join.invite)
         if self._ending:
             raise UsageError("the daemon is ending; try again in a moment")
-        if self.volunteer is not None and self._wanted == join:
+        if self.crew is not None and self._wanted == join:
             return f"already at work for run {str(invite.run_id)[:12]}"
         self._set_book(self._book.pausing(None))
         self._switch_to(join)

@@ -1,4 +1,4 @@
-"""What this machine offers: the device and the memory a stage may take on it.
+"""What this machine offers: its devices, and the memory that a stage may take on each.
 
 Never imports torch into the daemon: a CUDA device is looked up by a short-lived child process.
 """
@@ -9,7 +9,8 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import psutil
 
@@ -17,6 +18,9 @@ from swarm_shared.errors import CapacityError, UsageError
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that is offered; the rest is for what the profile cannot foresee."""
+
+MOST_DEVICES = 64
+"""Each is a peer with processes of its own. Machines with more GPUs run several clients."""
 
 _PROBE = """
 import json, torch
@@ -33,6 +37,13 @@ class Device:
     name: str
     label: str
     memory_bytes: int
+    number: int = 1
+    """Of those who share a device, which one."""
+
+    @property
+    def id(self) -> str:
+        """Like cuda:0; for the second one on it like cuda:0#2."""
+        return self.name if self.number == 1 else f"{self.name}#{self.number}"
 
 
 def choose_device(
@@ -61,6 +72,43 @@ def choose_device(
         )
     name, free = gpus[index]
     return Device(wanted, name, memory_bytes or int(free * MEMORY_SHARE))
+
+
+def choose_devices(
+    wanted: str,
+    memory_bytes: int | None = None,
+    gpus: list[tuple[str, int]] | None = None,
+    usable: Callable[[int], bool] = lambda index: True,
+) -> tuple[Device, ...]:
+    """All that are asked for, named with commas between them; at least one.
+
+    `auto` alone takes every GPU that is `usable`, by its number, or else the processor. A device
+    that is named twice is shared, with its memory: `memory_bytes` are each device's.
+    """
+    names = [name.strip() for name in wanted.split(",")]
+    if len(names) > MOST_DEVICES:
+        raise UsageError(f"{len(names)} devices are asked for; {MOST_DEVICES} can work at once")
+    if len(names) > 1 and "auto" in names:
+        raise UsageError("--device auto takes all that there are; name no other one beside it")
+    if names != ["cpu"]:
+        gpus = _gpus() if gpus is None else gpus
+    if names == ["auto"] and gpus:
+        names = [f"cuda:{i}" for i in range(len(gpus)) if usable(i)][:MOST_DEVICES] or ["cpu"]
+    found = [choose_device(name, memory_bytes, gpus) for name in names]
+    return tuple(_share(found, place) for place in range(len(found)))
+
+
+def _share(devices: Sequence[Device], place: int) -> Device:
+    """The device at that place with its part, when others in the list are the same."""
+    device = devices[place]
+    sharers = [at for at, other in enumerate(devices) if other.name == device.name]
+    if len(sharers) == 1:
+        return device
+    number = sharers.index(place) + 1
+    return replace(
+        device, label=f"{device.label} ({number} of {len(sharers)})", number=number,
+        memory_bytes=device.memory_bytes // len(sharers),
+    )  # fmt: skip
 
 
 def _cpu(memory_bytes: int | None) -> Device:

@@ -328,7 +328,7 @@ class Holder:
         self._deaths = 0
         manifest = volunteer.membership.manifest
         volunteer.contribution.add_step(
-            counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)
+            apply.step, counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)
         )
         volunteer.report(
             f"step {apply.step} applied: stage {holding.stage}, {counted} microbatches of it here"

@@ -10,6 +10,8 @@ lock              held while a client works here
 control.sock      by which commands reach that client, mode 0600
 runs.json         the runs that were joined, with their invites, mode 0600
 contribution.json what was given, by day
+devices/2/        the same for a machine's second device, which is a peer of its own: its identity,
+                  port, p2pd, snapshots and logs; token shards lie with the first one's
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from swarm_shared.types import RunId, StageIndex, Version
 @dataclass(frozen=True, slots=True)
 class Home:
     path: Path
+    machine: Path | None = None
+    """Of a further device: the home of the machine that it is part of."""
 
     @classmethod
     def where(cls, path: Path | None) -> Home:
@@ -51,6 +55,13 @@ class Home:
                 "choose another one with --home"
             ) from error
         return home
+
+    def of_device(self, number: int) -> Home:
+        """Where the machine's first, second, … device keeps its own; it is there afterwards."""
+        if number == 1:
+            return self
+        own = Home.at(self.path / "devices" / str(number))
+        return Home(own.path, machine=self.path)
 
     @property
     def identity_path(self) -> Path:
@@ -91,7 +102,8 @@ class Home:
         return self.path / "runs" / run[:16]
 
     def data_folder(self, run: RunId) -> Path:
-        return self.run_folder(run) / "data"
+        whole = self if self.machine is None else Home(self.machine)
+        return whole.run_folder(run) / "data"
 
     def state_folder(self, run: RunId) -> Path:
         return self.run_folder(run) / "state"

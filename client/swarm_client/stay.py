@@ -1,16 +1,19 @@
-"""One stay in one run: from the listening socket to the goodbye (trio).
+"""One stay in one run: from the listening sockets to the goodbye (trio).
 
-Owns what lives as long as a stay does: the node, the averaging worker, the volunteer and what
-looks after them. Which run it is, and what becomes of the program afterwards, is the daemon's part.
-Order of a start: the cheapest checks first (device), then the network, then the run.
+Owns what lives as long as a stay does: for each device a node, an averaging worker, a volunteer
+and what looks after it, and one governor for all of them. Which run it is, and what becomes of the
+program afterwards, is the daemon's part. Order of a start: the cheapest checks first (devices),
+then the network, then the run.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import trio
 
@@ -20,9 +23,11 @@ from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.contribution import Contribution
 from swarm_client.control.messages import JoinArguments
+from swarm_client.crew import Crew
 from swarm_client.device import Device
+from swarm_client.expected import expected_error
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
-from swarm_client.governor.offer import usable_device
+from swarm_client.governor.offer import usable_devices
 from swarm_client.home import Home
 from swarm_client.port_mapping import PortMapper
 from swarm_client.preferences import PreferenceSource
@@ -31,10 +36,10 @@ from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_ob
 from swarm_client.volunteer import Volunteer
 from swarm_client.volunteer_options import VolunteerOptions
 from swarm_shared.credit import cleaned_team
-from swarm_shared.errors import NetworkError
+from swarm_shared.errors import NetworkError, SwarmError, UsageError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
-from swarm_shared.network import Node, open_node
+from swarm_shared.network import Bandwidth, Node, open_node
 from swarm_shared.types import StageIndex
 
 AVERAGING_START_SECONDS = 30.0
@@ -45,6 +50,17 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
+@dataclass(frozen=True, slots=True)
+class _Berth:
+    """What a volunteer is made of."""
+
+    identity: Identity
+    home: Home
+    listen: str
+    options: VolunteerOptions
+    report: Report
+
+
 async def stay(
     join: JoinArguments,
     invite: Invite,
@@ -52,50 +68,120 @@ async def stay(
     identity: Identity,
     contribution: Contribution,
     report: Report,
-    begun: Callable[[Volunteer, Governor], None],
-) -> Volunteer:
-    """Take part until the run is finished or the volunteer has left; who that was.
+    begun: Callable[[Crew, Governor], None],
+) -> Crew:
+    """Take part with every device until the run is finished or all have left; who that was.
 
-    `begun` is told of the volunteer before it attaches for the first time.
+    `begun` is told of the volunteers before they attach for the first time. A device that the run
+    does not let in stays out while others are in; the error of the last one is the stay's.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
-    device = await trio.to_thread.run_sync(
-        usable_device, join.device, join.memory_bytes, source.current.preferences
+    devices = await trio.to_thread.run_sync(
+        usable_devices, join.device, join.memory_bytes, source.current.preferences
     )
-    report(f"peer {identity.peer_id}")
-    report(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
-    shared_memory.unlink_stale(f"swarm-{identity.peer_id[-8:]}-")
-    options = VolunteerOptions(
-        device,
-        join.threads or max(1, (os.cpu_count() or 2) - 1),
-        StageIndex(join.stage) if join.stage is not None else None,
-        join.name,
-        join.may_relay,
-        team=cleaned_team(join.team) or None,
-    )
-    async with (
-        listening_node(identity, join.listen, home) as node,
-        trio.open_nursery() as nursery,
-    ):
-        held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-        averager = GroupAverager(await start_averaging(home, nursery, report, held_back))
-        volunteer = Volunteer(identity, invite, home, node, averager, options, report, nursery)
-        volunteer.contribution = contribution
-        governor = Governor(source, home, governed(volunteer, device), report)
-        begun(volunteer, governor)
-        await governor.look()
-        nursery.start_soon(governor.run)
-        nursery.start_soon(volunteer.use_directory)
-        nursery.start_soon(volunteer.traversal.run)
-        nursery.start_soon(averager.run)
-        nursery.start_soon(watch_reachability, node, invite, volunteer)
-        await volunteer.attachment.stay()
+    if join.stage is not None and len(devices) > 1:
+        raise UsageError(
+            f"--stage is for one device, and there are {len(devices)}; leave it out, or name one "
+            "with --device"
+        )
+    bandwidth = Bandwidth()
+    made: dict[int, Volunteer] = {}
+    all_made, go = trio.Event(), trio.Event()
+
+    async def live(place: int, berth: _Berth) -> None:
+        async with (
+            listening_node(berth.identity, berth.listen, berth.home, bandwidth) as node,
+            trio.open_nursery() as nursery,
+        ):
+            held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
+            worker = await start_averaging(berth.home, nursery, berth.report, held_back)
+            volunteer = made[place] = Volunteer(
+                berth.identity, invite, berth.home, node, GroupAverager(worker), berth.options,
+                berth.report, nursery,
+            )  # fmt: skip
+            volunteer.contribution = contribution
+            if len(made) == len(devices):
+                all_made.set()
+            await go.wait()
+            await _take_part(volunteer, crew, nursery)
+
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as lives:
+            for place, berth in enumerate(_berths(join, home, identity, devices, report)):
+                lives.start_soon(live, place, berth)
+            await all_made.wait()
+            crew = Crew([made[place] for place in range(len(devices))])
+            subjects = [governed(volunteer) for volunteer in crew.volunteers]
+            governor = Governor(source, home, subjects, bandwidth, invite.run_id, report)
+            begun(crew, governor)
+            await governor.look()
+            nursery.start_soon(governor.run)
+            go.set()
         nursery.cancel_scope.cancel()
-    return volunteer
+    return crew
+
+
+def _berths(
+    join: JoinArguments, home: Home, identity: Identity, devices: Sequence[Device], report: Report
+) -> list[_Berth]:
+    """One for each device, with its part of what is the machine's."""
+    threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
+    turn = trio.Lock()
+    berths: list[_Berth] = []
+    for number, device in enumerate(devices, start=1):
+        own = home.of_device(number)
+        # The machine's own key is the first device's: most machines have one.
+        key = identity if number == 1 else Identity.load_or_create(own.identity_path)
+        say = partial(_say_of, device, report) if len(devices) > 1 else report
+        say(f"peer {key.peer_id}")
+        say(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
+        shared_memory.unlink_stale(f"swarm-{key.peer_id[-8:]}-")
+        options = VolunteerOptions(
+            device,
+            max(1, threads // len(devices)),
+            StageIndex(join.stage) if join.stage is not None else None,
+            join.name,
+            join.may_relay,
+            team=cleaned_team(join.team) or None,
+            data_turn=turn,
+        )
+        berths.append(_Berth(key, own, listen_address(join.listen, number), options, say))
+    return berths
+
+
+def _say_of(device: Device, report: Report, text: str) -> None:
+    report(f"{device.id}: {text}")
+
+
+def listen_address(listen: str, number: int) -> str:
+    """Of the device with that number: the ports after the one that was named are the others'."""
+    head, _, port = listen.rpartition("/")
+    return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
+
+
+async def _take_part(volunteer: Volunteer, crew: Crew, nursery: trio.Nursery) -> None:
+    """Until the run is finished, it has left, or it is refused while another device is not."""
+    nursery.start_soon(volunteer.use_directory)
+    nursery.start_soon(volunteer.traversal.run)
+    nursery.start_soon(volunteer.averager.run)
+    nursery.start_soon(watch_reachability, volunteer.node, volunteer.invite, volunteer)
+    try:
+        await volunteer.attachment.stay()
+    except (SwarmError, BaseExceptionGroup) as error:
+        expected = expected_error(error)
+        others = [one for one in crew.working if one is not volunteer]
+        if expected is None or not others:
+            raise
+        crew.failures[volunteer.node.peer_id] = expected
+        volunteer.report(f"error: {expected}")
+        volunteer.report("the other devices go on")
+    nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def listening_node(identity: Identity, listen: str, home: Home) -> AsyncIterator[Node]:
+async def listening_node(
+    identity: Identity, listen: str, home: Home, bandwidth: Bandwidth
+) -> AsyncIterator[Node]:
     """Listen where the user says, by default on one port of this home for good.
 
     Routers keep what they learnt of a port, and a hole is punched to the port that listens. When
@@ -106,11 +192,15 @@ async def listening_node(identity: Identity, listen: str, home: Home) -> AsyncIt
     wanted = listen if remembered is None else f"{listen.removesuffix('0')}{remembered}"
     async with AsyncExitStack() as stack:
         try:
-            node = await stack.enter_async_context(open_node(identity, [wanted]))
+            node = await stack.enter_async_context(
+                open_node(identity, [wanted], bandwidth=bandwidth)
+            )
         except NetworkError:
             if remembered is None:
                 raise
-            node = await stack.enter_async_context(open_node(identity, [listen]))
+            node = await stack.enter_async_context(
+                open_node(identity, [listen], bandwidth=bandwidth)
+            )
         port = node.listening_port
         assert port is not None, "a node that was told to listen does"
         if ask_any and port != remembered:
@@ -143,18 +233,15 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         await watch.run()
 
 
-def governed(volunteer: Volunteer, device: Device) -> Subject:
+def governed(volunteer: Volunteer) -> Subject:
     """The volunteer as the governor sees it."""
     averager = volunteer.averager
     return Subject(
         volunteer,
         averager.worker,
-        volunteer.node.bandwidth,
         lambda: sum(link.sent + link.received for link in averager.links()),
-        device.name,
-        device.memory_bytes,
+        volunteer.options.device,
         volunteer.options.threads,
-        volunteer.invite.run_id,
     )
 
 

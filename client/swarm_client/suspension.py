@@ -12,9 +12,10 @@ from typing import Final, Protocol
 
 from swarm_client.control.documents import SuspendReason
 
-GRACE_SECONDS: Final = 1.5
-"""For microbatches in flight to be finished; what is not by then is handed back. Together with
-the word's way, a machine is its user's again within two seconds."""
+GRACE_SECONDS: Final = 0.9
+"""For microbatches in flight to be finished; what is not by then is handed back. Together with the
+time until somebody is seen (at most 0.5 s, 1 s through logind), a machine is its user's again
+within two seconds."""
 
 LONG_SECONDS: Final = 600.0
 """After so long a pause the stage is given back: until then coming back costs nothing, and later

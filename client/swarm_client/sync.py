@@ -130,12 +130,31 @@ async def fetch_data(
     claim_disk: Callable[[int], None] = lambda size_bytes: None,
     *,
     use_urls: bool = True,
+    turn: trio.Lock | None = None,
 ) -> Path:
     """Bring the run's token shards into the volunteer's folder, verified; the folder.
 
     A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
-    that fails. `claim_disk` is told of what will be needed and raises when it may not be.
+    that fails. `claim_disk` is told of what will be needed and raises when it may not be. Who
+    shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
     """
+    async with turn or trio.Lock():
+        return await _fetch_data(
+            node, home, run, manifest, coordinator, certificate, claim_disk, use_urls=use_urls
+        )
+
+
+async def _fetch_data(
+    node: Node,
+    home: Home,
+    run: RunId,
+    manifest: Manifest,
+    coordinator: Source,
+    certificate: str,
+    claim_disk: Callable[[int], None],
+    *,
+    use_urls: bool,
+) -> Path:
     folder = home.data_folder(run)
     folder.mkdir(parents=True, exist_ok=True)
     missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]

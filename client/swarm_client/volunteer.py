@@ -238,7 +238,7 @@ class Volunteer:
                 self.node, self.home, self.invite.run_id, manifest,
                 Source(self.invite.coordinator, self.invite.addresses),
                 self.member.certificate, self.claim_disk,
-                use_urls=not self._own_transport_only,
+                use_urls=not self._own_transport_only, turn=self.options.data_turn,
             )  # fmt: skip
             self._trainer.begin(
                 manifest, folder, self.stage_links.downstream(StageIndex(0), self._nursery)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import trio
+
 from swarm_client.device import Device
 from swarm_client.suspension import LONG_SECONDS
 from swarm_shared.types import StageIndex
@@ -18,3 +20,5 @@ class VolunteerOptions:
     may_relay: bool = True
     long_pause_seconds: float = LONG_SECONDS
     team: str | None = None
+    data_turn: trio.Lock | None = None
+    """Who shares a folder of data takes turns in filling it."""

@@ -9,6 +9,7 @@ from swarm_client.control.diary import Diary
 from swarm_client.control.documents import MachineView, Status, SuspendReason, Word
 from swarm_client.control.reporter import DaemonFacts, Reporter
 from swarm_client.control.word import Stopped
+from swarm_client.crew import Crew
 from swarm_shared.identity import Identity
 from swarm_shared.messages import NewsRow, PeerRecord, Roster, RunNews
 from swarm_shared.types import StageIndex, Version
@@ -20,7 +21,7 @@ def look(s: Scene, reporter: Reporter, moment: float = 0.0) -> Status:
         name=None, runs=(), suspension=None, stopped=Stopped(SuspendReason.NO_RUN), diary=Diary(),
         machine=MachineView(),
     )  # fmt: skip
-    return reporter.status(s.volunteer, facts)
+    return reporter.status(Crew([s.volunteer]), facts)
 
 
 async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard(

@@ -11,6 +11,7 @@ import pytest
 import trio
 
 from swarm_client.control.documents import DeviceView, Status, SuspendReason, TrafficView, Word
+from swarm_client.device import Device
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.holder import WorkerLimits
@@ -23,6 +24,9 @@ from swarm_shared.network import Bandwidth
 from swarm_shared.types import RunId
 
 OWN_RUN = RunId("f" * 32)
+PAUSED = DeviceView(
+    id="cpu", label="CPU", word=Word.PAUSED, reason=SuspendReason.USER_ACTIVE, sentence="short"
+)
 
 
 class Told:
@@ -66,7 +70,7 @@ class Somebody:
 
 
 class Rig:
-    def __init__(self, folder: Path, text: str = "") -> None:
+    def __init__(self, folder: Path, text: str = "", devices: int = 1) -> None:
         self.home = Home.at(folder / "a home")
         self.path = self.home.path / "preferences.toml"
         self.path.write_text(text)
@@ -74,14 +78,17 @@ class Rig:
         self.bandwidth, self.lines = Bandwidth(), []
         self.others = 0
         self.wall = 1_795_000_000.0
-        subject = Subject(
-            self.told, self.told, self.bandwidth, lambda: self.others, "cpu", 10**9, 4, OWN_RUN
-        )
+        self.others_told = tuple(Told() for _ in range(devices - 1))
+        subjects = [
+            Subject(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
+            for number, told in enumerate((self.told, *self.others_told), start=1)
+        ]
         probes = MachineProbes(self.home.path, self.somebody, self.somebody)
         self.source = PreferenceSource(self.path, {})
         self.governor = Governor(
-            self.source, self.home, subject, self.lines.append, probes, lambda: self.wall
-        )
+            self.source, self.home, subjects, self.bandwidth, OWN_RUN, self.lines.append, probes,
+            lambda: self.wall,
+        )  # fmt: skip
 
     async def look(self) -> SuspendReason | None:
         await self.governor.look()
@@ -229,7 +236,7 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
     assert await rig.look() is SuspendReason.USER_ACTIVE
     status = Status(
         software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
-        reason=SuspendReason.USER_ACTIVE, devices=(DeviceView(id="cpu", label="CPU"),),
+        reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
     )  # fmt: skip
     told = rig.governor.completed(status)
     assert told.sentence.startswith("paused: somebody uses this machine; goes on when")
@@ -239,6 +246,43 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
     assert told.machine.user_idle_seconds == pytest.approx(12, abs=5)
     rig.told.suspend(SuspendReason.PAUSED_BY_USER)
     assert rig.governor.completed(status).sentence == "short"
+
+
+async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
+    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 1"
+    rig = Rig(tmp_path, text, devices=2)
+    rig.told.memory_bytes = rig.others_told[0].memory_bytes = -1
+    assert await rig.look() is None
+    one, other = rig.told, rig.others_told[0]
+    cores = min(2, rig.governor._binding.available_cores)
+    assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
+    total = rig.governor.machine().memory_total_bytes
+    assert one.memory_bytes == other.memory_bytes == min(10**9, int(total / 100) // 2)
+    assert rig.bandwidth.up.bytes_per_second == 100_000
+
+
+async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
+    other = rig.others_told[0]
+    other.suspend(SuspendReason.PAUSED_BY_USER)
+    rig.somebody.idle = 1.0
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    assert other.suspended == Suspension(SuspendReason.PAUSED_BY_USER)
+    assert [line.partition(":")[0] for line in rig.lines] == ["cpu"]
+    other.resume()
+    await rig.look()
+    assert other.suspended is not None
+    assert other.suspended.reason is SuspendReason.USER_ACTIVE
+    status = Status(
+        software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
+        reason=SuspendReason.USER_ACTIVE,
+        devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
+    )  # fmt: skip
+    told = rig.governor.completed(status)
+    assert told.sentence.startswith("paused: somebody uses this machine")
+    assert {device.sentence for device in told.devices} == {told.sentence}
 
 
 async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None:

@@ -15,16 +15,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.device import choose_device
+from swarm_client.device import choose_device, choose_devices
 from swarm_client.governor.binding import ProcessBinding, chosen_cores, threads
 from swarm_client.governor.disk import make_room, missing_bytes
 from swarm_client.governor.ledger import SAVE_SECONDS, TransferLedger
-from swarm_client.governor.offer import most_memory, usable_device
+from swarm_client.governor.offer import most_memory, usable_devices
 from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import FAMILY_SECONDS, Family
 from swarm_client.home import Home
 from swarm_client.preferences import Preferences
 from swarm_client.worker.duty import LONGEST_REST, DutyCycle
+from swarm_shared.errors import CapacityError, SwarmError, UsageError
 from swarm_shared.types import RunId
 
 TODAY = date(2026, 11, 21)
@@ -282,12 +283,42 @@ def test_what_may_be_written_is_what_both_preferences_leave() -> None:
 GPUS = [("first", 10 * GIB), ("second", 20 * GIB)]
 
 
-def test_a_gpu_that_is_not_to_be_used_is_passed_over() -> None:
+def names(wanted: str, preferences: Preferences) -> list[str]:
+    return [device.name for device in usable_devices(wanted, None, preferences, GPUS)]
+
+
+def test_all_gpus_are_taken_and_those_that_are_not_to_be_used_passed_over() -> None:
     said = prefer(gpu={"0": {"use": False}})
-    assert usable_device("auto", None, said, GPUS).name == "cuda:1"
-    assert usable_device("auto", None, Preferences(), GPUS).name == "cuda:0"
-    assert usable_device("auto", None, prefer(gpu={"all": {"use": False}}), GPUS).name == "cpu"
-    assert usable_device("cuda:0", None, said, GPUS) == choose_device("cuda:0", None, GPUS)
+    assert names("auto", said) == ["cuda:1"]
+    assert names("auto", Preferences()) == ["cuda:0", "cuda:1"]
+    assert names("auto", prefer(gpu={"all": {"use": False}})) == ["cpu"]
+    assert names("cuda:0", said) == ["cuda:0"]
+    assert names("cuda:1, cpu", said) == ["cuda:1", "cpu"]
+
+
+def test_a_device_that_is_named_twice_is_shared_with_its_memory() -> None:
+    first, alone, second = choose_devices("cuda:0,cuda:1,cuda:0", None, GPUS)
+    whole = choose_device("cuda:0", None, GPUS).memory_bytes
+    assert (first.id, second.id, alone.id) == ("cuda:0", "cuda:0#2", "cuda:1")
+    assert first.memory_bytes == second.memory_bytes == whole // 2
+    assert alone == choose_device("cuda:1", None, GPUS)
+    assert second.label == "first (2 of 2)"
+    assert [d.memory_bytes for d in choose_devices("cpu,cpu", 100, [])] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"),
+    [
+        ("auto,cpu", UsageError),
+        ("cpu,", UsageError),
+        ("cpu,tpu", UsageError),
+        ("cuda:0,cuda:2", CapacityError),
+        (",".join(["cpu"] * 65), UsageError),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(wanted: str, error: type[SwarmError]) -> None:
+    with pytest.raises(error):
+        choose_devices(wanted, None, GPUS)
 
 
 def test_a_stage_must_fit_what_is_allowed_while_somebody_sits_there() -> None:

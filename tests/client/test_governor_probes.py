@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,11 +164,11 @@ def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
 def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: Path) -> None:
     time = Time()
     probes = MachineProbes(tmp_path, clock=time)
-    readings = probes.read(Preferences(), "cpu", {})
+    readings = probes.read(Preferences(), ("cpu",), {})
     assert readings.cpu_share is None
     while readings.cpu_share is None:  # the kernel counts in hundredths of a second
         time.now += 1
-        readings = probes.read(Preferences(), "cpu", {3: 4})
+        readings = probes.read(Preferences(), ("cpu",), {3: 4})
     assert readings.memory_total_bytes == psutil.virtual_memory().total
     assert readings.disk_free_bytes
     assert readings.transferred_bytes_by_day == {3: 4}
@@ -187,12 +189,12 @@ def test_nobody_is_asked_for_the_display_each_second_when_nothing_hangs_on_it(
     time, display = Time(), Counted()
     probes = MachineProbes(tmp_path, display=display, clock=time)
     for _ in range(10):
-        probes.read(Preferences(), "cpu", {})
+        probes.read(Preferences(), ("cpu",), {})
         time.now += 1
     assert display.asked == 1
     yields = Preferences(run_if_user_active=False)
     for _ in range(10):
-        assert probes.read(yields, "cpu", {}).display_idle_seconds == 5.0
+        assert probes.read(yields, ("cpu",), {}).display_idle_seconds == 5.0
         time.now += 1
     assert display.asked == 11
 
@@ -200,12 +202,55 @@ def test_nobody_is_asked_for_the_display_each_second_when_nothing_hangs_on_it(
 # ---------------------------------------------------------------- who is there
 
 
-def test_a_terminal_was_used_when_it_was_last_read(tmp_path: Path) -> None:
-    for name, read_at in (("0", 900.0), ("3", 960.0), ("ptmx", 999.0)):
+DIGITS = re.compile(r"\d+")
+
+
+def test_a_terminal_was_used_when_it_was_last_read_to_the_grain_of_that(tmp_path: Path) -> None:
+    for name, read_at in (("0", 900.0), ("3", 962.0), ("ptmx", 999.0)):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (read_at, 999.0))
-    assert TerminalIdle([tmp_path, tmp_path / "none"], lambda: 1000.0).idle_seconds() == 40.0
-    assert TerminalIdle([tmp_path / "none"], lambda: 1000.0).idle_seconds() is None
+    places = [(tmp_path, DIGITS), (tmp_path / "none", DIGITS)]
+    assert TerminalIdle(places, lambda: 1000.0, 0).idle_seconds() == 38.0
+    # The time stands for all keys from 960 to 968.
+    assert TerminalIdle(places, lambda: 1000.0, 8).idle_seconds() == 32.0
+    assert TerminalIdle(places, lambda: 965.0, 8).idle_seconds() == 0.0
+    assert TerminalIdle(places[1:], lambda: 1000.0).idle_seconds() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' grain")
+def test_a_key_in_a_real_terminal_is_seen_at_once_by_whoever_took_it_for_idle() -> None:
+    screen, shell = os.openpty()
+    name = Path(os.ttyname(shell)).name
+    try:
+        probe = TerminalIdle([(Path("/dev/pts"), re.compile(name))])
+        os.write(screen, b"x\n")
+        os.read(shell, 2)
+        assert probe.idle_seconds() == 0.0
+        while probe.idle_seconds() == 0.0:
+            time.sleep(0.05)
+        os.write(screen, b"x\n")
+        os.read(shell, 2)
+        assert probe.idle_seconds() == 0.0
+    finally:
+        os.close(screen)
+        os.close(shell)
+
+
+def test_logind_is_asked_once_a_second_however_often_somebody_looks() -> None:
+    asked: list[str] = []
+
+    def run(words: Sequence[str]) -> str:
+        asked.append(words[1])
+        return LIST if words[1] == "list-sessions" else SESSIONS["idle"]
+
+    clock = Time()
+    probe = LogindIdle(run, clock, lambda: 1000.0)
+    seen = []
+    for _ in range(4):
+        seen.append(probe.idle_seconds())
+        clock.now += 0.5
+    assert seen == [60.0, 60.5, 60.0, 60.5]
+    assert asked.count("show-session") == 2
 
 
 LIST = "  2 1000 ada   seat0 tty2\n  5 1000 ada   -     pts/3\n"

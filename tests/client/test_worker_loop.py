@@ -98,6 +98,61 @@ def rig() -> Iterator[Rig]:
     made.close()
 
 
+class Halfway:
+    """Stops a computation before one of its layers, so that a test can say something meanwhile."""
+
+    def __init__(self, rig: Rig, passes: int) -> None:
+        self._look, self._passes = rig.runner.between_layers, passes
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        rig.runner.between_layers = self._stop
+
+    def _stop(self) -> None:
+        self._passes -= 1
+        if self._passes == 0:
+            self.reached.set()
+            assert self.go_on.wait(30)
+        self._look()
+
+
+def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves_no_trace(
+    rig: Rig,
+) -> None:
+    halfway = Halfway(rig, passes=1)
+    rig.ask(rig.forward(1, slot=0))
+    assert halfway.reached.wait(30)
+    rig.ask(protocol.Accumulated(request=7), protocol.Discard(request=1), rig.forward(2, slot=1))
+    halfway.go_on.set()
+    given_up, accumulated, done = rig.link.receive(), rig.link.receive(), rig.link.receive()
+    assert isinstance(given_up, protocol.Failed)
+    assert (given_up.request, given_up.code) == (1, "discarded")
+    assert isinstance(accumulated, protocol.AccumulatedAre)
+    assert isinstance(done, protocol.ForwardDone), "what came meanwhile is not lost"
+
+    # The backward pass of the other one: nothing of it is added.
+    nbytes = rig.runner.sizes.output_bytes
+    rig.memory.slot(2, nbytes)[:] = bytes(nbytes)
+    halfway = Halfway(rig, passes=1)
+    rig.ask(protocol.Backward(request=3, forward=2, slot=2, nbytes=nbytes))
+    assert halfway.reached.wait(30)
+    rig.ask(protocol.Discard(request=99), protocol.Discard(request=3))
+    halfway.go_on.set()
+    given_up = rig.link.receive()
+    assert isinstance(given_up, protocol.Failed)
+    assert (given_up.request, given_up.code) == (3, "discarded")
+    rig.ask(protocol.Accumulated(request=8))
+    told = rig.link.receive()
+    assert isinstance(told, protocol.AccumulatedAre)
+    assert told.microbatches == ()
+
+
+def test_a_daemon_that_goes_while_something_is_computed_ends_the_loop_after_it(rig: Rig) -> None:
+    halfway = Halfway(rig, passes=1)
+    rig.ask(rig.forward(1, slot=0))
+    assert halfway.reached.wait(30)
+    rig.link.close()
+    halfway.go_on.set()  # `close` sees the thread end
+
+
 def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig: Rig) -> None:
     rig.ask(rig.forward(1, slot=0))
     assert isinstance(rig.link.receive(), protocol.ForwardDone)

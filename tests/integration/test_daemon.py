@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from swarm_client.absence import AWAY_SECONDS
 from swarm_coordinator.processes import CLIENT_MODULE, module_command, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
@@ -131,3 +133,121 @@ def test_a_daemon_that_cannot_join_says_why_with_the_exit_code_of_that_and_leave
         assert "on its list" in refused.stderr
         wait_until(lambda: eve.types("status").returncode == 13, run.swarm.children, 60, "its end")
         assert json.loads(eve.does("runs", "--json"))["runs"] == []
+
+
+def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
+    make_run: Callable[..., Any],
+) -> None:
+    """Both stages lie on one machine: without either of its devices no step would be trained."""
+    run = make_run(2, steps=400, limits__starting_peers_per_stage=1)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    with person(swarm.home("a daemon's home")) as bob:
+
+        def until(true: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+            found: dict[str, Any] = {}
+
+            def look() -> bool:
+                found.update(bob.sees())
+                return true(found)
+
+            wait_until(look, swarm.children, PATIENCE_SECONDS, what)
+            return found
+
+        refused = bob.types("join", invite, "--device", "cpu", "--device", "cpu", "--stage", "0")
+        assert (refused.returncode, "--stage is for one device" in refused.stderr) == (2, True)
+        devices = ("--device", "cpu", "--device", "cpu", "--threads", "2", "--name", "bob")
+        assert bob.does("join", invite, "--detach", *devices).count("admitted to run") >= 1
+        run.wait_for_version(2)
+        seen = until(lambda s: s["contribution"]["steps"] >= 2, "the daemon to contribute")
+        assert [device["id"] for device in seen["devices"]] == ["cpu", "cpu#2"]
+        assert sorted(device["stage"] for device in seen["devices"]) == [0, 1]
+        assert seen["peer"] == seen["devices"][0]["peer"]
+        members = {peer["peer"] for peer in swarm.status()["peers"]}
+        assert members == {device["peer"] for device in seen["devices"]}
+        assert [peer["path"] for peer in seen["peers"]] == ["own", "own"]
+        given = seen["contribution"]
+        assert given["steps"] <= seen["run"]["version"]
+        assert given["microbatches"] >= 2 * 12 * (given["steps"] - 1)
+        assert "cpu#2" in bob.does("status")
+
+        # What their owner says is said to both.
+        bob.does("pause")
+        wait_until(
+            lambda: all(peer["paused"] for peer in swarm.status()["peers"]),
+            swarm.children, PATIENCE_SECONDS, "both to pause",
+        )  # fmt: skip
+        paused = bob.sees()
+        assert (paused["word"], paused["reason"]) == ("paused", "paused_by_user")
+        assert {device["phase"] for device in paused["devices"]} == {"paused"}
+        bob.does("resume")
+        version = run.version()
+        run.wait_for_version(version + 2)
+
+        bob.does("finish")
+        assert bob.sees()["word"] == "stopped"
+        assert swarm.status()["peers"] == []
+        before = [device["peer"] for device in seen["devices"]]
+        bob.does("resume")
+        again = until(
+            lambda s: len([d for d in s["devices"] if d["stage"] is not None]) == 2, "both"
+        )
+        assert [device["peer"] for device in again["devices"]] == before
+        version = run.version()
+        run.wait_for_version(version + 2)
+
+        bob.does("leave")
+        assert bob.sees()["devices"] == []
+        bob.does("shutdown")
+        losses = run.losses()
+    assert losses == pytest.approx(run.reference_losses(len(losses)), rel=1e-4)
+
+
+def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
+    make_run: Callable[..., Any],
+) -> None:
+    run = make_run(1, steps=400, limits__starting_peers_per_stage=2)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite)
+    with person(swarm.home("a daemon's home")) as bob:
+        bob.does("join", invite, "--detach", "--device", "cpu", "--threads", "1", "--name", "bob")
+        run.wait_for_version(2)
+        seen = bob.sees()
+        assert seen["away"] is None
+
+        def is_member() -> bool:
+            return seen["peer"] in {peer["peer"] for peer in swarm.status().get("peers", [])}
+
+        daemon = psutil.Process(seen["pid"])
+        family = [daemon, *daemon.children(recursive=True)]
+        for process in family:
+            process.suspend()
+        try:
+            wait_until(lambda: not is_member(), swarm.children, PATIENCE_SECONDS, "its loss")
+            # Longer than what a busy machine makes a program wait, and steps without it.
+            began = run.version()
+            time.sleep(AWAY_SECONDS + 2)
+            run.wait_for_version(began + 2)
+        finally:
+            for process in family:
+                process.resume()
+        version = run.version()
+        run.wait_for_version(version + 1)
+        given = bob.sees()["contribution"]
+
+        def contributes() -> bool:
+            seen.update(bob.sees())
+            now = seen["contribution"]
+            more = now["microbatches"] > given["microbatches"]
+            # One step more could be the end of what was under way when it was stopped.
+            return seen["word"] == "contributing" and more and now["steps"] >= given["steps"] + 2
+
+        wait_until(contributes, swarm.children, PATIENCE_SECONDS, "work after its absence")
+        assert is_member()
+        assert seen["away"]["sentence"].startswith("this program was stopped for")
+        assert seen["away"]["seconds"] >= AWAY_SECONDS
+        assert "this program was stopped for" in bob.does("status")
+        assert "joining again" in bob.does("logs", "--events")
+        bob.does("leave")
+        bob.does("shutdown")

@@ -29,8 +29,16 @@ FRESH_LOG_BYTES = 5 * 2**20
 @click.command()
 @click.argument("invite")
 @home_option
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
-@click.option("--stage", type=click.IntRange(min=0), help="Hold this stage, not the neediest.")
+@click.option(
+    "--device", "devices", multiple=True, metavar="DEVICE",
+    help="cpu, cuda:0, … or auto: every GPU, else the processor. Given several times, each device "
+    "holds a stage.  [default: auto]",
+)  # fmt: skip
+@click.option(
+    "--stage",
+    type=click.IntRange(min=0),
+    help="Hold this stage, not the neediest; one device only.",
+)
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
@@ -44,7 +52,11 @@ FRESH_LOG_BYTES = 5 * 2**20
     show_default=True,
     help="Address to listen on, as a multiaddr.",
 )
-@click.option("--memory-gib", type=click.FloatRange(min=0, min_open=True), help="Memory to offer.")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory to offer on each device.",
+)
 @click.option(
     "--relay/--no-relay",
     default=True,
@@ -62,7 +74,7 @@ FRESH_LOG_BYTES = 5 * 2**20
 def join(
     invite: str,
     home: Path | None,
-    device: str,
+    devices: tuple[str, ...],
     stage: int | None,
     threads: int | None,
     name: str | None,
@@ -88,8 +100,8 @@ def join(
     load(preferences_path(home), flags=preferences)
     try:
         arguments = JoinArguments(
-            invite=invite, device=device, stage=stage, threads=threads, name=name, team=team,
-            listen=listen,
+            invite=invite, device=",".join(devices) or "auto", stage=stage, threads=threads,
+            name=name, team=team, listen=listen,
             memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
             may_relay=relay, preferences=preferences,
         )  # fmt: skip

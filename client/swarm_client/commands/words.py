@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from swarm_client.commands.base import count_text
 from swarm_client.control.documents import ContributionView, DeviceView, RunView, Status
+from swarm_client.control.word import clock_text
 from swarm_client.printable import printable
 
 REACHED = {
@@ -27,7 +28,7 @@ def _lines(status: Status) -> Iterator[str]:
     name = f" ({status.name})" if status.name else ""
     yield _row("this peer", f"…{status.peer[-8:]}{name}")
     for device in status.devices:
-        yield _row("device", _device_text(device))
+        yield _row("device" if len(status.devices) == 1 else device.id, _device_text(device))
     for stage in status.stages:
         rate = stage.microbatches_per_second
         made = f", {rate:.2f} microbatches/s" if rate else ""
@@ -40,6 +41,9 @@ def _lines(status: Status) -> Iterator[str]:
             f"{reached}; {count_text(traffic.sent_bytes)}B sent, "
             f"{count_text(traffic.received_bytes)}B received",
         )
+    if status.away is not None:
+        ended = status.away.began + status.away.seconds
+        yield _row("away", f"{status.away.sentence}, until {clock_text(ended, status.time)}")
     yield _row("given", contribution_text(status.contribution))
 
 

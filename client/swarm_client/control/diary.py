@@ -34,7 +34,10 @@ class Diary(FrozenModel):
     days: dict[str, float] = Field(default_factory=dict)
     """ISO date → credit, oldest first."""
 
-    def with_step(self, day: datetime.date, microbatches: int, tokens: int, credit: float) -> Diary:
+    def with_step(
+        self, day: datetime.date, microbatches: int, tokens: int, credit: float, steps: int = 1
+    ) -> Diary:
+        """`steps`: 0 for what another device of this machine counted in a step entered before."""
         days = dict(self.days)
         key = day.isoformat()
         if credit > 0:
@@ -42,7 +45,7 @@ class Diary(FrozenModel):
         kept = dict(sorted(days.items())[-KEPT_DAYS:])
         return Diary(
             microbatches=self.microbatches + microbatches, tokens=self.tokens + tokens,
-            steps=self.steps + 1, credit=self.credit + credit, days=kept,
+            steps=self.steps + steps, credit=self.credit + credit, days=kept,
         )  # fmt: skip
 
     def view(self, today: datetime.date) -> ContributionView:

@@ -77,7 +77,7 @@ class RunView(Document):
 
 class DeviceView(Document):
     id: str
-    """Like cpu or cuda:0."""
+    """Like cpu or cuda:0; cpu#2 for the second one that shares it."""
     label: str
     stage: int | None = None
     phase: str = "idle"
@@ -91,6 +91,23 @@ class DeviceView(Document):
     temperature_celsius: float | None = None
     duty_cycle: float = 1.0
     """Share of the time that it may compute, by the preferences."""
+    peer: str = ""
+    """Each device is a member of the run in its own right."""
+    word: Word | None = None
+    reason: SuspendReason | None = None
+    sentence: str = ""
+    """These four as in `Status`, of this device."""
+    until: float | None = None
+
+
+class AwayView(Document):
+    """The last time that this program was away from its run without anybody's wish."""
+
+    began: float
+    seconds: float
+    slept: bool
+    """The machine did; else only this program was stopped."""
+    sentence: str
 
 
 class MachineView(Document):
@@ -188,6 +205,8 @@ class Status(Document):
     stages: tuple[StageView, ...] = ()
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
+    away: AwayView | None = None
+    """None: not since the daemon's start."""
 
 
 class LogLine(Document):

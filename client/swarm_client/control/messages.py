@@ -70,7 +70,8 @@ class JoinArguments(FrozenModel):
     """What `join` asks for; also what is remembered of a run, so that it can be taken up again."""
 
     invite: Annotated[str, Field(max_length=4096)]
-    device: Annotated[str, Field(max_length=50)] = "auto"
+    device: Annotated[str, Field(max_length=1000)] = "auto"
+    """Several with commas between them; each is a peer with a stage of its own."""
     stage: int | None = Field(default=None, ge=0)
     threads: int | None = Field(default=None, ge=1, le=4096)
     """None: all cores but one."""

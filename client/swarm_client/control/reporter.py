@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from swarm_client.absence import TOLD_SECONDS, Absence
 from swarm_client.control.diary import Diary
 from swarm_client.control.documents import (
+    AwayView,
     DeviceView,
     KnownRun,
     LeaderboardRow,
@@ -21,12 +23,15 @@ from swarm_client.control.documents import (
     RunView,
     StageView,
     Status,
+    SuspendReason,
     TrafficView,
 )
-from swarm_client.control.word import Facts, Stopped, say
+from swarm_client.control.word import Facts, Saying, Stopped, say, together
+from swarm_client.crew import Crew
 from swarm_client.printable import printable
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
+from swarm_shared.errors import AdmissionError, SwarmError
 from swarm_shared.messages import LinkPath
 from swarm_shared.types import PeerId
 from swarm_shared.version import SOFTWARE_VERSION
@@ -58,6 +63,15 @@ class DaemonFacts:
     """Why no run is worked on, when none is."""
     diary: Diary
     machine: MachineView
+    absence: Absence | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a device was last seen to have done, and when that was another than before."""
+
+    done: tuple[int, object]
+    at: float | None = None
 
 
 @dataclass(slots=True)
@@ -84,11 +98,16 @@ class Reporter:
 
     def __init__(self) -> None:
         self._traffic = _Traffic()
-        self._work: tuple[int, object] = (0, None)
-        self._worked_at: float | None = None
+        self._work: dict[PeerId, _Work] = {}
 
-    def status(self, volunteer: Volunteer | None, facts: DaemonFacts) -> Status:
-        saying = say(self._word_facts(volunteer, facts), facts.now)
+    def status(self, crew: Crew | None, facts: DaemonFacts) -> Status:
+        devices = () if crew is None else tuple(self._devices(crew, facts))
+        if crew is None:
+            stopped = Facts(stopped=facts.stopped, suspension=facts.suspension)
+            saying = say(stopped, facts.now)
+        else:
+            saying = together(devices)
+        speaker = None if crew is None else crew.speaker
         today = datetime.datetime.fromtimestamp(facts.now).date()
         return Status(
             software=SOFTWARE_VERSION,
@@ -101,22 +120,35 @@ class Reporter:
             until=saying.until,
             peer=facts.peer,
             name=facts.name,
-            run=run_view(volunteer),
+            run=run_view(speaker),
             runs=facts.runs,
-            devices=() if volunteer is None else (device_view(volunteer),),
+            devices=devices,
             machine=facts.machine,
-            traffic=self._traffic_view(volunteer, facts.moment),
+            traffic=self._traffic_view(crew, facts.moment),
             contribution=facts.diary.view(today),
-            stages=() if volunteer is None else stage_views(volunteer),
-            peers=() if volunteer is None else peer_views(volunteer),
-            leaderboard=() if volunteer is None else leaderboard(volunteer),
+            stages=() if speaker is None else stage_views(speaker),
+            peers=() if crew is None else peer_views(crew),
+            leaderboard=() if crew is None else leaderboard(crew),
+            away=None if facts.absence is None else away_view(facts.absence),
         )
 
-    def _word_facts(self, volunteer: Volunteer | None, facts: DaemonFacts) -> Facts:
-        if volunteer is None:
-            return Facts(stopped=facts.stopped, suspension=facts.suspension)
-        holding, attachment = volunteer.holding, volunteer.attachment
+    def _devices(self, crew: Crew, facts: DaemonFacts) -> Iterator[DeviceView]:
+        for volunteer in crew.volunteers:
+            failure = crew.failures.get(volunteer.node.peer_id)
+            if failure is None:
+                saying = say(self._word_facts(volunteer, facts), facts.now)
+            else:
+                stopped = Facts(stopped=stopped_by(failure))
+                saying = say(stopped, facts.now)
+            yield device_view(volunteer, saying)
+
+    def _word_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> Facts:
+        holding, absence = volunteer.holding, facts.absence
+        attachment = volunteer.attachment
         problem = attachment.problem
+        recent = absence is not None and (
+            facts.now < absence.began + absence.seconds + TOLD_SECONDS
+        )
         return Facts(
             leaving=attachment.leaving,
             suspension=volunteer.suspended or facts.suspension,
@@ -126,29 +158,31 @@ class Reporter:
             stage=None if holding is None else holding.stage,
             working=self._is_working(volunteer, facts.moment),
             waiting_for="" if volunteer.news is None else volunteer.news.waiting_for,
+            away=absence.sentence if absence is not None and recent else "",
         )
 
     def _is_working(self, volunteer: Volunteer, now: float) -> bool:
-        holding = volunteer.holding
+        holding, peer = volunteer.holding, volunteer.node.peer_id
         if holding is None:
-            self._worked_at = None
+            self._work.pop(peer, None)
             return False
-        work = (volunteer.contribution.steps, holding.seconds_per_microbatch)
-        if holding.in_flight or holding.closing or work != self._work:
-            self._work, self._worked_at = work, now
-        return self._worked_at is not None and now - self._worked_at < WORK_SECONDS
+        done = (holding.version, holding.seconds_per_microbatch)
+        work = self._work.setdefault(peer, _Work((holding.version, None)))
+        if holding.in_flight or holding.closing or done != work.done:
+            work.done, work.at = done, now
+        return work.at is not None and now - work.at < WORK_SECONDS
 
-    def _traffic_view(self, volunteer: Volunteer | None, now: float) -> TrafficView:
-        if volunteer is None:
+    def _traffic_view(self, crew: Crew | None, now: float) -> TrafficView:
+        if crew is None:
             return TrafficView()
-        links = volunteer.links()
+        links = [link for volunteer in crew.volunteers for link in volunteer.links()]
         self._traffic.look(sum(x.sent for x in links), sum(x.received for x in links), now)
         return TrafficView(
             sent_bytes=self._traffic.sent,
             received_bytes=self._traffic.received,
             sent_bytes_per_second=self._traffic.sent_rate,
             received_bytes_per_second=self._traffic.received_rate,
-            reachability=volunteer.traversal.reachability.value,
+            reachability=crew.speaker.traversal.reachability.value,
         )
 
 
@@ -169,21 +203,37 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
     )
 
 
-def device_view(volunteer: Volunteer) -> DeviceView:
+def away_view(absence: Absence) -> AwayView:
+    return AwayView(
+        began=absence.began, seconds=absence.seconds, slept=absence.slept,
+        sentence=absence.sentence,
+    )  # fmt: skip
+
+
+def stopped_by(error: SwarmError) -> Stopped:
+    refused = isinstance(error, AdmissionError)
+    reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
+    return Stopped(reason, str(error))
+
+
+def device_view(volunteer: Volunteer, saying: Saying) -> DeviceView:
     device, holding, getting = volunteer.options.device, volunteer.holding, volunteer.getting
-    if holding is not None:
-        phase = "averaging" if holding.closing else "serving"
-        if volunteer.suspended is not None:
-            phase = "paused"
-        return DeviceView(
-            id=device.name, label=device.label, stage=holding.stage, phase=phase,
-            microbatches_per_second=holding.microbatches_per_second, queued=holding.in_flight,
-            memory_bytes=device.memory_bytes,
-        )  # fmt: skip
-    phase = "idle" if getting is None else "downloading"
-    return DeviceView(
-        id=device.name, label=device.label, stage=getting, phase=phase,
-        memory_bytes=device.memory_bytes,
+    view = DeviceView(
+        id=device.id, label=device.label, memory_bytes=device.memory_bytes,
+        peer=volunteer.node.peer_id, word=saying.word, reason=saying.reason,
+        sentence=saying.sentence, until=saying.until,
+        stage=getting, phase="idle" if getting is None else "downloading",
+    )  # fmt: skip
+    if holding is None:
+        return view
+    phase = "averaging" if holding.closing else "serving"
+    if volunteer.suspended is not None:
+        phase = "paused"
+    return view.model_copy(
+        update={
+            "stage": holding.stage, "phase": phase, "queued": holding.in_flight,
+            "microbatches_per_second": holding.microbatches_per_second,
+        }
     )  # fmt: skip
 
 
@@ -203,16 +253,22 @@ def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
     )
 
 
-def peer_views(volunteer: Volunteer) -> tuple[PeerView, ...]:
-    paths = {path.remote: path for path in volunteer.node.paths()}
-    names = names_of(volunteer)
-    own = volunteer.node.peer_id
-    holding = volunteer.holding
-    mine = None if holding is None else holding.stage
+def own_peers(crew: Crew) -> frozenset[PeerId]:
+    return frozenset(volunteer.node.peer_id for volunteer in crew.volunteers)
+
+
+def peer_views(crew: Crew) -> tuple[PeerView, ...]:
+    # Of the links of several devices with the same peer, one.
+    paths = {path.remote: path for one in crew.volunteers for path in one.node.paths()}
+    names, own = names_of(crew), own_peers(crew)
+    holdings = [one.holding for one in crew.volunteers]
+    mine = {holding.stage for holding in holdings if holding is not None}
     records = sorted(
-        volunteer.roster.all(),
-        key=lambda r: (r.peer != own, r.peer not in paths, r.stage != mine, r.stage, r.peer),
-    )
+        crew.speaker.roster.all(),
+        key=lambda r: (
+            r.peer not in own, r.peer not in paths, r.stage not in mine, r.stage, r.peer
+        ),
+    )  # fmt: skip
     return tuple(
         _peer_view(record.peer, record.stage, record.microbatches_per_second, names, paths, own)
         for record in records[:PEERS_TOLD]
@@ -225,10 +281,10 @@ def _peer_view(
     rate: float,
     names: Mapping[str, str],
     paths: Mapping[PeerId, LinkPath],
-    own: PeerId,
+    own: frozenset[PeerId],
 ) -> PeerView:
-    path = paths.get(peer)
-    kind = "own" if peer == own else None
+    path = None if peer in own else paths.get(peer)
+    kind = "own" if peer in own else None
     return PeerView(
         peer=peer, name=names.get(peer), stage=stage, microbatches_per_second=rate,
         path=path.kind.value if path is not None else kind,
@@ -237,22 +293,25 @@ def _peer_view(
     )  # fmt: skip
 
 
-def names_of(volunteer: Volunteer) -> dict[str, str]:
-    """Public names, as far as the run's news tell them, and this peer's own."""
-    rows = () if volunteer.news is None else volunteer.news.leaderboard
+def names_of(crew: Crew) -> dict[str, str]:
+    """Public names, as far as the run's news tell them, and this machine's own."""
+    news = crew.speaker.news
+    rows = () if news is None else news.leaderboard
     names = {str(row.peer): printable(row.name) for row in rows if row.name}
-    if volunteer.options.name:
-        names[volunteer.node.peer_id] = volunteer.options.name
+    for volunteer in crew.volunteers:
+        if volunteer.options.name:
+            names[volunteer.node.peer_id] = volunteer.options.name
     return names
 
 
-def leaderboard(volunteer: Volunteer) -> tuple[LeaderboardRow, ...]:
-    rows = () if volunteer.news is None else volunteer.news.leaderboard
+def leaderboard(crew: Crew) -> tuple[LeaderboardRow, ...]:
+    news, own = crew.speaker.news, own_peers(crew)
+    rows = () if news is None else news.leaderboard
     return tuple(
         LeaderboardRow(
             name=printable(row.name) if row.name else f"…{row.peer[-8:]}",
             team=printable(row.team) if row.team else None, tokens=row.tokens, credit=row.credit,
-            you=row.peer == volunteer.node.peer_id,
+            you=row.peer in own,
         )
         for row in rows
     )  # fmt: skip

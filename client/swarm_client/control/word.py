@@ -6,9 +6,10 @@ Pure: facts in, words out. Every sentence says what ends the state, where someth
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_client.control.documents import SuspendReason, Word
+from swarm_client.control.documents import DeviceView, SuspendReason, Word
 from swarm_client.suspension import Suspension
 
 SENTENCES: dict[SuspendReason, str] = {
@@ -56,6 +57,8 @@ class Facts:
     """Something was computed or averaged a moment ago."""
     waiting_for: str = ""
     """What the run waits for, as its coordinator says."""
+    away: str = ""
+    """Why it was away a while ago: said until it holds a stage again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,15 @@ def say(facts: Facts, now: float) -> Saying:
     if facts.suspension is not None:
         return _suspended(facts.suspension, now)
     if not facts.attached and facts.problem is not None:
-        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, facts.problem)
+        detail = f"{facts.problem}; before that, {facts.away}" if facts.away else facts.problem
+        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
+    away = f"; before that, {facts.away}" if facts.away else ""
     if not facts.attached:
-        return Saying(Word.SYNCING, "looking for the run's coordinator")
+        return Saying(Word.SYNCING, f"looking for the run's coordinator{away}")
     if facts.stage is None and facts.getting is not None:
-        return Saying(Word.SYNCING, f"downloading stage {facts.getting}")
+        return Saying(Word.SYNCING, f"downloading stage {facts.getting}{away}")
     if facts.stage is None:
-        return Saying(Word.SYNCING, "joining: data and a stage are on their way")
+        return Saying(Word.SYNCING, f"joining: data and a stage are on their way{away}")
     if facts.working:
         return Saying(Word.CONTRIBUTING, f"computing stage {facts.stage}")
     if facts.waiting_for:
@@ -89,6 +94,26 @@ def say(facts: Facts, now: float) -> Saying:
             Word.QUEUED, f"holding stage {facts.stage}; the run waits for {facts.waiting_for}"
         )
     return Saying(Word.QUEUED, f"holding stage {facts.stage}, with nothing to compute just now")
+
+
+_RANK = (
+    Word.DEGRADED, Word.CONTRIBUTING, Word.QUEUED, Word.SYNCING, Word.PAUSED, Word.STOPPED,
+)  # fmt: skip
+"""What one of several devices does is what the machine does, in this order: it contributes while
+any of them does, and is paused when all of them are."""
+assert set(_RANK) == set(Word)
+
+
+def together(devices: Sequence[DeviceView]) -> Saying:
+    """Of a machine, from the words of its devices; there is at least one."""
+    told = [d for d in devices if d.word is not None]
+    first = min(told, key=lambda d: _RANK.index(d.word or Word.STOPPED))
+    assert first.word is not None
+    sentence = first.sentence
+    if any(d.sentence != first.sentence for d in told):
+        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in told)
+    alike = all((d.word, d.until) == (first.word, first.until) for d in told)
+    return Saying(first.word, sentence, first.reason, first.until if alike else None)
 
 
 def _because(word: Word, reason: SuspendReason, detail: str = "") -> Saying:

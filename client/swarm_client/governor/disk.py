@@ -36,10 +36,10 @@ def missing_bytes(
 
 def unused_caches(home: Home, current: RunId | None) -> list[Path]:
     """Folders of other runs that have any, the longest unused first."""
-    kept = home.run_folder(current) if current is not None else None
+    kept = home.run_folder(current).name if current is not None else None
     found: list[tuple[float, Path]] = []
-    for folder in (home.path / "runs").glob("*"):
-        if folder == kept or not folder.is_dir():
+    for folder in (*home.path.glob("runs/*"), *home.path.glob("devices/*/runs/*")):
+        if folder.name == kept or not folder.is_dir():
             continue
         caches = [folder / name for name in CACHES if (folder / name).is_dir()]
         if caches:

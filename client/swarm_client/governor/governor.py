@@ -1,16 +1,17 @@
-"""The governor's shell: read, decide, carry out, about once a second.
+"""The governor's shell: read, decide for each device, carry out, twice a second.
 
 Owns the loop, what was remembered between two looks, and the telling. Whether to compute and how
-much is `policy`'s; what is read is `probes`'. The volunteer is told to suspend and to resume; a
-pause that somebody else has ordered (its user) is never ended here.
+much is `policy`'s; what is read is `probes`'. The volunteers are told to suspend and to resume; a
+pause that somebody else has ordered (their user) is never ended here. What is the machine's (cores,
+memory, bandwidth, quota, disk) is shared by its devices.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Protocol
 
@@ -23,6 +24,8 @@ from swarm_client.control.documents import (
     SuspendReason,
     TrafficView,
 )
+from swarm_client.control.word import together
+from swarm_client.device import Device
 from swarm_client.governor.binding import ProcessBinding
 from swarm_client.governor.disk import make_room, missing_bytes
 from swarm_client.governor.ledger import TransferLedger
@@ -41,7 +44,7 @@ from swarm_shared.types import RunId
 
 LOOK_SECONDS = 0.5
 """Somebody who comes back to the machine has it again within two seconds: this, and the grace that
-is given to what is being computed."""
+is given to what is being computed (`suspension`)."""
 ROOM_SECONDS = 30.0
 """Between two attempts to make room on the disk."""
 
@@ -75,54 +78,69 @@ class HoldsBack(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is governed, and on what."""
+    """A volunteer on its device."""
 
     volunteer: Governed
     averaging: HoldsBack
-    bandwidth: Bandwidth
     other_bytes: Callable[[], int]
-    """Carried since the start by others than `bandwidth` (p2pd)."""
-    device: str
-    memory_bytes: int
-    """Offered at the start, without the preferences."""
+    """Carried since the start by others than the machine's `Bandwidth` (p2pd)."""
+    device: Device
+    """As it was offered at the start, without the preferences."""
     threads: int
-    run: RunId | None
+
+
+@dataclass(slots=True)
+class _Charge:
+    """A subject, and what there is to remember of it."""
+
+    subject: Subject
+    memory: Memory = field(default_factory=Memory)
+    verdict: Verdict = field(default_factory=lambda: Verdict((), Limits()))
+    mine: Suspension | None = None
+    """The pause that was ordered here."""
+    told: tuple[object, ...] = ()
 
 
 class Governor:
-    """Run `run` beside the volunteer."""
+    """Run `run` beside the volunteers, of which there is at least one."""
 
     def __init__(
         self,
         source: PreferenceSource,
         home: Home,
-        subject: Subject,
+        subjects: Sequence[Subject],
+        bandwidth: Bandwidth,
+        run: RunId | None,
         report: Report,
         probes: MachineProbes | None = None,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.source = source
         self._home = home
-        self._subject = subject
+        self._charges = tuple(_Charge(subject) for subject in subjects)
+        self._bandwidth = bandwidth
+        self._run = run
         self._report = report
         self._probes = probes or MachineProbes(home.path)
         self._wall = wall
         self._binding = ProcessBinding(self._probes.family)
         self._ledger = TransferLedger(home.path)
-        self._memory = Memory()
-        self._mine: Suspension | None = None
-        self._told: tuple[object, ...] = ()
         self._counted = self._transferred()
         self._room_made_at = -ROOM_SECONDS
         self.readings = Readings()
-        self.verdict = Verdict((), Limits())
-        subject.volunteer.disk_guard = self.claim_disk
+        for subject in subjects:
+            subject.volunteer.disk_guard = self.claim_disk
 
     # ---- what others ask
 
+    @property
+    def verdict(self) -> Verdict:
+        """Of the first device. Those of the machine's limits are the same for all."""
+        return self._charges[0].verdict
+
     def machine(self) -> MachineView:
         readings = self.readings
-        seen = self._memory.at_any.last_seen
+        seen = self._charges[0].memory.at_any.last_seen
         return MachineView(
             cpu_share=readings.cpu_share,
             own_cpu_share=readings.own_cpu_share,
@@ -136,9 +154,16 @@ class Governor:
         )
 
     def device(self, view: DeviceView) -> DeviceView:
-        """The view with what the probes know of the device."""
-        index = gpu_index(self._subject.device)
-        known: dict[str, object] = {"duty_cycle": self.verdict.limits.duty_cycle}
+        """The view with what the probes know of the device, and our words for our own pause."""
+        charge = next((one for one in self._charges if one.subject.device.id == view.id), None)
+        if charge is None:
+            return view
+        verdict = charge.verdict
+        index = gpu_index(charge.subject.device.name)
+        known: dict[str, object] = {"duty_cycle": verdict.limits.duty_cycle}
+        mine = charge.mine is not None and charge.subject.volunteer.suspended is charge.mine
+        if mine and view.reason is verdict.reason:
+            known |= {"sentence": f"paused: {verdict.sentence}", "until": verdict.until}
         if index is None:
             known |= {
                 "utilization": self.readings.own_cpu_share,
@@ -158,15 +183,16 @@ class Governor:
         return view.model_copy(update=known)
 
     def completed(self, status: Status) -> Status:
-        """The status with what the probes know, and with our words for our own pause."""
+        """The status with what the probes know, and with our words for our own pauses."""
+        devices = tuple(self.device(view) for view in status.devices)
         known: dict[str, object] = {
             "machine": self.machine(),
-            "devices": tuple(self.device(view) for view in status.devices),
+            "devices": devices,
             "traffic": self.traffic(status.traffic),
         }
-        mine = self._mine is not None and self._subject.volunteer.suspended is self._mine
-        if mine and status.reason is self.verdict.reason:
-            known |= {"sentence": f"paused: {self.verdict.sentence}", "until": self.verdict.until}
+        if devices:
+            saying = together(devices)
+            known |= {"sentence": saying.sentence, "until": saying.until}
         return status.model_copy(update=known)
 
     def claim_disk(self, size_bytes: int) -> None:
@@ -176,7 +202,7 @@ class Governor:
         free, used = disk.free_bytes(), disk.used()
         missing = missing_bytes(preferences, free, used, size_bytes)
         if missing > 0:
-            missing -= make_room(self._home, self._subject.run, missing)
+            missing -= make_room(self._home, self._run, missing)
         if missing > 0:
             raise StorageError(
                 f"{size_bytes / GIB:.2f} GiB are to be downloaded, {missing / GIB:.2f} GiB more "
@@ -213,17 +239,21 @@ class Governor:
         await self._make_room()
         now = Moment(self._wall(), trio.current_time())
         preferences = self.source.current.preferences
-        self.verdict, self._memory = decide(
-            preferences, self.readings, self._memory, now, self._subject.device
-        )
-        self._carry_out(self.verdict)
+        for charge in self._charges:
+            charge.verdict, charge.memory = decide(
+                preferences, self.readings, charge.memory, now, charge.subject.device.name
+            )
+        self._carry_out_together()
+        for charge in self._charges:
+            self._carry_out(charge)
         await trio.to_thread.run_sync(
             self._binding.apply, self.verdict.limits.cores, self.verdict.limits.nice
         )
 
     def _read(self) -> Readings:
+        devices = [charge.subject.device.name for charge in self._charges]
         return self._probes.read(
-            self.source.current.preferences, self._subject.device, self._ledger.bytes_by_day
+            self.source.current.preferences, devices, self._ledger.bytes_by_day
         )
 
     def _report_preferences(self) -> None:
@@ -237,45 +267,57 @@ class Governor:
 
     # ---- carrying out
 
-    def _carry_out(self, verdict: Verdict) -> None:
-        limits, subject = verdict.limits, self._subject
-        subject.bandwidth.up.limit(limits.upload_bytes_per_second)
-        subject.bandwidth.down.limit(limits.download_bytes_per_second)
+    def _carry_out_together(self) -> None:
+        limits = self.verdict.limits
+        self._bandwidth.up.limit(limits.upload_bytes_per_second)
+        self._bandwidth.down.limit(limits.download_bytes_per_second)
+
+    def _carry_out(self, charge: _Charge) -> None:
+        verdict, subject = charge.verdict, charge.subject
+        limits = verdict.limits
         network_is_free = not _NETWORK_REASONS.intersection(verdict.reasons)
         subject.volunteer.limit_network(
             own_transport_only=limits.own_transport_only, for_others=network_is_free
         )
         subject.averaging.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
+        own_cores = max(1, cores // len(self._charges))
+        sharers = sum(one.subject.device.name == subject.device.name for one in self._charges)
+        vram = None if limits.vram_bytes is None else limits.vram_bytes // sharers
         subject.volunteer.limit(
-            WorkerLimits(limits.duty_cycle, min(subject.threads, cores), limits.vram_bytes)
+            WorkerLimits(limits.duty_cycle, min(subject.threads, own_cores), vram)
         )
         most = most_memory(
-            subject.device, self.source.current.preferences,
-            has_display=self._memory.at_display.last_seen is not None,
+            subject.device.name, self.source.current.preferences,
+            has_display=charge.memory.at_display.last_seen is not None,
         )  # fmt: skip
-        offered = subject.memory_bytes if most is None else min(most, subject.memory_bytes)
+        memory_bytes = subject.device.memory_bytes
+        offered = memory_bytes if most is None else min(most // sharers, memory_bytes)
         subject.volunteer.offer_memory(offered)
-        self._suspend_or_resume(verdict)
+        self._suspend_or_resume(charge)
 
-    def _suspend_or_resume(self, verdict: Verdict) -> None:
-        volunteer = self._subject.volunteer
+    def _suspend_or_resume(self, charge: _Charge) -> None:
+        volunteer, verdict = charge.subject.volunteer, charge.verdict
         ordered = volunteer.suspended
-        if ordered is not None and ordered is not self._mine:
+        if ordered is not None and ordered is not charge.mine:
             return  # somebody else's pause: theirs to end
         told = verdict.reasons
         if verdict.reason is not None:
             if ordered is None or ordered.reason is not verdict.reason:
                 volunteer.suspend(verdict.reason, verdict.until)
-                self._mine = volunteer.suspended
-            if told != self._told:
-                self._report(f"paused ({verdict.reason}): {verdict.sentence}")
+                charge.mine = volunteer.suspended
+            if told != charge.told:
+                self._tell(charge, f"paused ({verdict.reason}): {verdict.sentence}")
         elif ordered is not None:
             volunteer.resume()
-            self._mine = None
-        if not told and self._told:
-            self._report("going on: nothing in the preferences stands against it any more")
-        self._told = told
+            charge.mine = None
+        if not told and charge.told:
+            self._tell(charge, "going on: nothing in the preferences stands against it any more")
+        charge.told = told
+
+    def _tell(self, charge: _Charge, text: str) -> None:
+        several = len(self._charges) > 1
+        self._report(f"{charge.subject.device.id}: {text}" if several else text)
 
     async def _make_room(self) -> None:
         """Before the disk is a reason to pause: what can be fetched again goes."""
@@ -285,7 +327,7 @@ class Governor:
         if missing <= 0 or now - self._room_made_at < ROOM_SECONDS:
             return
         self._room_made_at = now
-        freed = await trio.to_thread.run_sync(make_room, self._home, self._subject.run, missing)
+        freed = await trio.to_thread.run_sync(make_room, self._home, self._run, missing)
         if freed:
             self._report(f"removed {freed / 1e6:.1f} MB of caches of other runs to make room")
             disk = self._probes.disk
@@ -297,8 +339,8 @@ class Governor:
     # ---- bytes
 
     def _transferred(self) -> int:
-        bandwidth = self._subject.bandwidth
-        return bandwidth.up.bytes + bandwidth.down.bytes + self._subject.other_bytes()
+        others = sum(charge.subject.other_bytes() for charge in self._charges)
+        return self._bandwidth.up.bytes + self._bandwidth.down.bytes + others
 
     def _count(self) -> None:
         total = self._transferred()

@@ -1,31 +1,22 @@
-"""Which device is offered to a run, and how much of its memory, under the preferences."""
+"""Which devices are offered to a run, and how much memory of each, under the preferences."""
 
 from __future__ import annotations
 
 import psutil
 
-from swarm_client.device import Device, choose_device
+from swarm_client.device import Device, choose_devices
 from swarm_client.governor.policy import GIB, gpu_index
 from swarm_client.preferences import Preferences
-from swarm_shared.errors import CapacityError
 
 
-def usable_device(
+def usable_devices(
     wanted: str,
     memory_bytes: int | None,
     preferences: Preferences,
     gpus: list[tuple[str, int]] | None = None,
-) -> Device:
-    """As `choose_device`; `auto` passes over GPUs that are not to be used."""
-    device = choose_device(wanted, memory_bytes, gpus)
-    index = gpu_index(device.name)
-    while wanted == "auto" and index is not None and not preferences.for_gpu(index).use:
-        index += 1
-        try:
-            device = choose_device(f"cuda:{index}", memory_bytes, gpus)
-        except CapacityError:  # that was the last one
-            device, index = choose_device("cpu", memory_bytes, gpus), None
-    return device
+) -> tuple[Device, ...]:
+    """As `choose_devices`; `auto` passes over GPUs that are not to be used."""
+    return choose_devices(wanted, memory_bytes, gpus, lambda index: preferences.for_gpu(index).use)
 
 
 def most_memory(device: str, preferences: Preferences, *, has_display: bool) -> int | None:

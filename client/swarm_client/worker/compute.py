@@ -19,7 +19,7 @@ Shape suffixes: B sequences, T positions, D hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,16 @@ class StageRunner:
         self._graph_budget_bytes = graph_budget_bytes
         self._parameters = [parameter for _, parameter in self.stage.all_parameters()]
         self._flights: dict[int, _Flight] = {}
+        self.between_layers: Callable[[], None] = lambda: None
+        """Called before every layer, forward and backward; what it raises ends the computation,
+        which leaves no trace."""
+        for layer in self.stage.model.layers.values():
+            layer.register_forward_pre_hook(lambda *_: self.between_layers())
+            layer.register_forward_hook(self._watch_backward)
+
+    def _watch_backward(self, _layer: object, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: self.between_layers())  # type: ignore[no-untyped-call]
 
     # ---- what a worker is asked to compute
 

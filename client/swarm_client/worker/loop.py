@@ -101,6 +101,11 @@ class ComputeLoop:
         self._threads = torch.get_num_threads()
         self._backwards: deque[protocol.Backward] = deque()
         self._forwards: deque[protocol.Forward | protocol.Evaluate] = deque()
+        self._computing: int | None = None
+        """The request that is being computed, which may be given up meanwhile."""
+        self._unread: deque[protocol.WorkerRequest | None] = deque()
+        """What came while computing; None is the end of the link."""
+        runner.between_layers = self._give_up_if_told
 
     def run(self) -> None:
         """Return when the daemon has closed the link."""
@@ -111,7 +116,10 @@ class ComputeLoop:
                 else:
                     request = self._forwards.popleft()
                 begun = self._clock()
-                self._link.send(_answer(request, self._compute))
+                self._computing = request.request
+                answer = _answer(request, self._compute)
+                self._computing = None
+                self._link.send(answer)
                 self._duty.computed(self._clock() - begun)
         except LinkClosed:
             return
@@ -119,8 +127,8 @@ class ComputeLoop:
     def _drain(self) -> bool:
         """Take in all messages; wait for one when nothing is queued. False at the end."""
         # What rests listens: others may wait for this stage to close the step.
-        while self._link.has_message(self._duty.rest_seconds()) or not self._queued():
-            message = self._link.receive()
+        while self._has_message(self._duty.rest_seconds()) or not self._queued():
+            message = self._unread.popleft() if self._unread else self._link.receive()
             if message is None:
                 return False
             match message:
@@ -136,6 +144,21 @@ class ComputeLoop:
                     if isinstance(message, _WORK):
                         self._duty.worked(self._clock() - begun)
         return True
+
+    def _has_message(self, wait_seconds: float) -> bool:
+        return bool(self._unread) or self._link.has_message(wait_seconds)
+
+    def _give_up_if_told(self) -> None:
+        """Between two layers: its owner wants the machine, say, and a computation takes seconds."""
+        if self._computing is None or (self._unread and self._unread[-1] is None):
+            return
+        while self._link.has_message():
+            message = self._link.receive()
+            if isinstance(message, protocol.Discard) and message.request == self._computing:
+                raise RequestFailed("discarded", "given up by the daemon while it was computed")
+            self._unread.append(message)
+            if message is None:
+                return
 
     def _queued(self) -> bool:
         return bool(self._backwards or self._forwards)

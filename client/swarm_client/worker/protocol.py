@@ -46,7 +46,7 @@ FailureCode = Literal[
     "bad_input",  # a size, a token id or a number that cannot be, as it came in
     "wrong_step",  # not the step (or version) that this worker is at
     "unknown_microbatch",  # Backward for what is not (any more) in flight
-    "discarded",  # given up by the daemon before it was computed
+    "discarded",  # given up by the daemon before it was computed, or in the middle of that
     "storage",  # a state file that cannot be written or read
     "device",  # the device is not there or does not work
 ]
@@ -115,8 +115,8 @@ class Evaluate(Numbered):
 class Discard(Numbered):
     """Give up the computation with this number, queued or waiting for its Backward. No answer.
 
-    A computation that is still queued is answered with Failed "discarded"; one that is done
-    stays done (Accumulated tells).
+    A computation that is still queued is answered with Failed "discarded", one that is being
+    carried out ends so at its next layer; one that is done stays done (Accumulated tells).
     """
 
     kind: Literal["discard"] = "discard"

@@ -79,7 +79,7 @@ class Direction:
 
 
 class Bandwidth:
-    """Of one node."""
+    """Of one node, or of several that share a line."""
 
     def __init__(self) -> None:
         self.up = Direction()

@@ -63,9 +63,10 @@ class Node:
         max_connections: int,
         max_inbound_streams_per_peer: int,
         max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+        bandwidth: Bandwidth | None = None,
     ) -> None:
         self.peer_id = identity.peer_id
-        self.bandwidth = Bandwidth()
+        self.bandwidth = bandwidth or Bandwidth()
         """Of all its connections together; limits may be set at any time."""
         self._host = build_host(
             identity, max_connections, max_connections_per_address, self.bandwidth

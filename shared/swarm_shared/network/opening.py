@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from swarm_shared.identity import Identity
+from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS
 from swarm_shared.network.node import Node
 
@@ -23,15 +24,17 @@ async def open_node(
     max_connections: int = 10_000,
     max_inbound_streams_per_peer: int = 256,
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
+    bandwidth: Bandwidth | None = None,
 ) -> AsyncIterator[Node]:
     """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
 
     Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
-    port. NetworkError when a port cannot be had.
+    port. NetworkError when a port cannot be had. Several nodes may share one `bandwidth`.
     """
     node = Node(
-        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address
-    )
+        identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,
+        bandwidth,
+    )  # fmt: skip
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)

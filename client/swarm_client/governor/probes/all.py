@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,13 +55,13 @@ class MachineProbes:
     def read(
         self,
         preferences: Preferences,
-        device: str,
+        devices: Sequence[str],
         transferred_bytes_by_day: Mapping[int, int],
     ) -> Readings:
         """All of it as it is now; what changes slowly, or matters to nobody, may be older."""
         now = self._clock()
         memory = self._memory.read()
-        on_gpu = device.startswith("cuda")
+        on_gpu = any(device.startswith("cuda") for device in devices)
         apps = preferences.exclusive_apps
         self._last = replace(
             self._last,
@@ -78,16 +78,19 @@ class MachineProbes:
             gpus=self._gpus.read(),
             transferred_bytes_by_day=transferred_bytes_by_day,
         )
-        self._read_display(preferences, on_gpu, now)
+        self._read_display(preferences, devices, now)
         if now - self._cpu_at >= CPU_SECONDS:
             self._cpu_at = now
             share, own = self._cpu.shares()
             self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
         return self._last
 
-    def _read_display(self, preferences: Preferences, on_gpu: bool, now: float) -> None:
-        hurried = not (
-            preferences.run_gpu_if_user_active if on_gpu else preferences.run_if_user_active
+    def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:
+        hurried = not all(
+            preferences.run_gpu_if_user_active
+            if device.startswith("cuda")
+            else preferences.run_if_user_active
+            for device in devices
         )
         if not hurried and now - self._display_at < UNHURRIED_SECONDS:
             # As the policy remembers it: when somebody was seen, not how long ago.

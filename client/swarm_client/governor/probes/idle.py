@@ -6,13 +6,14 @@ it is no longer, which is all that is known: a session that is not idle counts a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from swarm_client.governor.probes import IdleProbe
@@ -23,6 +24,15 @@ COMMAND_SECONDS = 1.0
 """A command that has not answered by then is given up for that look."""
 SESSIONS_SECONDS = 10.0
 """Between two looks for sessions at the display."""
+LOGIND_SECONDS = 0.9
+"""Between two questions to logind: each starts a program, which takes some 7 ms of a core. So it is
+asked at every second look of the governor, and what is left of two seconds suffices."""
+
+TERMINALS = ((Path("/dev/pts"), re.compile(r"\d+")), (Path("/dev"), re.compile(r"ttys?\d+")))
+"""Of ssh, of windows with a shell, of consoles; the last are called ttys000 on macOS."""
+GRAIN_SECONDS = 8 if sys.platform == "linux" else 0
+"""Linux writes a terminal's time anew only in another eight seconds of the clock than those in
+which it stands (drivers/tty/tty_io.c, tty_update_time), so that nobody can time a password."""
 
 Run = Callable[[Sequence[str]], str | None]
 
@@ -41,29 +51,38 @@ def run_command(words: Sequence[str]) -> str | None:
 class TerminalIdle:
     """The last key in any terminal, from the times at which their devices were read.
 
-    The kernel writes these with a grain of eight seconds, so that nobody can time a password.
+    Where those have a grain, the last key may have been at any moment up to the end of the grain:
+    that moment counts. So whoever is idle by this is past it, and their next key is seen at once.
     """
 
-    def __init__(self, folders: Sequence[Path] | None = None, wall: Clock = time.time) -> None:
-        self._folders = folders if folders is not None else (Path("/dev/pts"),)
+    def __init__(
+        self,
+        places: Sequence[tuple[Path, re.Pattern[str]]] = TERMINALS,
+        wall: Clock = time.time,
+        grain_seconds: int = GRAIN_SECONDS,
+    ) -> None:
+        self._places = places
         self._wall = wall
+        self._grain_seconds = grain_seconds
 
     def idle_seconds(self) -> float | None:
-        newest: float | None = None
-        for folder in self._folders:
-            try:
-                entries = list(os.scandir(folder))
-            except OSError:
-                continue
-            for entry in entries:
-                if not entry.name.isdecimal():
-                    continue
-                try:
-                    read_at = entry.stat().st_atime
-                except OSError:
-                    continue
-                newest = read_at if newest is None else max(newest, read_at)
-        return None if newest is None else max(0.0, self._wall() - newest)
+        newest = max((read_at for place in self._places for read_at in _read_at(*place)), default=0)
+        if newest <= 0:
+            return None
+        if self._grain_seconds:
+            newest = (newest // self._grain_seconds + 1) * self._grain_seconds
+        return max(0.0, self._wall() - newest)
+
+
+def _read_at(folder: Path, names: re.Pattern[str]) -> Iterator[float]:
+    try:
+        entries = list(os.scandir(folder))
+    except OSError:
+        return
+    for entry in entries:
+        if names.fullmatch(entry.name):
+            with contextlib.suppress(OSError):
+                yield entry.stat().st_atime
 
 
 class LogindIdle:
@@ -77,8 +96,17 @@ class LogindIdle:
         self._wall = wall
         self._sessions: list[str] = []
         self._looked_at = -SESSIONS_SECONDS
+        self._asked_at = -LOGIND_SECONDS
+        self._answer: float | None = None
 
     def idle_seconds(self) -> float | None:
+        since = self._clock() - self._asked_at
+        if since >= LOGIND_SECONDS:
+            self._asked_at, since = self._clock(), 0.0
+            self._answer = self._ask()
+        return None if self._answer is None else self._answer + since
+
+    def _ask(self) -> float | None:
         if self._clock() - self._looked_at >= SESSIONS_SECONDS:
             self._looked_at = self._clock()
             listed = self._run(["loginctl", "list-sessions", "--no-legend"]) or ""

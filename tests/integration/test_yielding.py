@@ -1,0 +1,108 @@
+"""Somebody comes back to their machine: a real key in a real terminal, a real run, no stand-in."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from swarm_client.control.client import ask
+from swarm_coordinator.processes import wait_until
+
+pytestmark = [
+    pytest.mark.runs,
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(sys.platform != "linux", reason="terminals are read as Linux writes them"),
+]
+
+STEPS = 24
+PREFERENCES = "run_if_user_active = false\nidle_minutes = 0.05\n"
+
+
+class Terminal:
+    """One that a person types into, and a program that reads it."""
+
+    def __init__(self) -> None:
+        self._screen, self._program = os.openpty()
+
+    def types(self) -> None:
+        os.write(self._screen, b"x\n")
+        os.read(self._program, 2)
+
+    def close(self) -> None:
+        os.close(self._screen)
+        os.close(self._program)
+
+
+@contextmanager
+def terminal() -> Iterator[Terminal]:
+    opened = Terminal()
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_without_it(
+    make_run: Callable[..., Any],
+) -> None:
+    """The governed one is one of two at the first stage; whoever is at the second is not."""
+    run = make_run(2, steps=STEPS, limits__starting_peers_per_stage=1)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    swarm.start_volunteer(invite, 0)
+    swarm.start_volunteer(invite, 1)
+    home = swarm.home("volunteer-3")
+    home.mkdir(parents=True)
+    (home / "preferences.toml").write_text(PREFERENCES)
+    governed = swarm.start_volunteer(invite, 0)
+
+    def sees() -> dict[str, Any]:
+        return ask(home / "control.sock", "status")
+
+    def until(true: Callable[[dict[str, Any]], bool], what: str) -> None:
+        wait_until(
+            lambda: (home / "control.sock").exists() and true(sees()), swarm.children, 180, what
+        )
+
+    with terminal() as person:
+        until(lambda s: s["word"] == "contributing", "it to contribute")
+        person.types()
+        until(lambda s: s["word"] == "paused", "the pause")
+        seen = sees()
+        assert seen["reason"] == "user_active"
+        assert seen["sentence"].startswith("paused: somebody uses this machine; goes on when")
+        assert seen["until"] > seen["time"]
+
+        # A person who goes on typing: whole steps pass, and nothing is computed here.
+        paused_at = run.version()
+        given = seen["contribution"]["microbatches"]
+        counted: set[int] = set()
+
+        def typing_goes_on() -> bool:
+            person.types()
+            now = sees()
+            assert now["reason"] == "user_active"
+            counted.add(now["contribution"]["microbatches"])
+            return run.version() >= paused_at + 4
+
+        wait_until(typing_goes_on, swarm.children, 180, "steps without it")
+        # What it had counted before may have been applied in the first of them; then no more.
+        assert max(counted) - given <= 12
+        [worker] = [
+            child
+            for child in psutil.Process(governed.pid).children()
+            if "swarm_client.worker" in child.cmdline()
+        ]
+        assert worker.is_running()
+        assert sees()["devices"][0]["queued"] == 0
+
+        until(lambda s: s["word"] == "contributing", "it to go on when nobody types any more")
+    run.wait_for_version(STEPS)
+    assert swarm.wait_for_goodbye() == []
+    run.assert_equals_reference()
