@@ -472,12 +472,15 @@ class Volunteer:
 
     def _heartbeat(self) -> Heartbeat:
         holding = self.holding
+        computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
         return Heartbeat(
             microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
             links=self.links(),
             paths=tuple(self.node.paths()[:MOST_PATHS]),
             paused=self._suspension is not None,
+            computed=computed,
+            busy_seconds=busy_seconds,
         )
 
     def links(self) -> tuple[LinkBytes, ...]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from swarm_coordinator import progress, roster
 from swarm_coordinator.events import CloseSession, PeerAttached
+from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import (
     Moving,
     PeerPhase,
@@ -325,7 +326,8 @@ def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
     known = run.prints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
-    run.mark(peer, f"what it holds of stage {message.stage} is not what the others hold")
+    reason = f"what it holds of stage {message.stage} is not what the others hold"
+    run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 
 
@@ -450,7 +452,7 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
     again.
     """
     assert peer.stage is not None
-    run.mark(peer, reason)
+    run.mark(peer, Rejection.NOT_FINITE, reason)
     if all(p is peer for p in run.ready_peers(peer.stage)):
         return False
     resync(run, peer, reason, now)
@@ -468,6 +470,7 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
+        run.reject(Rejection.NOT_FINITE)
         run.note(
             f"microbatch {message.microbatch} of step {message.step} is not finite in stage "
             f"{peer.stage} at two peers: it is the model's doing or the data's",

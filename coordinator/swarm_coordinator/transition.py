@@ -24,6 +24,7 @@ from typing import assert_never
 from swarm_coordinator import (
     checkpointing,
     closing,
+    figures,
     hedging,
     leaving,
     membership,
@@ -185,7 +186,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
                 peer.last_heard = now
-                progress.heard(run, peer, beat.message)
+                progress.heard(run, peer, beat.message, now)
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -426,6 +427,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
             }
             for row in run.stage_rows()
         ],
+        "figures": figures.told(run.figures),
         "rebalancing": rebalancing.told(run, now),
         "peers": [
             {
