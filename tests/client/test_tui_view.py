@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
 from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientView
 from swarm_shared.errors import ConfigurationError, DataError
 from swarm_shared.tui.look import Look, ThemeName
@@ -25,6 +28,7 @@ SETTINGS = {
         "cpu_percent": {
             "value": 100.0, "layer": "default", "where": "the default",
             "group": "Processor", "text": "Share of the time that the processor computes.",
+            "allowed": "from 5 to 100",
         },
         "nice": {
             "value": 10, "layer": "file", "where": "/home/a/preferences.toml",
@@ -420,10 +424,38 @@ def test_a_value_that_is_refused_is_told_why() -> None:
     script.answers["config_set"] = ConfigurationError("cpu_percent must be at most 100")
 
     async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "6", "enter", "9", "enter")
+        await press(pilot, "6", "enter", "9", "0", "0", "enter")
         assert "cpu_percent must be at most 100" in screen(pilot)
+        # The window stays open, with what was typed.
+        script.answers["config_set"] = {"value": 90}
+        await press(pilot, "backspace", "enter")
+        assert "cpu_percent is now 90" in screen(pilot)
 
     watch(session, script)
+    asked = [arguments["text"] for method, arguments in script.asked if method == "config_set"]
+    assert asked == ["900", "90"]
+
+
+def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it_means(
+    tmp_path: Path,
+) -> None:
+    script = running()
+    told = PreferenceDesk(tmp_path / "preferences.toml", tuple).show()
+    script.answers["config_show"] = told
+    names = list(told["preferences"])
+
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, "6")
+        shown = screen(pilot)
+        for name in names:
+            assert name in shown
+        for group in GROUPS:
+            assert group in shown
+        assert "Compute while this machine runs on batteries. Allowed: true, false." in shown
+        await press(pilot, "end")
+        assert "Share of the time that it computes. Allowed: from 5 to 100." in screen(pilot)
+
+    watch(session, script, columns=120, rows=80)
 
 
 def test_settings_of_another_form_are_told_in_a_sentence() -> None:

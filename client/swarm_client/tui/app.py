@@ -177,20 +177,25 @@ class ClientView(ViewApp[Status]):
 
     @work(exclusive=True, group="change")
     async def change(self, name: str, setting: Setting) -> None:
+        before = value_text(setting.value)
+
+        async def set_it(text: str) -> str | None:
+            """What is wrong with it, in the daemon's words; the window stays open then."""
+            if text == before:
+                return None
+            try:
+                await self.source.act("config_set", {"name": name, "text": text})
+            except SwarmError as error:
+                return printable(str(error))
+            return None
+
+        meaning = f"{setting.meaning} Empty: the default."
         text = await self.push_screen_wait(
-            Fill(
-                printable(name), printable(setting.text), value_text(setting.value),
-                lambda text: None,
-            )
-        )  # fmt: skip
-        if text is None or text == value_text(setting.value):
+            Fill(printable(name), printable(meaning), before, set_it)
+        )
+        if text is None or text == before:
             return
-        try:
-            await self.source.act("config_set", {"name": name, "text": text})
-        except SwarmError as error:
-            self.say(str(error), bad=True)
-        else:
-            self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
+        self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
         self.load_settings()
 
     # -------------------------------------------------------------- the log's keys

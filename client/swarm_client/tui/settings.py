@@ -34,6 +34,12 @@ class Setting(BaseModel):
     group: str = ""
     text: str = ""
     """What it means."""
+    allowed: str = ""
+    """What its values may be."""
+
+    @property
+    def meaning(self) -> str:
+        return f"{self.text} Allowed: {self.allowed}." if self.allowed else self.text
 
 
 class Settings(BaseModel):
@@ -68,8 +74,10 @@ def value_text(value: Any) -> str:
 def setting_row(name: str, setting: Setting, width: int) -> str:
     value = printable(value_text(setting.value)) or "(nothing)"
     layer = "" if setting.layer == "default" else f"by {setting.layer}"
-    room = max(10, width - 34 - 16)
-    return f"{printable(name)[:33]:<34}{value[:room]:<{room}}{layer[:16]}"
+    named = 40 if width >= 70 else 34
+    room = max(6, width - named - 16)
+    cut = value if len(value) < room else f"{value[: room - 4]}..."
+    return f"{printable(name)[: named - 1]:<{named}}{cut:<{room}}{layer[:16]}"
 
 
 class SettingsPane(Vertical):
@@ -155,7 +163,8 @@ class SettingsPane(Vertical):
         if setting is None:
             return [line((" asking the daemon ...", "dim"))]
         where = f" It comes from {setting.where}." if setting.where else ""
-        return wrapped(printable(f"{setting.text}{where}"), width - 2, "", " ")[:height]
+        where += " Enter changes it."
+        return wrapped(printable(f"{setting.meaning}{where}"), width - 2, "", " ")[:height]
 
     def on_option_list_option_highlighted(self) -> None:
         self.query_one("#setting-help", Block).redraw()
