@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,24 @@ from swarm_client.tui.app import ClientView
 from swarm_shared.errors import ConfigurationError, DataError
 from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.source import LogEntry
-from tui_kit import START, Script, Session, colours, compare, drive, screen, settle
+from tui_kit import (
+    ASCII,
+    FORMS,
+    START,
+    Script,
+    Session,
+    colours,
+    drive,
+    press,
+    screen,
+    settle,
+    walk,
+)
 from tui_kit.client import status
 
 # A minute of them: with the slow tests, which plain pytest leaves out.
 pytestmark = pytest.mark.attacks
 
-ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
 SETTINGS = {
     "preferences": {
         "cpu_percent": {
@@ -55,15 +64,6 @@ LOG = tuple(
 )
 
 
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
 def watch(
     session: Session,
     script: Script[Status],
@@ -88,34 +88,16 @@ def running() -> Script[Status]:
     return script
 
 
-async def press(pilot: Pilot[None], *keys: str) -> None:
-    await pilot.press(*keys)
-    await settle(pilot)
-
-
 # ---------------------------------------------------------------- screens
 
 
 PANES = ("overview", "pipeline", "contribution", "leaderboard", "logs", "settings")
 
 
-@pytest.mark.parametrize(
-    ("size", "look"),
-    [((80, 24), Look()), ((120, 40), Look()), ((60, 20), Look()), ((80, 24), ASCII)],
-    ids=["80x24", "120x40", "60x20", "ascii"],
-)
-def test_every_pane_looks_as_it_did(size: tuple[int, int], look: Look) -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        for key, name in enumerate(PANES, 1):
-            await press(pilot, str(key))
-            shown = screen(pilot)
-            if look is ASCII:
-                assert shown.isascii()
-                assert colours(pilot) == set()
-            form = f"{size[0]}x{size[1]}{'-ascii' if look is ASCII else ''}"
-            compare(f"client-{name}-{form}", shown)
-
-    watch(session, running(), columns=size[0], rows=size[1], look=look)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_pane_looks_as_it_did(form: str) -> None:
+    columns, rows, look = FORMS[form]
+    watch(walk("client", PANES, form), running(), columns=columns, rows=rows, look=look)
 
 
 def test_before_the_daemons_first_word_it_says_that_it_waits() -> None:

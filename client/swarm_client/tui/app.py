@@ -19,13 +19,12 @@ from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
 from swarm_shared.errors import SwarmError
-from swarm_shared.tui.app import PaneSpec, ViewApp
+from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
 from swarm_shared.tui.ink import EMPTY, Line, line
 from swarm_shared.tui.look import Look
 from swarm_shared.tui.recording import Recorder
 from swarm_shared.tui.source import Event, Logged, Seen, Source
-from swarm_shared.tui.widgets import Pane
 from swarm_shared.tui.words import clock_text, printable
 
 PAUSES: tuple[tuple[str, float | None], ...] = (
@@ -61,18 +60,16 @@ class ClientView(ViewApp[Status]):
     # -------------------------------------------------------------- what is shown
 
     def panes(self) -> Sequence[PaneSpec]:
-        def pane(name: str, draw: Any) -> Pane:
-            return Pane(partial(draw, self.model), self.look, id=name)
-
+        model, look = self.model, self.look
         return (
-            PaneSpec("Overview", "Overview", pane("overview", overview),
-                     "The run, this machine and what is used of it"),
-            PaneSpec("Pipeline", "Pipeline", pane("pipeline", pipeline),
-                     "Stages, peers, the flow of microbatches, and moves"),
-            PaneSpec("Contribution", "Given", pane("contribution", contribution),
-                     "What this machine has given"),
-            PaneSpec("Leaderboard", "Board", pane("leaderboard", leaderboard),
-                     "People and teams"),
+            drawn("Overview", "Overview", partial(overview, model), look,
+                  "The run, this machine and what is used of it"),
+            drawn("Pipeline", "Pipeline", partial(pipeline, model), look,
+                  "Stages, peers, the flow of microbatches, and moves"),
+            drawn("Contribution", "Given", partial(contribution, model), look,
+                  "What this machine has given"),
+            drawn("Leaderboard", "Board", partial(leaderboard, model), look,
+                  "People and teams"),
             PaneSpec("Logs", "Logs", LogPane(self.model, id="logs"), "What happened", "log-lines"),
             PaneSpec("Settings", "Limits", SettingsPane(self.look, id="settings"),
                      "What this program may use of the machine, and when", "setting-list"),
@@ -83,16 +80,13 @@ class ClientView(ViewApp[Status]):
         if status is None:
             return line(("swarm-client", "strong")), EMPTY, "Looking for the daemon."
         word = status.word
-        mark = "● " if self.look.unicode else "* "
         reason = f" ({_reason(status.reason)})" if status.reason is not None else ""
         until = f" until {clock_text(status.until)}" if status.until is not None else ""
-        left = line(
-            (f"{mark}{word.value}", WORD_ROLES[word]),
-            (f"{reason}{until}", WORD_ROLES[word]),
-            (f"  {printable(status.run.name)}" if status.run else "", "strong"),
-        )
-        step = f"step {status.run.version:,} of {status.run.steps:,}  " if status.run else ""
-        return left, line(step, (clock_text(self.source.now()), "dim")), status.sentence
+        name, steps = "", None
+        if status.run is not None:
+            name, steps = printable(status.run.name), (status.run.version, status.run.steps)
+        first = self.first_line(word.value, f"{reason}{until}", WORD_ROLES[word], name, steps)
+        return *first, status.sentence
 
     def heard(self, event: Event[Status]) -> None:
         if isinstance(event, Seen):

@@ -21,13 +21,13 @@ from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.ink import Ink, Line, ends, line, wrapped
+from swarm_shared.tui.ink import Ink, Line, Role, ends, line, wrapped
 from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import Away, D, Event, Logged, Seen, Source
 from swarm_shared.tui.themes import THEMES, AsciiOnly
-from swarm_shared.tui.widgets import Block, Pane, TabRow, TooSmall
-from swarm_shared.tui.words import duration, printable
+from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
+from swarm_shared.tui.words import clock_text, duration, printable
 
 SMALLEST_COLUMNS = 60
 SMALLEST_ROWS = 20
@@ -47,6 +47,11 @@ class PaneSpec:
     """What it shows, for the command palette."""
     focus: str = ""
     """The ID of the part that takes the keys, where it is not the whole."""
+
+
+def drawn(title: str, short: str, draw: Draw, look: Look, help: str) -> PaneSpec:
+    """A pane that scrolls what a function draws; its ID is its title, small."""
+    return PaneSpec(title, short, Pane(draw, look, id=title.lower()), help)
 
 
 class ViewApp(App[None], Generic[D]):
@@ -101,6 +106,15 @@ class ViewApp(App[None], Generic[D]):
     def head(self, width: int) -> tuple[Line, Line, str]:
         """The two ends of the first line, and the sentence below it."""
         raise NotImplementedError
+
+    def first_line(
+        self, word: str, more: str, role: Role, run: str, steps: tuple[int, int] | None
+    ) -> tuple[Line, Line]:
+        """The word with what goes with it, the run's name; how far it is, the time."""
+        mark = "● " if self.look.unicode else "* "
+        left = line((f"{mark}{word}", role), (more, role), (f"  {run}" if run else "", "strong"))
+        far = "step {:,} of {:,}  ".format(*steps) if steps is not None else ""
+        return left, line(far, (clock_text(self.source.now()), "dim"))
 
     def heard(self, event: Event[D]) -> None:
         """Take what was heard into the traces."""
