@@ -218,13 +218,14 @@ def views_markdown(document: Mapping[str, Any]) -> str:
         "beside a real run with two volunteers that left the processor mostly free. Median "
         f"(slowest) of {starts} starts.",
         "",
-        "| | first frame | with what there is to say | processor until then | processor while open, "
-        "of a core | memory |",
+        "| | first frame | with what there is to say | processor until then "
+        "| processor while open, of a core | memory |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, one in views.items():
         frame, whole, cpu = (
-            [start[f"{key}_seconds"] for start in one["starts"]] for key in ("frame", "whole", "cpu")
+            [start[f"{key}_seconds"] for start in one["starts"]]
+            for key in ("frame", "whole", "cpu")
         )
         lines.append(
             f"| `{name}` | {statistics.median(frame):.2f} s ({max(frame):.2f}) "

@@ -33,7 +33,7 @@ def top_command(
     open_view(
         PROGRAM,
         RunView,
-        RunDocument,
+        lambda: RunDocument,
         lambda: RunFolderSource(folder),
         look,
         record=record,

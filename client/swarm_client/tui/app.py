@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import work
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.control.states import SuspendReason, Word
 from swarm_client.tui.contribution import contribution, leaderboard
 from swarm_client.tui.logs import LogPane
 from swarm_client.tui.model import Model
@@ -23,9 +23,16 @@ from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
 from swarm_shared.tui.ink import EMPTY, Line, line
 from swarm_shared.tui.look import Look
-from swarm_shared.tui.recording import Recorder
 from swarm_shared.tui.source import Event, Logged, Seen, Source
 from swarm_shared.tui.words import clock_text, printable
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import Status
+    from swarm_shared.tui.recording import Recorder
+
+    _View = ViewApp[Status]
+else:
+    _View = ViewApp
 
 PAUSES: tuple[tuple[str, float | None], ...] = (
     ("until I resume it", None),
@@ -38,7 +45,7 @@ PAUSES: tuple[tuple[str, float | None], ...] = (
 LOG_PANE, SETTINGS_PANE = 4, 5
 
 
-class ClientView(ViewApp[Status]):
+class ClientView(_View):
     instead: ClassVar[str] = "swarm-client status"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from swarm_client.commands.base import home_option, socket_of
 from swarm_shared.tui.command import open_view, view_options
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import Status
 
 PROGRAM = "swarm-client top"
 
@@ -20,16 +24,21 @@ def top(home: Path | None, record: Path | None, replay: Path | None, unicode: bo
     from swarm_shared.tui.terminal import this_terminal
 
     look = this_terminal("swarm-client status", unicode=unicode)
-    from swarm_client.control.documents import Status
     from swarm_client.tui.app import ClientView
     from swarm_client.tui.socket_source import SocketSource
 
     open_view(
         PROGRAM,
         ClientView,
-        Status,
+        _status,
         lambda: SocketSource(socket_of(home)),
         look,
         record=record,
         replay=replay,
     )
+
+
+def _status() -> type[Status]:
+    from swarm_client.control.documents import Status
+
+    return Status

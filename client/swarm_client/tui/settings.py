@@ -7,9 +7,9 @@ known here, so that a view of one version serves a daemon of the next.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -24,9 +24,8 @@ from swarm_shared.tui.widgets import Block
 from swarm_shared.tui.words import printable
 
 
-class Setting(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+@dataclass(frozen=True, slots=True)
+class Setting:
     value: Any = None
     layer: str = "default"
     """`flag`, `environment`, `file` or `default`."""
@@ -42,17 +41,18 @@ class Setting(BaseModel):
         return f"{self.text} Allowed: {self.allowed}." if self.allowed else self.text
 
 
-class Settings(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Settings:
     """The answer to `config_show`: each by its name."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     preferences: dict[str, Setting]
 
 
 def parse_settings(answer: Mapping[str, Any]) -> Settings:
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        return Settings.model_validate(answer)
+        return TypeAdapter(Settings).validate_python(answer)
     except ValidationError as error:
         raise ProtocolError(
             "the daemon told its settings in a form that this program does not know; use the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.tui.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
@@ -12,9 +12,11 @@ from swarm_coordinator.tui.panes import admission, contributors, events, overvie
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.ink import EMPTY, Line, Role, line
 from swarm_shared.tui.look import Look
-from swarm_shared.tui.recording import Recorder
 from swarm_shared.tui.source import Event, Seen, Source
 from swarm_shared.tui.words import printable
+
+if TYPE_CHECKING:
+    from swarm_shared.tui.recording import Recorder
 
 _ROLES: dict[str, Role] = {
     "healthy": "good",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from textual import work
 from textual.app import App, ComposeResult, SystemCommand
@@ -23,11 +23,13 @@ from swarm_shared.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
 from swarm_shared.tui.ink import Ink, Line, Role, ends, line, wrapped
 from swarm_shared.tui.look import Look, ThemeName
-from swarm_shared.tui.recording import Recorder, Replay
-from swarm_shared.tui.source import Away, D, Event, Logged, Seen, Source
+from swarm_shared.tui.source import Away, D, Event, Logged, Paced, Seen, Source
 from swarm_shared.tui.themes import THEMES, AsciiOnly
 from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
 from swarm_shared.tui.words import clock_text, duration, printable
+
+if TYPE_CHECKING:
+    from swarm_shared.tui.recording import Recorder
 
 SMALLEST_COLUMNS = 60
 SMALLEST_ROWS = 20
@@ -134,7 +136,8 @@ class ViewApp(App[None], Generic[D]):
         yield Footer(show_command_palette=True)
 
     def on_mount(self) -> None:
-        self.follow()
+        # What is followed is loaded when the frame is on the screen.
+        self.call_after_refresh(self.follow)
         self.set_interval(REFRESH_SECONDS, self.show)
         self.action_pane(0)
 
@@ -253,12 +256,12 @@ class ViewApp(App[None], Generic[D]):
             yield SystemCommand(
                 f"Theme: {theme}", "Change the colours", lambda theme=theme: self.paint(theme)
             )
-        if isinstance(self.source, Replay):
+        if isinstance(self.source, Paced):
             yield from self._replay_commands(self.source)
         yield SystemCommand("Keys", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Close this view; nothing else stops", self.action_quit)
 
-    def _replay_commands(self, replay: Replay[D]) -> Iterable[SystemCommand]:
+    def _replay_commands(self, replay: Paced) -> Iterable[SystemCommand]:
         for steps, name in ((1, "Faster"), (-1, "Slower")):
             yield SystemCommand(
                 f"Replay: {name}", f"Now {replay.speed:g} times the pace",

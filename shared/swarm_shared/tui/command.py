@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from pydantic import BaseModel
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from swarm_shared.tui.app import ViewApp
     from swarm_shared.tui.look import Look
     from swarm_shared.tui.recording import Recorder
     from swarm_shared.tui.source import Source
 
-D = TypeVar("D", bound=BaseModel)
+D = TypeVar("D", bound="BaseModel")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -41,7 +42,7 @@ def view_options(command: Command) -> Command:
 def open_view(
     program: str,
     view: Callable[[Source[D], Look, Recorder | None], ViewApp[D]],
-    document: type[D],
+    document: Callable[[], type[D]],
     live: Callable[[], Source[D]],
     look: Look,
     *,
@@ -50,8 +51,13 @@ def open_view(
 ) -> None:
     """Show what is live, or a recording of `program`, until it is closed."""
     from swarm_shared.tui.app import run_view
-    from swarm_shared.tui.recording import Recorder, Replay
 
-    source = live() if replay is None else Replay(replay, program, document)
-    recorder = None if record is None else Recorder(record, program, source.now)
+    source, recorder = live() if replay is None else None, None
+    if source is None or record is not None:
+        from swarm_shared.tui.recording import Recorder, Replay
+
+        if replay is not None:
+            source = Replay(replay, program, document())
+        assert source is not None
+        recorder = None if record is None else Recorder(record, program, source.now)
     run_view(view(source, look, recorder), recorder)

@@ -21,6 +21,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NoReturn
 
@@ -28,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm_shared.clock import Clock
 from swarm_shared.errors import DataError, StorageError, UsageError, VersionError
-from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Paced, Seen
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
@@ -92,7 +93,7 @@ class Recorder:
             }  # fmt: skip
             return {"status": news, **({"away": event.away} if event.away else {})}
         if isinstance(event, Logged):
-            return {"log": [entry.model_dump(mode="json") for entry in event.entries]}
+            return {"log": [asdict(entry) for entry in event.entries]}
         return {"away": event.sentence}
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb")
 
 
-class Replay(Generic[D]):
+class Replay(Paced, Generic[D]):
     """A source that tells a recording again, at the pace at which it was seen, or another."""
 
     def __init__(
