@@ -1,4 +1,4 @@
-"""Puts measured tables into README.md and docs/simulator.md, each between its two marks.
+"""Puts measured tables into README.md and pages of docs, each between its two marks.
 
 .venv/bin/python -m benchmarks.readme_figures benchmarks/results/throughput-small.json
 """
@@ -208,6 +208,35 @@ def _seconds(values: Sequence[float | None]) -> str:
     return f"{statistics.median(known):.1f} s ({max(known):.1f})"
 
 
+def views_markdown(document: Mapping[str, Any]) -> str:
+    """How soon the terminal views are there, and what they take while they are open."""
+    machine, views = document["machine"], document["views"]
+    starts = len(next(iter(views.values()))["starts"])
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
+        f"textual {machine['packages']['textual']}, {document['columns']} by {document['rows']}, "
+        "beside a real run with two volunteers that left the processor mostly free. Median "
+        f"(slowest) of {starts} starts.",
+        "",
+        "| | first frame | with what there is to say | processor until then "
+        "| processor while open, of a core | memory |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, one in views.items():
+        frame, whole, cpu = (
+            [start[f"{key}_seconds"] for start in one["starts"]]
+            for key in ("frame", "whole", "cpu")
+        )
+        lines.append(
+            f"| `{name}` | {statistics.median(frame):.2f} s ({max(frame):.2f}) "
+            f"| {statistics.median(whole):.2f} s ({max(whole):.2f}) "
+            f"| {statistics.median(cpu):.2f} s | {one['cpu_share']:.1%} "
+            f"| {one['memory_bytes'] / 2**20:.0f} MiB |"
+        )
+    lines += ["", "`make bench-views` measures again."]
+    return "\n".join(lines)
+
+
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -218,6 +247,7 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "coordinator": ("README.md", "coordinator figures", coordinator_markdown),
     "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
+    "views": ("docs/top.md", "view figures", views_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
 }
 """By the names of the files: the page, its marks, and what makes the block between them."""

@@ -1,26 +1,18 @@
 """`swarm-client`: the volunteer's command line. The commands are in `commands`.
 
-`main` is the one place where errors become one sentence and an exit code. Nothing heavy is
-imported before a command needs it.
+`main` is the one place where errors become one sentence and an exit code. A command is imported
+when it is asked for: `top` is on the screen in a moment, and shell completion answers at once.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
-import traceback
 
 import click
-import platformdirs
 
-from swarm_client.commands.asking import finish, leave, logs, pause, resume, runs, shutdown, status
-from swarm_client.commands.joining import daemon, join
-from swarm_client.commands.offline import completion, credit, doctor, paths, version
-from swarm_client.commands.service import service
-from swarm_client.commands_config import config
-from swarm_client.commands_ledger import verify_ledger_command
 from swarm_client.expected import expected_error
-from swarm_client.tui.command import top
 from swarm_shared.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
@@ -41,15 +33,48 @@ An INVITE is a line that begins with swarm1; whoever organises a run gives it to
 All commands: swarm-client --help"""
 
 
-class _InOrder(click.Group):
-    """Commands in the order in which a volunteer meets them."""
+_COMMANDS = {
+    "join": "commands.joining:join",
+    "status": "commands.asking:status",
+    "top": "tui.command:top",
+    "pause": "commands.asking:pause",
+    "resume": "commands.asking:resume",
+    "finish": "commands.asking:finish",
+    "leave": "commands.asking:leave",
+    "config": "commands_config:config",
+    "doctor": "commands.offline:doctor",
+    "credit": "commands.offline:credit",
+    "logs": "commands.asking:logs",
+    "runs": "commands.asking:runs",
+    "paths": "commands.offline:paths",
+    "service": "commands.service:service",
+    "daemon": "commands.joining:daemon",
+    "shutdown": "commands.asking:shutdown",
+    "completion": "commands.offline:completion",
+    "version": "commands.offline:version",
+    "verify-ledger": "commands_ledger:verify_ledger_command",
+}
+"""In the order in which a volunteer meets them: each in its module."""
+
+
+class _Group(click.Group):
+    """Loads a command when it is asked for; for the list of all of them, all."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        return list(self.commands)
+        return list(_COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[name].partition(":")
+        command: click.Command = getattr(
+            importlib.import_module(f"swarm_client.{module}"), attribute
+        )
+        return command
 
 
 @click.group(
-    cls=_InOrder,
+    cls=_Group,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,13 +84,6 @@ def swarm_client(context: click.Context) -> None:
     """Lend this computer to the training of a large model."""
     if context.invoked_subcommand is None:
         click.echo(WELCOME)
-
-
-for _command in (
-    join, status, top, pause, resume, finish, leave, config, doctor, credit, logs, runs, paths,
-    service, daemon, shutdown, completion, version, verify_ledger_command,
-):  # fmt: skip
-    swarm_client.add_command(_command)
 
 
 def main() -> None:
@@ -96,6 +114,10 @@ def _fail(error: BaseException) -> None:
         sys.exit(expected.exit_code)
     if _interrupted(error):
         sys.exit(INTERRUPTED)
+    import traceback
+
+    import platformdirs
+
     try:
         folder = platformdirs.user_log_path("swarmtrain", appauthor=False, ensure_exists=True)
         path = folder / "swarm-client-error.log"

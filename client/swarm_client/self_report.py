@@ -59,6 +59,7 @@ def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
 def heartbeat(
     holding: Holding | None, node: Node, links: tuple[LinkBytes, ...], *, paused: bool
 ) -> Heartbeat:
+    computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
     return Heartbeat(
         microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
         queued=holding.in_flight if holding else 0,
@@ -66,6 +67,8 @@ def heartbeat(
         links=links,
         paths=tuple(node.paths()[:MOST_PATHS]),
         paused=paused,
+        computed=computed,
+        busy_seconds=busy_seconds,
     )
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 
 from swarm_coordinator import membership, progress, rebalancing, syncing
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
+from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.schedule import learning_rate
@@ -109,7 +110,7 @@ def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: flo
     assert step is not None
     assert step.closing is not None
     del step.closing.members[peer.peer]
-    run.mark(peer, f"it could not apply step {step.step}: {message.reason}")
+    run.mark(peer, Rejection.NOT_APPLIED, f"it could not apply step {step.step}: {message.reason}")
     membership.resync(run, peer, f"it could not apply step {step.step}", now)
     finish_when_applied(run, now)
 
@@ -144,7 +145,7 @@ def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: f
             abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}", now)
             return
     elif message.not_finite:
-        run.mark(peer, "what came of averaging was not finite at it")
+        run.mark(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
     if not excused and not (message.culprit is not None and _blame(run, message.culprit, 1, now)):
         _blame(run, peer.peer, 1, now)
     abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
@@ -265,7 +266,8 @@ def _mark_the_odd(run: RunState, stage: StageIndex) -> None:
     for peer_id, own in squares.items():
         peer = run.peers.get(peer_id)
         if peer is not None and own != usual and 2 * count > len(squares):
-            run.mark(peer, "it averaged to another gradient than the others of its stage")
+            reason = "it averaged to another gradient than the others of its stage"
+            run.mark(peer, Rejection.OTHER_AVERAGE, reason)
 
 
 def _close(one: float, other: float) -> bool:
@@ -360,7 +362,8 @@ def _compare_replicas(
         if digest == majority:
             peer.like_the_majority = True
         elif not near or (majority is not None and peer.like_the_majority):
-            run.mark(peer, f"its parameters of stage {stage} differed from the majority's")
+            reason = f"its parameters of stage {stage} differed from the majority's"
+            run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
             membership.resync(run, peer, "its parameters differed from the majority's", now)
             continue
         agreed.add(digest)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from swarm_coordinator import progress, roster, syncing
 from swarm_coordinator.events import CloseSession, PeerAttached
+from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import (
     PeerPhase,
     PeerState,
@@ -209,7 +210,7 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
     again.
     """
     assert peer.stage is not None
-    run.mark(peer, reason)
+    run.mark(peer, Rejection.NOT_FINITE, reason)
     if all(p is peer for p in run.ready_peers(peer.stage)):
         return False
     resync(run, peer, reason, now)
@@ -227,6 +228,7 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:
+        run.reject(Rejection.NOT_FINITE)
         run.note(
             f"microbatch {message.microbatch} of step {message.step} is not finite in stage "
             f"{peer.stage} at two peers: it is the model's doing or the data's",

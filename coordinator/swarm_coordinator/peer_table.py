@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swarm_coordinator.events import Session
+from swarm_coordinator.figures import LastBeat
 from swarm_coordinator.moving import NO_VERSION, Moving
 from swarm_shared.credentials import Receipt
 from swarm_shared.messages import CarrierAddress, PeerRecord, Reachability
@@ -98,6 +99,7 @@ class PeerState:
     like_the_majority: bool = False
     """Its parameters were once equal, to the bit, to those of most replicas of its stage."""
     moving: Moving | None = None
+    last_beat: LastBeat = field(default_factory=LastBeat)
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """As it was published last, unless something in it has changed since."""
     table: PeerTable | None = field(default=None, repr=False, compare=False)

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from swarm_coordinator.events import LeaseResolved
+from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import (
     Cell,
     LeaseState,
@@ -38,11 +39,14 @@ RELEASE_BACKOFF_SECONDS = 0.5
 RATE_WEIGHT = 0.3
 """Of the newest word about a peer's rate: about the last five count, which takes a few seconds."""
 
+_STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
+"""Phases in which a stage that does nothing is idle."""
+
 LARGEST_LOSS = 1e290
 """Far above any real one, and the sum over a step still fits a float."""
 
 
-def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
+def heard(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
     """How fast a peer is, how much it has to do, and whether it pauses."""
     if peer.paused != message.paused:
         # Senders are to know before anything else is sent to it.
@@ -63,6 +67,24 @@ def heard(run: RunState, peer: PeerState, message: Heartbeat) -> None:
             if (flops_per_second := known + RATE_WEIGHT * (told - known)) != peer.flops_per_second:
                 peer.flops_per_second = flops_per_second
     peer.microbatches_per_second = min(computed, sent)
+    _figure(run, peer, message, now)
+
+
+def _figure(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
+    """Count how long it computed, if it had something to do."""
+    counts = (
+        run.phase in _STEPPING
+        and peer.phase is PeerPhase.READY
+        and peer.stage is not None
+        and not peer.paused
+    )
+    if counts and peer.stage is not None and message.busy_seconds is not None:
+        most = run.manifest.training.microbatches_per_step
+        run.figures.heard(
+            peer.last_beat, peer.stage, message.busy_seconds, min(message.computed, most), now
+        )
+    else:
+        peer.last_beat.stage = None
 
 
 def begin_step(run: RunState, now: float) -> None:
@@ -123,7 +145,9 @@ def complete(run: RunState) -> bool:
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
     step, peer = run.step, run.peers.get(receipt.peer)
-    if peer is None or not _valid(run, peer, receipt):
+    wrong = _wrong(run, peer, receipt)
+    if peer is None or wrong is not None:
+        run.reject(wrong or Rejection.NOT_THE_HOLDER)
         return False
     if step is None:
         # After a restart peers come back one by one, and the step begins when enough are there.
@@ -144,18 +168,19 @@ def commit(run: RunState, receipt: Receipt) -> bool:
     return True
 
 
-def _valid(run: RunState, peer: PeerState, receipt: Receipt) -> bool:
-    """Whether this is a receipt of the step at hand, by a peer that can have earned it."""
-    return (
-        receipt.step == run.version + 1
-        and receipt.generation <= run.generation
-        and run.holds_current(peer)
-        and peer.stage == receipt.stage
-        and 0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
+def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
+    """Why this is no receipt of the step at hand by a peer that can have earned it; None: it is."""
+    if receipt.step != run.version + 1 or receipt.generation > run.generation:
+        return Rejection.OTHER_STEP
+    if peer is None or not run.holds_current(peer) or peer.stage != receipt.stage:
+        return Rejection.NOT_THE_HOLDER
+    possible = (
+        0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
         and receipt.tokens == run.manifest.tokens_per_microbatch
         and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
         and abs(receipt.loss_sum or 0.0) <= LARGEST_LOSS
     )
+    return None if possible else Rejection.IMPOSSIBLE
 
 
 def forget_peer(run: RunState, peer: PeerId, now: float) -> None:

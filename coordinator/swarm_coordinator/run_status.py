@@ -5,7 +5,7 @@ Part of the pure core: reads a RunState, changes nothing. `status` writes it to 
 
 from __future__ import annotations
 
-from swarm_coordinator import rebalancing
+from swarm_coordinator import figures, rebalancing
 from swarm_coordinator.state import PeerState, RunPhase, RunState
 from swarm_shared.types import Step
 
@@ -44,6 +44,7 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
             }
             for row in run.stage_rows()
         ],
+        "figures": figures.told(run.figures),
         "rebalancing": rebalancing.told(run, now),
         "peers": [
             {

@@ -20,6 +20,7 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
+from swarm_coordinator.figures import Figures, Rejection
 from swarm_coordinator.lease_book import LeaseBook, LeaseState
 from swarm_coordinator.moving import Moving, Rebalancing
 from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally, rates_alike
@@ -174,6 +175,7 @@ class RunState:
     rebalancing: Rebalancing
     phase: RunPhase = RunPhase.WAITING
     peers: PeerTable = field(init=False)
+    figures: Figures = field(init=False)
     step: StepState | None = None
     snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
@@ -213,6 +215,7 @@ class RunState:
 
     def __post_init__(self) -> None:
         self.peers = PeerTable(self.manifest.stage_count)
+        self.figures = Figures(self.manifest.stage_count)
 
     # ---- what the other modules of the core say through
 
@@ -222,8 +225,13 @@ class RunState:
     def note(self, text: str, peer: PeerId | None = None) -> None:
         self.commands.append(Note(text, peer))
 
-    def mark(self, peer: PeerState, reason: str) -> None:
+    def reject(self, kind: Rejection) -> None:
+        """Count what did not count."""
+        self.figures.rejected[kind] += 1
+
+    def mark(self, peer: PeerState, kind: Rejection, reason: str) -> None:
         """Remember against a peer what it got wrong, and say so."""
+        self.reject(kind)
         mark = self.marks.pop(peer.peer, None) or Mark(0, reason)
         mark.times, mark.reason = mark.times + 1, reason
         self.marks[peer.peer] = mark

@@ -171,6 +171,8 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
             rate = row.get("microbatches_per_second")
             made = f", {rate:.2f} microbatches/s" if rate else ""
             lines.append(f"  stage {row['stage']}: {row['peers']} peer(s){made}")
+            lines[-1] += _times_of(row["stage"], document)
+        lines += figure_lines(document)
         lines += rebalancing_lines(document.get("rebalancing"))
         for peer in document.get("peers", []):
             lines += _peer_lines(peer, document)
@@ -187,6 +189,29 @@ def admission_lines(admission: Mapping[str, Any]) -> list[str]:
     for ban in bans:
         lines.append(f"    banned {ban['peer']}" + (f": {ban['reason']}" if ban["reason"] else ""))
     return lines
+
+
+def figure_lines(document: Mapping[str, Any]) -> list[str]:
+    """How much of the stages' time is idle, and what did not count."""
+    figures = document.get("figures", {})
+    lines = []
+    if figures.get("bubble_share") is not None:
+        lines.append(f"  bubble: the stages are idle for {figures['bubble_share']:.0%} of the time")
+    rejected = [f"{count} {why}" for why, count in figures.get("rejected", {}).items() if count]
+    if rejected:
+        lines.append(f"  rejected since the start: {', '.join(rejected)}")
+    return lines
+
+
+def _times_of(stage: int, document: Mapping[str, Any]) -> str:
+    told = document.get("figures", {}).get("stages", [])
+    row = told[stage] if stage < len(told) else {}
+    text = ""
+    if row.get("p50_seconds") is not None:
+        text += f", a microbatch takes {row['p50_seconds']:.3g} s (p95 {row['p95_seconds']:.3g} s)"
+    if row.get("idle_share") is not None:
+        text += f", idle {row['idle_share']:.0%}"
+    return text
 
 
 def rebalancing_lines(told: Mapping[str, Any] | None) -> list[str]:

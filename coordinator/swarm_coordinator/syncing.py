@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
+from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import (
     Moving,
     PeerPhase,
@@ -216,7 +217,8 @@ def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
     known = run.prints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
-    run.mark(peer, f"what it holds of stage {message.stage} is not what the others hold")
+    reason = f"what it holds of stage {message.stage} is not what the others hold"
+    run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 
 

@@ -187,7 +187,7 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
                 peer.last_heard = now
-                progress.heard(run, peer, beat.message)
+                progress.heard(run, peer, beat.message, now)
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:

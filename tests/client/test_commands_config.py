@@ -33,9 +33,8 @@ def test_what_is_set_is_got_with_data_on_stdout_alone(tmp_path: Path) -> None:
     everything = json.loads(config("get", "--json", home=home, SWARM_MAX_CORES="2").stdout)
     assert everything["version"] == 1
     assert everything["preferences"]["cpu_percent"]["layer"] == "file"
-    assert everything["preferences"]["max_cores"] == {
-        "value": 2, "layer": "environment", "where": "SWARM_MAX_CORES",
-    }  # fmt: skip
+    cores = everything["preferences"]["max_cores"]
+    assert (cores["value"], cores["layer"], cores["where"]) == (2, "environment", "SWARM_MAX_CORES")
     assert "cpu_percent" in config("get", home=home).stdout
     assert config("set", "cpu_percent", "--default", home=home).returncode == 0
     assert config("get", "cpu_percent", home=home).stdout == "100\n"

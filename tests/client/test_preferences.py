@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.file import edited, set_preference, template
-from swarm_client.preferences.layers import PreferenceSource, load, parse_file, preferences_path
-from swarm_client.preferences.model import GpuPreferences, Preferences
+from swarm_client.preferences.hours import WEEKDAYS
+from swarm_client.preferences.layers import (
+    PreferenceSource,
+    known_names,
+    load,
+    parse_file,
+    preferences_path,
+)
+from swarm_client.preferences.model import GROUPS, GpuPreferences, Preferences
 from swarm_client.preferences.reference_page import page
+from swarm_client.tui.settings import value_text
 from swarm_shared.errors import ConfigurationError, StorageError, VersionError
 
 ROOT = Path(__file__).parents[2]
@@ -222,12 +230,41 @@ def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path)
     assert desk.set("cpu_percent", "50") == 50
     shown = desk.show()["preferences"]
     assert shown["cpu_percent"]["value"] == 50
-    assert shown["max_cores"] == {"value": 2, "layer": "flag", "where": "max_cores=2"}
+    assert shown["max_cores"] == {
+        "value": 2, "layer": "flag", "where": "max_cores=2", "group": "Processor",
+        "text": "Processor cores to use at most; 0: all.", "allowed": "from 0 to 4096",
+    }  # fmt: skip
     with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
         desk.set("cpu_procent", "50")
     desk.set("cpu_percent", "")
     assert desk.show()["preferences"]["cpu_percent"]["layer"] == "default"
     json.dumps(desk.show())
+
+
+def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_set_as_shown(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "preferences.toml"
+    set_preference(path, "hours", "22:00-06:30")
+    set_preference(path, "hours_on.sunday", "always")
+    set_preference(path, "gpu.1.vram_gib", "3")
+    desk = PreferenceDesk(path, tuple)
+    shown = desk.show()["preferences"]
+    groups = [row["group"] for row in shown.values()]
+    assert list(dict.fromkeys(groups)) == list(GROUPS)
+    assert groups == sorted(groups, key=GROUPS.index)
+    assert all(row["text"] for row in shown.values())
+    patterns = {name.replace("saturday", day) for name in known_names() for day in WEEKDAYS}
+    assert set(shown) == patterns | {"gpu.1.vram_gib"}
+    assert (shown["hours_on.monday"]["value"], shown["hours_on.monday"]["where"]) == (
+        "22:00-06:30", "`hours`",
+    )  # fmt: skip
+    assert (shown["hours_on.sunday"]["value"], shown["hours_on.sunday"]["layer"]) == (
+        "always", "file",
+    )  # fmt: skip
+    for name, row in shown.items():
+        # An empty text is taken out, and nothing is what holds then.
+        assert (desk.set(name, value_text(row["value"])) or ()) == (row["value"] or ()), name
 
 
 def test_preferences_lie_in_the_home_that_is_named(tmp_path: Path) -> None:

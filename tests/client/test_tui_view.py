@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
 
 from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientView
 from swarm_shared.errors import ConfigurationError, DataError
 from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.source import LogEntry
-from tui_kit import START, Script, Session, colours, compare, drive, screen, settle
+from tui_kit import (
+    ASCII,
+    FORMS,
+    START,
+    Script,
+    Session,
+    colours,
+    drive,
+    press,
+    screen,
+    settle,
+    walk,
+)
 from tui_kit.client import status
 
 # A minute of them: with the slow tests, which plain pytest leaves out.
 pytestmark = pytest.mark.attacks
 
-ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
 SETTINGS = {
     "preferences": {
         "cpu_percent": {
             "value": 100.0, "layer": "default", "where": "the default",
             "group": "Processor", "text": "Share of the time that the processor computes.",
+            "allowed": "from 5 to 100",
         },
         "nice": {
             "value": 10, "layer": "file", "where": "/home/a/preferences.toml",
@@ -51,15 +64,6 @@ LOG = tuple(
 )
 
 
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
-
-
 def watch(
     session: Session,
     script: Script[Status],
@@ -84,34 +88,16 @@ def running() -> Script[Status]:
     return script
 
 
-async def press(pilot: Pilot[None], *keys: str) -> None:
-    await pilot.press(*keys)
-    await settle(pilot)
-
-
 # ---------------------------------------------------------------- screens
 
 
 PANES = ("overview", "pipeline", "contribution", "leaderboard", "logs", "settings")
 
 
-@pytest.mark.parametrize(
-    ("size", "look"),
-    [((80, 24), Look()), ((120, 40), Look()), ((60, 20), Look()), ((80, 24), ASCII)],
-    ids=["80x24", "120x40", "60x20", "ascii"],
-)
-def test_every_pane_looks_as_it_did(size: tuple[int, int], look: Look) -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        for key, name in enumerate(PANES, 1):
-            await press(pilot, str(key))
-            shown = screen(pilot)
-            if look is ASCII:
-                assert shown.isascii()
-                assert colours(pilot) == set()
-            form = f"{size[0]}x{size[1]}{'-ascii' if look is ASCII else ''}"
-            compare(f"client-{name}-{form}", shown)
-
-    watch(session, running(), columns=size[0], rows=size[1], look=look)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_pane_looks_as_it_did(form: str) -> None:
+    columns, rows, look = FORMS[form]
+    watch(walk("client", PANES, form), running(), columns=columns, rows=rows, look=look)
 
 
 def test_before_the_daemons_first_word_it_says_that_it_waits() -> None:
@@ -420,10 +406,38 @@ def test_a_value_that_is_refused_is_told_why() -> None:
     script.answers["config_set"] = ConfigurationError("cpu_percent must be at most 100")
 
     async def session(pilot: Pilot[None]) -> None:
-        await press(pilot, "6", "enter", "9", "enter")
+        await press(pilot, "6", "enter", "9", "0", "0", "enter")
         assert "cpu_percent must be at most 100" in screen(pilot)
+        # The window stays open, with what was typed.
+        script.answers["config_set"] = {"value": 90}
+        await press(pilot, "backspace", "enter")
+        assert "cpu_percent is now 90" in screen(pilot)
 
     watch(session, script)
+    asked = [arguments["text"] for method, arguments in script.asked if method == "config_set"]
+    assert asked == ["900", "90"]
+
+
+def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it_means(
+    tmp_path: Path,
+) -> None:
+    script = running()
+    told = PreferenceDesk(tmp_path / "preferences.toml", tuple).show()
+    script.answers["config_show"] = told
+    names = list(told["preferences"])
+
+    async def session(pilot: Pilot[None]) -> None:
+        await press(pilot, "6")
+        shown = screen(pilot)
+        for name in names:
+            assert name in shown
+        for group in GROUPS:
+            assert group in shown
+        assert "Compute while this machine runs on batteries. Allowed: true, false." in shown
+        await press(pilot, "end")
+        assert "Share of the time that it computes. Allowed: from 5 to 100." in screen(pilot)
+
+    watch(session, script, columns=120, rows=80)
 
 
 def test_settings_of_another_form_are_told_in_a_sentence() -> None:

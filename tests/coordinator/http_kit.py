@@ -18,10 +18,12 @@ import trio
 import trio.to_thread
 
 from swarm_coordinator.events import Note
+from swarm_coordinator.figures import Figures, LastBeat, Rejection, told
 from swarm_coordinator.http.listener import HttpAddress, address_of, listen
 from swarm_coordinator.http.process import Pages
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_identity
+from swarm_shared.types import StageIndex
 
 ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
 LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")
@@ -50,6 +52,7 @@ def status(**changes: object) -> dict[str, Any]:
             {"stage": 0, "peers": 1, "microbatches_per_second": 2.0},
             {"stage": 1, "peers": 1, "microbatches_per_second": 4.0},
         ],
+        "figures": figures(),
         "rebalancing": {
             "rule": "throughput", "period_seconds": 60.0, "decided": 0, "made": 0, "dropped": 0,
             "bytes_moved": 0, "on_the_way": 0, "decisions": [], "reason": "it is fine",
@@ -66,6 +69,17 @@ def status(**changes: object) -> dict[str, Any]:
         ],
         "links": [], **changes,
     }  # fmt: skip
+
+
+def figures() -> dict[str, Any]:
+    """Ten minutes of two stages: the second one waits for half of the time."""
+    made = Figures(2)
+    beats = LastBeat(), LastBeat()
+    for second in range(0, 610, 10):
+        for stage, busy in enumerate((9.0, 5.0)):
+            made.heard(beats[stage], StageIndex(stage), busy, 10, float(second))
+    made.rejected[Rejection.NOT_FINITE] = 3
+    return told(made)
 
 
 def write_status(folder: RunFolder, **changes: object) -> None:

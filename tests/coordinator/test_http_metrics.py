@@ -85,6 +85,14 @@ def test_the_values_are_those_of_the_run(text: str) -> None:
     assert value("swarm_run_phase", phase="collecting") == 1
     assert value("swarm_peers", phase="ready") == 2
     assert value("swarm_marked_peers") == 1
+    assert value("swarm_stage_microbatch_seconds_count", stage="1") == 600
+    assert value("swarm_stage_microbatch_seconds_bucket", stage="1", le="0.512") == 600
+    assert value("swarm_stage_microbatch_seconds_bucket", stage="1", le="0.256") == 0
+    assert value("swarm_stage_microbatch_seconds_sum", stage="1") == 300
+    assert value("swarm_stage_held_seconds_total", stage="1") == 600
+    assert value("swarm_stage_idle_ratio", stage="1") == pytest.approx(0.5)
+    assert value("swarm_bubble_ratio") == pytest.approx(0.3)
+    assert value("swarm_rejected_total", reason="not finite") == 3
     assert value("swarm_stage_microbatches_per_second", stage="1") == 4.0
     assert value("swarm_http_failures_total", kind="unreadable") == 2
     assert value("swarm_status_age_seconds") == pytest.approx(0.5)

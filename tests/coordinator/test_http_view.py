@@ -108,6 +108,22 @@ def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> Non
     assert [s.relative_rate for s in stages_of(status(stages=idle), manifest).stages] == [0, 0]
 
 
+def test_a_stage_is_told_with_its_idle_share_and_the_time_of_its_microbatches(
+    manifest: Manifest,
+) -> None:
+    _, second = stages_of(status(), manifest).stages
+    assert second.idle_share == pytest.approx(0.5)
+    assert second.p50_seconds == pytest.approx(0.5, rel=0.2)
+    assert second.p95_seconds == pytest.approx(0.5, rel=0.2)
+
+
+def test_a_status_from_before_there_were_such_figures_is_shown_without_them(
+    manifest: Manifest,
+) -> None:
+    old = {key: value for key, value in status().items() if key != "figures"}
+    assert [stage.idle_share for stage in stages_of(old, manifest).stages] == [None, None]
+
+
 def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
     shown = public_event(Noted(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
     assert LEAKED[0] not in shown

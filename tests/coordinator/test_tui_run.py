@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +12,18 @@ import pytest
 from textual.pilot import Pilot
 
 from swarm_coordinator.cli import run as command
+from swarm_coordinator.commands_top import PROGRAM
 from swarm_coordinator.tui.app import RunView
 from swarm_coordinator.tui.document import RunDocument, health
 from swarm_coordinator.tui.reading import LOOK_SECONDS, RunFolderReader, RunFolderSource
 from swarm_shared.errors import StorageError
-from swarm_shared.tui.look import Look, ThemeName
+from swarm_shared.tui.look import Look
+from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import Away, Seen
-from tui_kit import Script, Session, colours, compare, drive, screen, settle
+from tui_kit import FORMS, Script, Session, drive, press, screen, settle, walk
 from tui_kit.run import ANNA, run
 
-ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
 PANES = ("overview", "pipeline", "contributors", "events", "admission")
-
-
-@pytest.fixture(autouse=True)
-def utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TZ", "UTC")
-    time.tzset()
-    yield
-    monkeypatch.undo()
-    time.tzset()
 
 
 def watch(
@@ -48,25 +38,10 @@ def watch(
     return script
 
 
-@pytest.mark.parametrize(
-    ("size", "look"),
-    [((80, 24), Look()), ((120, 40), Look()), ((60, 20), Look()), ((80, 24), ASCII)],
-    ids=["80x24", "120x40", "60x20", "ascii"],
-)
-def test_every_pane_looks_as_it_did(size: tuple[int, int], look: Look) -> None:
-    async def session(pilot: Pilot[None]) -> None:
-        for key, name in enumerate(PANES, 1):
-            await pilot.press(str(key))
-            await settle(pilot)
-            shown = screen(pilot)
-            assert "\x1b" not in shown
-            if look is ASCII:
-                assert shown.isascii()
-                assert colours(pilot) == set()
-            form = f"{size[0]}x{size[1]}{'-ascii' if look is ASCII else ''}"
-            compare(f"run-{name}-{form}", shown)
-
-    watch(session, run(), columns=size[0], rows=size[1], look=look)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_pane_looks_as_it_did(form: str) -> None:
+    columns, rows, look = FORMS[form]
+    watch(walk("run", PANES, form), run(), columns=columns, rows=rows, look=look)
 
 
 @pytest.mark.parametrize(
@@ -220,6 +195,44 @@ def test_a_status_that_cannot_be_read_now_is_tried_again() -> None:
     assert isinstance(events[1], Seen)
 
 
+# ---------------------------------------------------------------- recordings
+
+
+def recorded(file: Path, *documents: RunDocument) -> None:
+    recorder = Recorder(file, PROGRAM, lambda: documents[0].time)
+    for document in documents:
+        recorder.note(Seen(document.time, document))
+    recorder.close()
+    assert recorder.trouble == ""
+
+
+def test_a_recording_shows_every_pane_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "a recording"
+    told = [run(number, version=40 + number, cells_done=number) for number in range(3)]
+    recorded(file, *told)
+    shown: list[list[str]] = []
+
+    async def session(pilot: Pilot[None]) -> None:
+        for key in "12345":
+            await press(pilot, key)
+            shown.append(screen(pilot).splitlines()[2:])
+
+    async def at_once(seconds: float) -> None:
+        pass
+
+    watch(session, *told)
+    drive(RunView(Replay(file, PROGRAM, RunDocument, at_once), Look()), session)
+    assert shown[: len(PANES)] == shown[len(PANES) :]
+
+
+def test_a_recording_tells_of_each_status_what_is_new_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "a recording"
+    recorded(file, run(0), run(1))
+    _, first, second = map(json.loads, file.read_text().splitlines())
+    assert len(first["status"]["history"]) == 40
+    assert set(second["status"]) == {"time"}
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -228,3 +241,11 @@ def test_without_a_terminal_the_command_names_the_one_that_fits(
 ) -> None:
     assert command(["top", str(tmp_path)]) == 2
     assert "`swarm-coordinator status` fits here" in capsys.readouterr().err
+
+
+def test_the_command_wants_a_run_or_a_recording(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert command(["top"]) == 2
+    assert command(["top", str(tmp_path), "--replay", "x"]) == 2
+    assert "--replay FILE" in capsys.readouterr().err

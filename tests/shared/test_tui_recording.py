@@ -198,12 +198,41 @@ def test_a_line_longer_than_any_event_is_refused_before_it_is_read(
         replay(path)
 
 
+def test_what_stays_as_it_was_is_told_once_and_a_word_beside_a_status_is_kept(
+    tmp_path: Path,
+) -> None:
+    class Two(BaseModel):
+        word: str
+        steps: tuple[int, ...]
+
+    told: list[Event[Two]] = [
+        Seen(START, Two(word="a", steps=(1, 2))),
+        Seen(START + 1, Two(word="b", steps=(1, 2)), "it has ended"),
+        Seen(START + 2, Two(word="b", steps=())),
+    ]
+    path = tmp_path / "session"
+    recorder = Recorder(path, PROGRAM, lambda: START)
+    for event in told:
+        recorder.note(event)
+    recorder.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[2] == {"seconds": 1.0, "status": {"word": "b"}, "away": "it has ended"}
+
+    async def collect() -> list[Event[Two]]:
+        async def at_once(seconds: float) -> None:
+            pass
+
+        return [event async for event in Replay(path, PROGRAM, Two, at_once).events()]
+
+    assert asyncio.run(collect())[:3] == told
+
+
 @pytest.mark.parametrize(
     ("first", "kind", "words"),
     [
         ({}, DataError, "is no recording"),
         ({**FIRST, "recording": "something else"}, DataError, "something else"),
-        ({**FIRST, "format": 2}, VersionError, "format 2"),
+        ({**FIRST, "format": 3}, VersionError, "format 3"),
         ({**FIRST, "started_at": None}, DataError, "is no recording"),
     ],
 )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic
 
@@ -17,10 +19,19 @@ from textual.pilot import Pilot
 
 from swarm_shared.errors import SwarmError
 from swarm_shared.tui.app import ViewApp
+from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
 
 _MOST_ROUNDS = 50
 START = 1_790_000_000.0
+ASCII = Look(unicode=False, colour=False, theme=ThemeName.NONE)
+FORMS: dict[str, tuple[int, int, Look]] = {
+    "80x24": (80, 24, Look()),
+    "120x40": (120, 40, Look()),
+    "60x20": (60, 20, Look()),
+    "80x24-ascii": (80, 24, ASCII),
+}
+"""Terminals in which every pane has to look right."""
 
 
 class Script(Generic[D]):
@@ -88,14 +99,51 @@ Session = Callable[[Pilot[None]], Awaitable[None]]
 
 
 def drive(app: ViewApp[Any], session: Session, columns: int = 80, rows: int = 24) -> None:
-    """Run the view without a terminal, and the test's part beside it."""
+    """Run the view without a terminal, in UTC, and the test's part beside it."""
 
     async def main() -> None:
         async with app.run_test(size=(columns, rows), notifications=True) as pilot:
             await settle(pilot)
             await session(pilot)
 
-    asyncio.run(main())
+    with _utc():
+        asyncio.run(main())
+
+
+@contextmanager
+def _utc() -> Iterator[None]:
+    before = os.environ.get("TZ")
+    os.environ["TZ"] = "UTC"
+    time.tzset()
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TZ"]
+        else:
+            os.environ["TZ"] = before
+        time.tzset()
+
+
+def walk(view: str, panes: Sequence[str], form: str) -> Session:
+    """Through every pane by its key: each looks as its file has it."""
+
+    async def session(pilot: Pilot[None]) -> None:
+        for key, name in enumerate(panes, 1):
+            await press(pilot, str(key))
+            shown = screen(pilot)
+            assert "\x1b" not in shown
+            if FORMS[form][2] is ASCII:
+                assert shown.isascii()
+                assert colours(pilot) == set()
+            compare(f"{view}-{name}-{form}", shown)
+
+    return session
+
+
+async def press(pilot: Pilot[None], *keys: str) -> None:
+    await pilot.press(*keys)
+    await settle(pilot)
 
 
 async def settle(pilot: Pilot[None]) -> None:

@@ -30,6 +30,14 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
             {"stage": 0, "peers": 2, "microbatches_per_second": 3.0},
             {"stage": 1, "peers": 1, "microbatches_per_second": 1.5},
         ],
+        "figures": {
+            "bubble_share": 0.182,
+            "stages": [
+                {"idle_share": 0.064, "p50_seconds": 0.61, "p95_seconds": 0.92},
+                {"idle_share": 0.3, "p50_seconds": 0.0874, "p95_seconds": 1.25},
+            ],
+            "rejected": {"not finite": 3, "other parameters": 1, "receipt: impossible": 0},
+        },
         "rebalancing": {
             "rule": "throughput", "made": 2, "on_the_way": 1, "dropped": 0,
             "bytes_moved": 123_000_000,

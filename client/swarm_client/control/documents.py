@@ -8,48 +8,12 @@ know alone; a field's meaning never changes without a new `API_VERSION`.
 
 from __future__ import annotations
 
-from enum import StrEnum
-
 from pydantic import BaseModel, ConfigDict
 
+from swarm_client.control.states import SuspendReason as SuspendReason
+from swarm_client.control.states import Word as Word
+
 API_VERSION = 1
-
-
-class Word(StrEnum):
-    """All of it in one word."""
-
-    CONTRIBUTING = "contributing"
-    SYNCING = "syncing"
-    """Joining, or downloading a stage."""
-    QUEUED = "queued"
-    """Ready, with nothing to compute at the moment."""
-    DEGRADED = "degraded"
-    """At work, but something is wrong: `sentence` says what and what mends it."""
-    PAUSED = "paused"
-    STOPPED = "stopped"
-    """The daemon runs, and works for no run."""
-
-
-class SuspendReason(StrEnum):
-    """Why nothing is computed. BOINC's names where it has one."""
-
-    PAUSED_BY_USER = "paused_by_user"
-    ON_BATTERIES = "on_batteries"
-    USER_ACTIVE = "user_active"
-    CPU_BUSY = "cpu_busy"
-    """Other programs use more of the processor than the preference allows."""
-    TIME_OF_DAY = "time_of_day"
-    NETWORK_HOURS = "network_hours"
-    EXCLUSIVE_APP = "exclusive_app"
-    TOO_HOT = "too_hot"
-    QUOTA_USED = "quota_used"
-    DISK_FULL = "disk_full"
-    MEMORY_SHORT = "memory_short"
-    FINISHING = "finishing"
-    NO_RUN = "no_run"
-    COORDINATOR_AWAY = "coordinator_away"
-    RUN_FINISHED = "run_finished"
-    NOT_ADMITTED = "not_admitted"
 
 
 class Document(BaseModel):

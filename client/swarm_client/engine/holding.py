@@ -25,6 +25,10 @@ class Holding:
     """The attempt of step version + 1 whose averaged gradient lies in the result segment."""
     in_flight: int = 0
     seconds_per_microbatch: float | None = None
+    computed: int = 0
+    """Microbatches that nobody has been told of yet."""
+    busy_seconds: float = 0.0
+    """How long these took to compute."""
 
     @property
     def step(self) -> Step:
@@ -36,12 +40,20 @@ class Holding:
 
     def observe(self, compute_seconds: float) -> None:
         """Forward and backward of one microbatch took so long on this device."""
+        self.computed += 1
+        self.busy_seconds += compute_seconds
         if self.seconds_per_microbatch is None:
             self.seconds_per_microbatch = compute_seconds
         else:
             self.seconds_per_microbatch += RATE_WEIGHT * (
                 compute_seconds - self.seconds_per_microbatch
             )
+
+    def take_work(self) -> tuple[int, float]:
+        """Microbatches computed since this was asked last, and how long they took."""
+        work = self.computed, self.busy_seconds
+        self.computed, self.busy_seconds = 0, 0.0
+        return work
 
     @property
     def microbatches_per_second(self) -> float:

@@ -1,14 +1,23 @@
-"""The preferences as the control socket shows and changes them."""
+"""Preferences for the control socket: all that hold and where they come from, and changing one.
+
+Not changed over it: flags and the environment, which belong to whoever started the program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm_client.preferences.file import set_preference
-from swarm_client.preferences.layers import load
-from swarm_client.preferences.model import VERSION
+from pydantic.fields import FieldInfo
+
+from swarm_client.preferences.file import allowed, default_of, fields_of, set_preference
+from swarm_client.preferences.hours import WEEKDAYS
+from swarm_client.preferences.layers import DEFAULT, Layered, load
+from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences
+
+_DAYS = {"hours_on": "hours", "network_hours_on": "network_hours"}
+"""Tables by weekday, and what holds on a day of which they say nothing."""
 
 
 class PreferenceDesk:
@@ -20,11 +29,13 @@ class PreferenceDesk:
         self._flags = flags
 
     def show(self) -> dict[str, Any]:
-        """Every value that holds, by name, with where it comes from."""
+        """Every value that holds, by name and in the order of the groups, with where it comes from
+        and what it means. Of tables, what can be said of all days and of all GPUs too."""
         layered = load(self._path, flags=self._flags())
         preferences = {
-            name: {"value": value, "layer": origin.layer, "where": origin.where}
-            for name, value, origin in layered.values()
+            name: {"value": value, "layer": layer, "where": where, **_meaning(group, field)}
+            for group in GROUPS
+            for name, value, layer, where, field in _of_group(group, layered)
         }
         return {"version": VERSION, "file": str(self._path), "preferences": preferences}
 
@@ -32,3 +43,42 @@ class PreferenceDesk:
         """Into the file, where a running governor finds it at its next look; what was understood.
         An empty text takes it out. ConfigurationError when it cannot be."""
         return set_preference(self._path, name, text or None)
+
+
+_Row = tuple[str, object, str, str, FieldInfo]
+
+
+def _of_group(group: str, layered: Layered) -> Iterator[_Row]:
+    if group == GPU:
+        yield from _of_gpus(layered)
+        return
+    said = {name: (value, origin) for name, value, origin in layered.values()}
+    for name, field in fields_of(group):
+        if name not in _DAYS:
+            value, origin = said[name]
+            yield name, value, origin.layer, origin.where, field
+            continue
+        usual = getattr(layered.preferences, _DAYS[name])
+        for day in WEEKDAYS:
+            value, origin = said.get(f"{name}.{day}", (usual, DEFAULT))
+            where = f"`{_DAYS[name]}`" if origin is DEFAULT else origin.where
+            yield f"{name}.{day}", value, origin.layer, where, field
+
+
+def _of_gpus(layered: Layered) -> Iterator[_Row]:
+    said = {
+        name: (value, origin) for name, value, origin in layered.values() if name.startswith("gpu.")
+    }
+    tables = sorted({name.split(".")[1] for name in said} - {"all"}, key=int)
+    for table in ("all", *tables):
+        for key, field in GpuPreferences.model_fields.items():
+            name = f"gpu.{table}.{key}"
+            if name in said:
+                value, origin = said[name]
+                yield name, value, origin.layer, origin.where, field
+            elif table == "all":
+                yield name, default_of(field), DEFAULT.layer, DEFAULT.where, field
+
+
+def _meaning(group: str, field: FieldInfo) -> dict[str, str]:
+    return {"group": group, "text": field.description or "", "allowed": allowed(field)}

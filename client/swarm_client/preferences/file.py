@@ -88,6 +88,22 @@ def spell(value: object) -> str:
     return str(value)
 
 
+_BOUNDS = (("ge", "from {}"), ("gt", "above {}"), ("le", "to {}"), ("lt", "below {}"))
+
+
+def allowed(field: FieldInfo) -> str:
+    """What its values may be, for people; empty where that is not said in a few words."""
+    bounds = {
+        name: getattr(part, name) for part in field.metadata for name, _ in _BOUNDS
+        if getattr(part, name, None) is not None
+    }  # fmt: skip
+    if bounds:
+        return " ".join(
+            form.format(spell(float(bounds[name]))) for name, form in _BOUNDS if name in bounds
+        )
+    return {bool: "true, false", str: "text"}.get(field.annotation or object, "")  # type: ignore[arg-type]
+
+
 def _comment(field: FieldInfo) -> str:
     return textwrap.fill(
         field.description or "", 96, initial_indent="# ", subsequent_indent="# ",

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from swarm_client.preferences.file import default_of, fields_of, spell
+from swarm_client.preferences.file import allowed, default_of, fields_of, spell
 from swarm_client.preferences.model import GPU, GROUPS, GpuPreferences
 
 _HEAD = """\
@@ -35,8 +35,6 @@ swarm-client config schema                    # a JSON schema of the file, for e
 The defaults never stop a machine that has no battery, no display and no user at it.
 """
 
-_BOUNDS = (("ge", "from {}"), ("gt", "above {}"), ("le", "to {}"), ("lt", "below {}"))
-
 
 def page() -> str:
     lines = [_HEAD]
@@ -51,7 +49,7 @@ def page() -> str:
 def _table(fields: dict[str, FieldInfo]) -> list[str]:
     rows = ["| name | default | allowed | meaning |", "|---|---|---|---|"]
     for name, field in fields.items():
-        cells = (f"`{name}`", f"`{_default(field)}`", _allowed(field), field.description or "")
+        cells = (f"`{name}`", f"`{_default(field)}`", allowed(field), field.description or "")
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 
@@ -59,18 +57,6 @@ def _table(fields: dict[str, FieldInfo]) -> list[str]:
 def _default(field: FieldInfo) -> str:
     default: Any = default_of(field)
     return "" if default == {} else spell(default)
-
-
-def _allowed(field: FieldInfo) -> str:
-    bounds = {
-        name: getattr(part, name) for part in field.metadata for name, _ in _BOUNDS
-        if getattr(part, name, None) is not None
-    }  # fmt: skip
-    if bounds:
-        return " ".join(
-            form.format(spell(float(bounds[name]))) for name, form in _BOUNDS if name in bounds
-        )
-    return {bool: "true, false", str: "text"}.get(field.annotation or object, "")  # type: ignore[arg-type]
 
 
 _NOTES = """\

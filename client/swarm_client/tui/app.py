@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import work
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.control.states import SuspendReason, Word
 from swarm_client.tui.contribution import contribution, leaderboard
 from swarm_client.tui.logs import LogPane
 from swarm_client.tui.model import Model
@@ -19,14 +19,20 @@ from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
 from swarm_shared.errors import SwarmError
-from swarm_shared.tui.app import PaneSpec, ViewApp
+from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
 from swarm_shared.tui.ink import EMPTY, Line, line
 from swarm_shared.tui.look import Look
-from swarm_shared.tui.recording import Recorder
 from swarm_shared.tui.source import Event, Logged, Seen, Source
-from swarm_shared.tui.widgets import Pane
 from swarm_shared.tui.words import clock_text, printable
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import Status
+    from swarm_shared.tui.recording import Recorder
+
+    _View = ViewApp[Status]
+else:
+    _View = ViewApp
 
 PAUSES: tuple[tuple[str, float | None], ...] = (
     ("until I resume it", None),
@@ -39,7 +45,7 @@ PAUSES: tuple[tuple[str, float | None], ...] = (
 LOG_PANE, SETTINGS_PANE = 4, 5
 
 
-class ClientView(ViewApp[Status]):
+class ClientView(_View):
     instead: ClassVar[str] = "swarm-client status"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -61,18 +67,16 @@ class ClientView(ViewApp[Status]):
     # -------------------------------------------------------------- what is shown
 
     def panes(self) -> Sequence[PaneSpec]:
-        def pane(name: str, draw: Any) -> Pane:
-            return Pane(partial(draw, self.model), self.look, id=name)
-
+        model, look = self.model, self.look
         return (
-            PaneSpec("Overview", "Overview", pane("overview", overview),
-                     "The run, this machine and what is used of it"),
-            PaneSpec("Pipeline", "Pipeline", pane("pipeline", pipeline),
-                     "Stages, peers, the flow of microbatches, and moves"),
-            PaneSpec("Contribution", "Given", pane("contribution", contribution),
-                     "What this machine has given"),
-            PaneSpec("Leaderboard", "Board", pane("leaderboard", leaderboard),
-                     "People and teams"),
+            drawn("Overview", "Overview", partial(overview, model), look,
+                  "The run, this machine and what is used of it"),
+            drawn("Pipeline", "Pipeline", partial(pipeline, model), look,
+                  "Stages, peers, the flow of microbatches, and moves"),
+            drawn("Contribution", "Given", partial(contribution, model), look,
+                  "What this machine has given"),
+            drawn("Leaderboard", "Board", partial(leaderboard, model), look,
+                  "People and teams"),
             PaneSpec("Logs", "Logs", LogPane(self.model, id="logs"), "What happened", "log-lines"),
             PaneSpec("Settings", "Limits", SettingsPane(self.look, id="settings"),
                      "What this program may use of the machine, and when", "setting-list"),
@@ -83,16 +87,13 @@ class ClientView(ViewApp[Status]):
         if status is None:
             return line(("swarm-client", "strong")), EMPTY, "Looking for the daemon."
         word = status.word
-        mark = "● " if self.look.unicode else "* "
         reason = f" ({_reason(status.reason)})" if status.reason is not None else ""
         until = f" until {clock_text(status.until)}" if status.until is not None else ""
-        left = line(
-            (f"{mark}{word.value}", WORD_ROLES[word]),
-            (f"{reason}{until}", WORD_ROLES[word]),
-            (f"  {printable(status.run.name)}" if status.run else "", "strong"),
-        )
-        step = f"step {status.run.version:,} of {status.run.steps:,}  " if status.run else ""
-        return left, line(step, (clock_text(self.source.now()), "dim")), status.sentence
+        name, steps = "", None
+        if status.run is not None:
+            name, steps = printable(status.run.name), (status.run.version, status.run.steps)
+        first = self.first_line(word.value, f"{reason}{until}", WORD_ROLES[word], name, steps)
+        return *first, status.sentence
 
     def heard(self, event: Event[Status]) -> None:
         if isinstance(event, Seen):
@@ -177,20 +178,25 @@ class ClientView(ViewApp[Status]):
 
     @work(exclusive=True, group="change")
     async def change(self, name: str, setting: Setting) -> None:
+        before = value_text(setting.value)
+
+        async def set_it(text: str) -> str | None:
+            """What is wrong with it, in the daemon's words; the window stays open then."""
+            if text == before:
+                return None
+            try:
+                await self.source.act("config_set", {"name": name, "text": text})
+            except SwarmError as error:
+                return printable(str(error))
+            return None
+
+        meaning = f"{setting.meaning} Empty: the default."
         text = await self.push_screen_wait(
-            Fill(
-                printable(name), printable(setting.text), value_text(setting.value),
-                lambda text: None,
-            )
-        )  # fmt: skip
-        if text is None or text == value_text(setting.value):
+            Fill(printable(name), printable(meaning), before, set_it)
+        )
+        if text is None or text == before:
             return
-        try:
-            await self.source.act("config_set", {"name": name, "text": text})
-        except SwarmError as error:
-            self.say(str(error), bad=True)
-        else:
-            self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
+        self.say(f"{name} is now {text}" if text.strip() else f"{name} has its default again")
         self.load_settings()
 
     # -------------------------------------------------------------- the log's keys

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+from typing import TYPE_CHECKING
 
-from swarm_client.control.documents import LeaderboardRow, Status
 from swarm_client.tui.model import Model
 from swarm_shared.tui.bars import bar
 from swarm_shared.tui.ink import EMPTY, Line, heading, line, wrapped
@@ -12,6 +12,9 @@ from swarm_shared.tui.look import Look
 from swarm_shared.tui.plot import columns_plot
 from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.words import counted, number, percent, printable, short_number
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import LeaderboardRow, Status
 
 _EXPLAINED = (
     "Counted is what is part of an applied step: tokens times the share of the model's work that "

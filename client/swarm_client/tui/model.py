@@ -6,11 +6,14 @@ No textual here: panes are functions of this.
 from __future__ import annotations
 
 from collections import deque
+from typing import TYPE_CHECKING
 
-from swarm_client.control.documents import DeviceView, StageView, Status
 from swarm_shared.tui.look import Look
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.trace import Trace
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import DeviceView, StageView, Status
 
 MAX_LOG_ENTRIES = 5000
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from swarm_client.control.documents import DeviceView, Status, Word
+from typing import TYPE_CHECKING
+
+from swarm_client.control.states import Word
 from swarm_client.tui.model import Model, seconds_left, share_of_run, share_of_stage
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
 from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line
@@ -20,6 +22,9 @@ from swarm_shared.tui.words import (
     rate_text,
     short_number,
 )
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import DeviceView, Status
 
 TWO_COLUMNS = 116
 """From this width on, two blocks stand side by side."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swarm_client.control.documents import PeerView, Status
+from typing import TYPE_CHECKING
+
 from swarm_client.tui.model import Model
 from swarm_shared.tui.bars import sparkline
 from swarm_shared.tui.ink import EMPTY, Line, Role, heading, line, wrapped
@@ -10,6 +11,9 @@ from swarm_shared.tui.look import Look
 from swarm_shared.tui.stages import StageBar, stage_lines
 from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.words import milliseconds, number, peer_text, printable, rate_text
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import PeerView, Status
 
 PATH_ROLES: dict[str, Role] = {
     "direct": "good", "punched": "good", "relayed": "warn", "own": "strong",

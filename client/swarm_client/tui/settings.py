@@ -7,9 +7,9 @@ known here, so that a view of one version serves a daemon of the next.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
@@ -24,9 +24,8 @@ from swarm_shared.tui.widgets import Block
 from swarm_shared.tui.words import printable
 
 
-class Setting(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+@dataclass(frozen=True, slots=True)
+class Setting:
     value: Any = None
     layer: str = "default"
     """`flag`, `environment`, `file` or `default`."""
@@ -34,19 +33,26 @@ class Setting(BaseModel):
     group: str = ""
     text: str = ""
     """What it means."""
+    allowed: str = ""
+    """What its values may be."""
+
+    @property
+    def meaning(self) -> str:
+        return f"{self.text} Allowed: {self.allowed}." if self.allowed else self.text
 
 
-class Settings(BaseModel):
+@dataclass(frozen=True, slots=True)
+class Settings:
     """The answer to `config_show`: each by its name."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     preferences: dict[str, Setting]
 
 
 def parse_settings(answer: Mapping[str, Any]) -> Settings:
+    from pydantic import TypeAdapter, ValidationError
+
     try:
-        return Settings.model_validate(answer)
+        return TypeAdapter(Settings).validate_python(answer)
     except ValidationError as error:
         raise ProtocolError(
             "the daemon told its settings in a form that this program does not know; use the "
@@ -68,8 +74,10 @@ def value_text(value: Any) -> str:
 def setting_row(name: str, setting: Setting, width: int) -> str:
     value = printable(value_text(setting.value)) or "(nothing)"
     layer = "" if setting.layer == "default" else f"by {setting.layer}"
-    room = max(10, width - 34 - 16)
-    return f"{printable(name)[:33]:<34}{value[:room]:<{room}}{layer[:16]}"
+    named = 40 if width >= 70 else 34
+    room = max(6, width - named - 16)
+    cut = value if len(value) < room else f"{value[: room - 4]}..."
+    return f"{printable(name)[: named - 1]:<{named}}{cut:<{room}}{layer[:16]}"
 
 
 class SettingsPane(Vertical):
@@ -155,7 +163,8 @@ class SettingsPane(Vertical):
         if setting is None:
             return [line((" asking the daemon ...", "dim"))]
         where = f" It comes from {setting.where}." if setting.where else ""
-        return wrapped(printable(f"{setting.text}{where}"), width - 2, "", " ")[:height]
+        where += " Enter changes it."
+        return wrapped(printable(f"{setting.meaning}{where}"), width - 2, "", " ")[:height]
 
     def on_option_list_option_highlighted(self) -> None:
         self.query_one("#setting-help", Block).redraw()

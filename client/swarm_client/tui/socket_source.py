@@ -1,6 +1,7 @@
 """The daemon's socket as a source: its status once a second, its log as it is written.
 
 Waiting for a line blocks, so that each of the two streams has a thread; both end with the program.
+What reads documents is imported there as well, when the view's frame is on the screen already.
 A daemon that goes away is waited for: the view says so and is whole again when it is back.
 """
 
@@ -14,21 +15,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from swarm_client.control.client import ask, stream
-from swarm_client.control.documents import Status
 from swarm_shared.clock import Clock, wall
 from swarm_shared.errors import ProtocolError, SwarmError, VersionError
 from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen
+
+if TYPE_CHECKING:
+    from swarm_client.control.documents import Status
 
 TRY_AGAIN_SECONDS = 1.0
 MAX_WAITING_EVENTS = 64
 """A view that is suspended takes nothing; the daemon's lines then wait in the socket."""
 
-Put = Callable[[Event[Status] | SwarmError], None]
+Put = Callable[["Event[Status] | SwarmError"], None]
 
 
 class _ViewClosed(Exception):
@@ -51,6 +51,8 @@ class SocketSource:
         return self._clock()
 
     async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        from swarm_client.control.client import ask
+
         return await asyncio.to_thread(ask, self._path, method, **arguments)
 
     async def events(self) -> AsyncIterator[Event[Status]]:
@@ -76,6 +78,11 @@ class SocketSource:
     # ---- in threads
 
     def _follow_status(self, put: Put) -> None:
+        from pydantic import ValidationError
+
+        from swarm_client.control.client import stream
+        from swarm_client.control.documents import Status
+
         while True:
             try:
                 for answer in stream(self._path, "follow"):
@@ -89,11 +96,16 @@ class SocketSource:
             self._rest(TRY_AGAIN_SECONDS)
 
     def _follow_log(self, put: Put) -> None:
+        from pydantic import TypeAdapter, ValidationError
+
+        from swarm_client.control.client import stream
+
+        form = TypeAdapter(tuple[LogEntry, ...])
         while True:
             # Why it ended is said by the other stream.
             with contextlib.suppress(SwarmError, ValidationError):
                 for answer in stream(self._path, "log", after=self._log_number, follow=True):
-                    lines = tuple(LogEntry.model_validate(line) for line in answer["lines"])
+                    lines = form.validate_python(answer["lines"])
                     self._log_number = max(self._log_number, *(line.number for line in lines))
                     put(Logged(self._clock(), lines))
             # Another daemon numbers its lines from the beginning.

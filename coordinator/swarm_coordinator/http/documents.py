@@ -62,6 +62,13 @@ class Run(Document):
     stages: int
     peers: int = Field(description="Attached now.")
     contributors: int = Field(description="Peers that have counted in any applied step.")
+    bubble_share: float | None = Field(
+        description="Of the time for which peers hold stages while steps are made: how much of it "
+        "they have nothing to compute, 0 to 1, in the last minute or two."
+    )
+    rejected: dict[str, int] = Field(
+        description="What did not count since the start of the coordinator, by reason."
+    )
 
 
 class Stage(Document):
@@ -73,6 +80,11 @@ class Stage(Document):
     syncing: int = Field(description="Peers on their way to it.")
     microbatches_per_second: float
     relative_rate: float = Field(description="Its rate over the fastest stage's, 0 to 1.")
+    idle_share: float | None = Field(description="Like the run's `bubble_share`.")
+    p50_seconds: float | None = Field(
+        description="Half of the microbatches of the last minute or two took no longer to compute."
+    )
+    p95_seconds: float | None
 
 
 class Stages(Document):

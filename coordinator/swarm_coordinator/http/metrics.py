@@ -8,8 +8,9 @@ words. Counters that say "since the start" begin at zero with each start of the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,9 +22,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from swarm_coordinator.figures import BOUNDS
 from swarm_coordinator.http.documents import Word
 from swarm_coordinator.http.reading import STEP_SECONDS
-from swarm_coordinator.http.view import Snapshot
+from swarm_coordinator.http.view import Snapshot, figures_of
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
@@ -68,6 +70,21 @@ METRICS: dict[str, Described] = {
     "swarm_stage_microbatches_per_second": Described(
         GAUGE, "Rate of the stage, all of its peers together.", ("stage",)
     ),
+    "swarm_stage_microbatch_seconds": Described(
+        HISTOGRAM,
+        "How long microbatches took to compute in the stage, since the start.",
+        ("stage",),
+    ),
+    "swarm_stage_held_seconds_total": Described(
+        COUNTER, "Peers' time at the stage while steps were made, since the start.", ("stage",)
+    ),
+    "swarm_stage_idle_ratio": Described(
+        GAUGE, "Share of that time without anything to compute, in the last minutes.", ("stage",)
+    ),
+    "swarm_bubble_ratio": Described(GAUGE, "The same of all stages together."),
+    "swarm_rejected_total": Described(
+        COUNTER, "Gradients, states and receipts that did not count, since the start.", ("reason",)
+    ),
     "swarm_unreachable_stages": Described(GAUGE, "Stages without a reachable peer."),
     "swarm_peers": Described(GAUGE, "Attached peers.", ("phase",)),
     "swarm_peers_reachability": Described(
@@ -107,6 +124,8 @@ METRICS: dict[str, Described] = {
 }
 
 Values = Mapping[tuple[str, ...], float]
+Buckets = Mapping[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]]
+"""Of a histogram, by labels: bounds, counts up to each and of all, and the sum of what was seen."""
 PHASES = (
     "waiting for peers", "collecting", "closing", "applying", "evaluating", "stopping", "finished",
 )  # fmt: skip
@@ -134,8 +153,7 @@ def exposition(snapshot: Snapshot, serving: Serving) -> bytes:
 class _Snapshotted(Collector):
     def __init__(self, snapshot: Snapshot, serving: Serving) -> None:
         self._values = values_of(snapshot, serving)
-        self._durations = snapshot.read.durations
-        self._seconds = snapshot.read.seconds
+        self._buckets = buckets_of(snapshot)
 
     def collect(self) -> Iterator[Metric]:
         for name, described in METRICS.items():
@@ -152,18 +170,31 @@ class _Snapshotted(Collector):
             yield family
 
     def _histogram(self, name: str, described: Described) -> Metric:
-        bounds = [*map(str, STEP_SECONDS), "+Inf"]
-        family = HistogramMetricFamily(name, described.text)
-        family.add_metric(
-            (), list(zip(bounds, self._durations, strict=True)), sum_value=self._seconds
-        )
+        family = HistogramMetricFamily(name, described.text, labels=described.labels)
+        for labels, (bounds, counts, total) in self._buckets[name].items():
+            ends = [*(str(float(f"{bound:.6g}")) for bound in bounds), "+Inf"]
+            family.add_metric(labels, list(zip(ends, counts, strict=True)), sum_value=total)
         return family
+
+
+def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
+    """By name. Every second bound of a stage's histogram: the others are for quantiles here."""
+    read = snapshot.read
+    stages: dict[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]] = {}
+    for stage, told in enumerate(figures_of(snapshot.status).get("stages", ())):
+        counts = list(accumulate(told["microbatches"]))
+        stages[str(stage),] = BOUNDS[::2], [*counts[:-1:2], counts[-1]], told["busy_seconds"]
+    return {
+        "swarm_step_seconds": {(): (STEP_SECONDS, read.durations, read.seconds)},
+        "swarm_stage_microbatch_seconds": stages,
+    }
 
 
 def values_of(snapshot: Snapshot, serving: Serving) -> dict[str, Values]:
     """By name; what has no value now is left out."""
     return {
         **_of_the_run(snapshot),
+        **_of_figures(figures_of(snapshot.status)),
         **_of_peers(snapshot),
         **_of_paths(snapshot.status),
         **_of_serving(snapshot.status, serving),
@@ -197,6 +228,19 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
         },
         "swarm_unreachable_stages": _one(len(run.health.unreachable_stages)),
         "swarm_contributors": _one(run.contributors),
+    }
+
+
+def _of_figures(figures: Mapping[str, Any]) -> dict[str, Values]:
+    stages = list(enumerate(figures.get("stages", ())))
+    idle = {(str(stage),): told["idle_share"] for stage, told in stages}
+    return {
+        "swarm_stage_held_seconds_total": {
+            (str(stage),): told["held_seconds"] for stage, told in stages
+        },
+        "swarm_stage_idle_ratio": {labels: i for labels, i in idle.items() if i is not None},
+        "swarm_bubble_ratio": _one(figures.get("bubble_share")),
+        "swarm_rejected_total": _labelled(figures.get("rejected", {})),
     }
 
 

@@ -177,7 +177,20 @@ def run_of(snapshot: Snapshot) -> Run:
         stages=snapshot.manifest.stage_count,
         peers=len(status["peers"]),
         contributors=len(read.contributions),
+        bubble_share=figures_of(status).get("bubble_share"),
+        rejected=figures_of(status).get("rejected", {}),
     )
+
+
+def figures_of(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Empty in what an older coordinator wrote."""
+    told: Mapping[str, Any] = status.get("figures", {})
+    return told
+
+
+def stage_figures(status: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+    told: Sequence[Mapping[str, Any]] = figures_of(status).get("stages", ())
+    return told[stage] if stage < len(told) else {}
 
 
 def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
@@ -199,6 +212,10 @@ def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
                 syncing=syncing.get(row["stage"], 0),
                 microbatches_per_second=row["microbatches_per_second"],
                 relative_rate=row["microbatches_per_second"] / fastest if fastest > 0 else 0.0,
+                **{
+                    key: stage_figures(status, row["stage"]).get(key)
+                    for key in ("idle_share", "p50_seconds", "p95_seconds")
+                },
             )
             for row, layers in zip(status["stages"], manifest.stages, strict=True)
         ),

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.tui.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
-from swarm_shared.tui.app import PaneSpec, ViewApp
+from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.ink import EMPTY, Line, Role, line
 from swarm_shared.tui.look import Look
 from swarm_shared.tui.source import Event, Seen, Source
-from swarm_shared.tui.widgets import Pane
-from swarm_shared.tui.words import clock_text, printable
+from swarm_shared.tui.words import printable
+
+if TYPE_CHECKING:
+    from swarm_shared.tui.recording import Recorder
 
 _ROLES: dict[str, Role] = {
     "healthy": "good",
@@ -28,24 +30,25 @@ _ROLES: dict[str, Role] = {
 class RunView(ViewApp[RunDocument]):
     instead: ClassVar[str] = "swarm-coordinator status"
 
-    def __init__(self, source: Source[RunDocument], look: Look) -> None:
+    def __init__(
+        self, source: Source[RunDocument], look: Look, recorder: Recorder | None = None
+    ) -> None:
         self.model = RunModel(look)
-        super().__init__(source, look)
+        super().__init__(source, look, recorder)
 
     def panes(self) -> Sequence[PaneSpec]:
-        def pane(name: str, draw: Any) -> Pane:
-            return Pane(partial(draw, self.model), self.look, id=name)
-
+        model, look = self.model, self.look
         return (
-            PaneSpec("Overview", "Overview", pane("overview", overview),
-                     "Health, progress, loss and speed"),
-            PaneSpec("Pipeline", "Pipeline", pane("pipeline", pipeline),
-                     "Stages, peers with path and rate, moves with their reasons"),
-            PaneSpec("Contributors", "Given", pane("contributors", contributors),
-                     "Who gave how much"),
-            PaneSpec("Events", "Events", pane("events", events), "What happened, newest first"),
-            PaneSpec("Admission", "Bans", pane("admission", admission),
-                     "Who may join, bans and marks"),
+            drawn("Overview", "Overview", partial(overview, model), look,
+                  "Health, progress, loss and speed"),
+            drawn("Pipeline", "Pipeline", partial(pipeline, model), look,
+                  "Stages, peers with path and rate, moves with their reasons"),
+            drawn("Contributors", "Given", partial(contributors, model), look,
+                  "Who gave how much"),
+            drawn("Events", "Events", partial(events, model), look,
+                  "What happened, newest first"),
+            drawn("Admission", "Bans", partial(admission, model), look,
+                  "Who may join, bans, marks and what was rejected"),
         )  # fmt: skip
 
     def head(self, width: int) -> tuple[Line, Line, str]:
@@ -53,10 +56,8 @@ class RunView(ViewApp[RunDocument]):
         if run is None:
             return line(("swarm-coordinator", "strong")), EMPTY, "Reading the run's folder."
         word, sentence = health(run)
-        mark = "● " if self.look.unicode else "* "
-        left = line((f"{mark}{word}", _ROLES[word]), (f"  {printable(run.run)}", "strong"))
-        step = f"step {run.version:,} of {run.steps:,}  "
-        return left, line(step, (clock_text(self.source.now()), "dim")), sentence
+        steps = (run.version, run.steps)
+        return *self.first_line(word, "", _ROLES[word], printable(run.run), steps), sentence
 
     @property
     def is_old(self) -> bool:

@@ -22,6 +22,20 @@ class StageRow(Document):
     microbatches_per_second: float = 0.0
 
 
+class StageFigures(Document):
+    """Of the last minute or two."""
+
+    idle_share: float | None = None
+    p50_seconds: float | None = None
+    p95_seconds: float | None = None
+
+
+class FigureRows(Document):
+    bubble_share: float | None = None
+    stages: tuple[StageFigures, ...] = ()
+    rejected: dict[str, int] = {}
+
+
 class PeerRow(Document):
     peer: str
     name: str | None = None
@@ -129,6 +143,7 @@ class RunDocument(Document):
     healthy: bool = False
     work: Work = Work()
     stages: tuple[StageRow, ...] = ()
+    figures: FigureRows = FigureRows()
     rebalancing: Rebalancing = Rebalancing()
     peers: tuple[PeerRow, ...] = ()
     admission: Admission = Admission()

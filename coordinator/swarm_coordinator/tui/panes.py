@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from swarm_coordinator.tui.document import PeerRow, RunDocument
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.tui.bars import bar, sparkline
@@ -91,6 +93,11 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
             "work", line(f"{run.work.counted:,} counted"),
             line(f"{run.work.duplicated:,} twice"), line(f"{run.work.cleared:,} lost and redone"),
         ),
+        _named(
+            "bubble", bar(run.figures.bubble_share, _BAR, look),
+            line(f"{percent(run.figures.bubble_share)} idle"),
+            line(f"{sum(run.figures.rejected.values()):,} rejected"),
+        ),
     ]  # fmt: skip
 
 
@@ -120,7 +127,35 @@ def _stage_bars(run: RunDocument) -> list[StageBar]:
     return [StageBar(row.stage, row.peers, row.microbatches_per_second) for row in run.stages]
 
 
-# ---------------------------------------------------------------- peers
+# ---------------------------------------------------------------- stages and peers
+
+_TIMES = (
+    Column("stage", right=True, keep=5),
+    Column("idle", right=True, keep=3),
+    Column("p50", right=True, keep=4),
+    Column("p95", right=True, keep=4),
+)
+
+
+def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
+    """How long a microbatch takes, and how long the stages wait for one."""
+    known = [row for row in enumerate(run.figures.stages) if row[1].idle_share is not None]
+    if not known:
+        return []
+    rows = [
+        (
+            line(str(stage)),
+            line(percent(row.idle_share)),
+            line(milliseconds(row.p50_seconds)),
+            line(milliseconds(row.p95_seconds)),
+        )
+        for stage, row in known
+    ]
+    return [
+        heading("Time of a microbatch, and idle time, in the last minutes", width, look),
+        *((*line("  "), *drawn) for drawn in table(_TIMES, rows, width - 2, look)),
+    ]
+
 
 _PEERS = (
     Column("stage", right=True, keep=7),
@@ -162,6 +197,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
     return [
         heading("Stages", width, look),
         *stage_lines(_stage_bars(run), width, look),
+        *_times(run, width, look),
         heading(f"Peers ({len(run.peers)}), and their way to the coordinator", width, look),
         *((*line("  "), *drawn) for drawn in told),
         heading("Moves between stages", width, look),
@@ -302,8 +338,14 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
         )
         for peer in marked
     ] or [line(("  nobody is marked", "dim"))]
-    if run.sessions_ended:
-        lines += [EMPTY, heading("Sessions ended, by reason", width, look)]
-        ranked = sorted(run.sessions_ended.items(), key=lambda item: (-item[1], item[0]))
-        lines += [line(f"  {count:>7,}  {printable(reason)}") for reason, count in ranked]
+    lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width, look)
+    lines += _ranked("Sessions ended, by reason", run.sessions_ended, width, look)
     return lines
+
+
+def _ranked(title: str, counts: Mapping[str, int], width: int, look: Look) -> list[Line]:
+    ranked = sorted(((n, why) for why, n in counts.items() if n), key=lambda row: (-row[0], row[1]))
+    if not ranked:
+        return []
+    told = [line(f"  {count:>7,}  {printable(reason)}") for count, reason in ranked]
+    return [EMPTY, heading(title, width, look), *told]

@@ -19,6 +19,7 @@ from swarm_shared.messages.common import (
     PeerRecord,
     Rate,
     Reachability,
+    Seconds,
     StageRow,
     Stages,
     Text,
@@ -76,6 +77,10 @@ class Heartbeat(FrozenModel):
     paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
     paused: bool = False
     """It gets no new work. What it has counted stays, and it closes steps with the others."""
+    computed: Count = 0
+    """Microbatches since the last heartbeat, and how long they took to compute."""
+    busy_seconds: Seconds | None = None
+    """None: it does not say."""
 
 
 class Whereabouts(FrozenModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from textual import work
 from textual.app import App, ComposeResult, SystemCommand
@@ -21,13 +21,15 @@ from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.ink import Ink, Line, ends, line, wrapped
+from swarm_shared.tui.ink import Ink, Line, Role, ends, line, wrapped
 from swarm_shared.tui.look import Look, ThemeName
-from swarm_shared.tui.recording import Recorder, Replay
-from swarm_shared.tui.source import Away, D, Event, Logged, Seen, Source
+from swarm_shared.tui.source import Away, D, Event, Logged, Paced, Seen, Source
 from swarm_shared.tui.themes import THEMES, AsciiOnly
-from swarm_shared.tui.widgets import Block, Pane, TabRow, TooSmall
-from swarm_shared.tui.words import duration, printable
+from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
+from swarm_shared.tui.words import clock_text, duration, printable
+
+if TYPE_CHECKING:
+    from swarm_shared.tui.recording import Recorder
 
 SMALLEST_COLUMNS = 60
 SMALLEST_ROWS = 20
@@ -47,6 +49,11 @@ class PaneSpec:
     """What it shows, for the command palette."""
     focus: str = ""
     """The ID of the part that takes the keys, where it is not the whole."""
+
+
+def drawn(title: str, short: str, draw: Draw, look: Look, help: str) -> PaneSpec:
+    """A pane that scrolls what a function draws; its ID is its title, small."""
+    return PaneSpec(title, short, Pane(draw, look, id=title.lower()), help)
 
 
 class ViewApp(App[None], Generic[D]):
@@ -102,6 +109,15 @@ class ViewApp(App[None], Generic[D]):
         """The two ends of the first line, and the sentence below it."""
         raise NotImplementedError
 
+    def first_line(
+        self, word: str, more: str, role: Role, run: str, steps: tuple[int, int] | None
+    ) -> tuple[Line, Line]:
+        """The word with what goes with it, the run's name; how far it is, the time."""
+        mark = "● " if self.look.unicode else "* "
+        left = line((f"{mark}{word}", role), (more, role), (f"  {run}" if run else "", "strong"))
+        far = "step {:,} of {:,}  ".format(*steps) if steps is not None else ""
+        return left, line(far, (clock_text(self.source.now()), "dim"))
+
     def heard(self, event: Event[D]) -> None:
         """Take what was heard into the traces."""
 
@@ -120,7 +136,8 @@ class ViewApp(App[None], Generic[D]):
         yield Footer(show_command_palette=True)
 
     def on_mount(self) -> None:
-        self.follow()
+        # What is followed is loaded when the frame is on the screen.
+        self.call_after_refresh(self.follow)
         self.set_interval(REFRESH_SECONDS, self.show)
         self.action_pane(0)
 
@@ -239,12 +256,12 @@ class ViewApp(App[None], Generic[D]):
             yield SystemCommand(
                 f"Theme: {theme}", "Change the colours", lambda theme=theme: self.paint(theme)
             )
-        if isinstance(self.source, Replay):
+        if isinstance(self.source, Paced):
             yield from self._replay_commands(self.source)
         yield SystemCommand("Keys", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Close this view; nothing else stops", self.action_quit)
 
-    def _replay_commands(self, replay: Replay[D]) -> Iterable[SystemCommand]:
+    def _replay_commands(self, replay: Paced) -> Iterable[SystemCommand]:
         for steps, name in ((1, "Faster"), (-1, "Slower")):
             yield SystemCommand(
                 f"Replay: {name}", f"Now {replay.speed:g} times the pace",

@@ -5,7 +5,7 @@ Each ends with what the person chose, or None when they would rather not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import ClassVar
 
 from textual.app import ComposeResult
@@ -74,13 +74,13 @@ class Confirm(Choose):
 
 
 class Fill(ModalScreen[str | None]):
-    """A line of text. `check` says what is wrong with it, or None."""
+    """A line of text. `check` takes it and says what is wrong with it; None: all is well."""
 
     DEFAULT_CSS = f"Fill {{ {_FRAME} }}"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Back")]
 
     def __init__(
-        self, title: str, text: str, value: str, check: Callable[[str], str | None]
+        self, title: str, text: str, value: str, check: Callable[[str], Awaitable[str | None]]
     ) -> None:
         super().__init__()
         self._title = title
@@ -96,8 +96,8 @@ class Fill(ModalScreen[str | None]):
             yield Input(self._value, id="value")
             yield Label("", id="trouble")
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        trouble = self._check(event.value)
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
+        trouble = await self._check(event.value)
         if trouble is None:
             self.dismiss(event.value)
         else:

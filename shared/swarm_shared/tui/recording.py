@@ -2,12 +2,14 @@
 
 The file has a line of JSON for each event, after a first one that says what it is:
 
-    {"recording": "swarm-client top", "format": 1, "started_at": 1790000000.0}
+    {"recording": "swarm-client top", "format": 2, "started_at": 1790000000.0}
     {"seconds": 0.0, "status": {...}}
     {"seconds": 0.4, "log": [...]}
     {"seconds": 9.1, "away": "the daemon has stopped"}
 
-`seconds` count from the start and never go back. Both ends are bounded: the recorder stops at
+`seconds` count from the start and never go back. Of a status only those parts are told that are
+others than in the one before it: most of a long run's history stays as it is. `away` beside a
+status says why there will be no newer one for now. Both ends are bounded: the recorder stops at
 `MAX_RECORDING_BYTES`, and the replay reads no line longer than `MAX_LINE_BYTES`. What does not
 read like this ends the replay with the number of its line. A recording holds names, peer IDs and
 the log, so only its owner may read the file.
@@ -19,6 +21,7 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, NoReturn
 
@@ -26,12 +29,15 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm_shared.clock import Clock
 from swarm_shared.errors import DataError, StorageError, UsageError, VersionError
-from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Paced, Seen
 
-FORMAT = 1
+FORMAT = 2
+READABLE_FORMATS = (1, 2)
+"""In the first one every status was whole."""
 MAX_RECORDING_BYTES = 256 * 2**20
 """Some hours of a large run."""
-MAX_LINE_BYTES = 4 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
+"""A run of ten thousand peers takes five."""
 LONGEST_WAIT_SECONDS = 5.0
 """A replay skips what was longer quiet: a view that was suspended overnight says nothing."""
 SPEEDS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
@@ -66,6 +72,7 @@ class Recorder:
         self._started_at = clock()
         self._bytes = 0
         self._seconds = 0.0
+        self._told: dict[str, Any] = {}
         self._file = _create(path)
         head = _Head(recording=program, format=FORMAT, started_at=self._started_at)
         self._write(head.model_dump_json().encode())
@@ -75,7 +82,19 @@ class Recorder:
             return
         # The wall's clock may be set back; a recording's time does not go back.
         self._seconds = max(self._seconds, event.at - self._started_at, 0.0)
-        self._write(json.dumps({"seconds": round(self._seconds, 3), **_form(event)}).encode())
+        self._write(json.dumps({"seconds": round(self._seconds, 3), **self._form(event)}).encode())
+
+    def _form(self, event: Event[Any]) -> dict[str, Any]:
+        if isinstance(event, Seen):
+            before, self._told = self._told, event.document.model_dump(mode="json")
+            news = {
+                key: value for key, value in self._told.items()
+                if key not in before or before[key] != value
+            }  # fmt: skip
+            return {"status": news, **({"away": event.away} if event.away else {})}
+        if isinstance(event, Logged):
+            return {"log": [asdict(entry) for entry in event.entries]}
+        return {"away": event.sentence}
 
     def close(self) -> None:
         try:
@@ -107,15 +126,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb")
 
 
-def _form(event: Event[Any]) -> dict[str, Any]:
-    if isinstance(event, Seen):
-        return {"status": event.document.model_dump(mode="json")}
-    if isinstance(event, Logged):
-        return {"log": [entry.model_dump(mode="json") for entry in event.entries]}
-    return {"away": event.sentence}
-
-
-class Replay(Generic[D]):
+class Replay(Paced, Generic[D]):
     """A source that tells a recording again, at the pace at which it was seen, or another."""
 
     def __init__(
@@ -128,6 +139,7 @@ class Replay(Generic[D]):
         self.speed = 1.0
         self.held = False
         self._go_on = asyncio.Event()
+        self._known: dict[str, Any] = {}
         try:
             self._file = path.open("rb")
         except OSError as error:
@@ -183,9 +195,9 @@ class Replay(Generic[D]):
             raise DataError(
                 f"{self._path} was recorded by `{head.recording[:60]}`; replay it with that"
             )
-        if head.format != FORMAT:
+        if head.format not in READABLE_FORMATS:
             raise VersionError(
-                f"{self._path} has format {head.format}, this program reads format {FORMAT}; "
+                f"{self._path} has format {head.format}, this program reads up to {FORMAT}; "
                 "replay it with the version that recorded it"
             )
         return head
@@ -197,17 +209,19 @@ class Replay(Generic[D]):
             body = _Body.model_validate_json(content)
         except ValidationError as error:
             self._refuse(number, _reason(error))
-        if [body.status, body.log, body.away].count(None) != 2:
+        what = {name for name in ("status", "log", "away") if getattr(body, name) is not None}
+        if len(what) != 1 and what != {"status", "away"}:
             self._refuse(number, "it must hold one of status, log and away")
         return body
 
     def _event(self, body: _Body, number: int) -> Event[D]:
         if body.log is not None:
             return Logged(self._now, body.log)
-        if body.away is not None:
-            return Away(self._now, body.away)
+        if body.status is None:
+            return Away(self._now, body.away or "")
+        self._known |= body.status
         try:
-            return Seen(self._now, self._model.model_validate(body.status))
+            return Seen(self._now, self._model.model_validate(self._known), body.away or "")
         except ValidationError as error:
             self._refuse(number, _reason(error))
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+if TYPE_CHECKING:
+    # A view draws its first frame without it.
+    from pydantic import BaseModel
 
-D = TypeVar("D", bound=BaseModel)
+D = TypeVar("D", bound="BaseModel")
 
 
-class LogEntry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
+@dataclass(frozen=True, slots=True)
+class LogEntry:
     time: float
     level: str
     text: str
@@ -53,6 +54,20 @@ class Away:
 
 
 Event = Seen[D] | Logged | Away
+
+
+class Paced:
+    """What a source is besides that tells of the past: it can be made faster, slower and held."""
+
+    speed: float
+    held: bool
+
+    def faster(self, steps: int) -> float:
+        """So many steps up or down; the pace that it has then."""
+        raise NotImplementedError
+
+    def hold(self, held: bool) -> None:
+        raise NotImplementedError
 
 
 class Source(Protocol[D]):

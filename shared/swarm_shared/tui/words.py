@@ -81,7 +81,10 @@ def duration(seconds: float | None) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
-    return NOTHING if seconds is None else f"{seconds * 1000:.3g} ms"
+    """Like 0.61 ms, 81.2 ms, 1.25 s."""
+    if seconds is None:
+        return NOTHING
+    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def clock_text(unix_seconds: float) -> str:

@@ -27,6 +27,9 @@ async function ask(path, token) {
 
 const number = (value, digits) => (value === null || value === undefined ? "–" : value.toFixed(digits));
 
+const share = (value) => (value === null ? "–" : `${number(100 * value, 0)} %`);
+const time = (seconds) => (seconds >= 1 ? `${seconds.toPrecision(3)} s` : `${(1000 * seconds).toPrecision(3)} ms`);
+
 function showRun(run) {
   document.title = `${run.health.word}: ${run.name}`;
   $("name").textContent = run.name;
@@ -42,9 +45,13 @@ function showRun(run) {
     ["This step", `${cells} %`],
     ["Peers now", String(run.peers)],
     ["Contributors", String(run.contributors)],
+    ["Bubble", share(run.bubble_share)],
     ["Tokens so far", compact(run.tokens)],
     ["Checkpoint", run.checkpoint_version === null ? "none yet" : `step ${run.checkpoint_version}`],
   ];
+  const rejected = Object.entries(run.rejected).filter(([, count]) => count > 0);
+  $("rejected").textContent = rejected.length
+    ? `Rejected since the coordinator started: ${rejected.map(([reason, count]) => `${count} × ${reason}`).join(", ")}.` : "";
   if (run.heldout_loss !== null) tiles.push(["Held-out loss", number(run.heldout_loss, 4)]);
   $("tiles").replaceChildren(...tiles.map(([title, value]) => {
     const tile = element("div");
@@ -109,12 +116,16 @@ function stageRow(stage) {
   const coming = stage.syncing ? `, ${stage.syncing} downloading` : "";
   line.append(element("strong", `Stage ${stage.stage}`),
     element("span", `${held}${coming} · ${number(stage.microbatches_per_second, 2)} microbatches/s · ${layers} · ${number(100 * stage.work_share, 0)} % of the work`, "figures"));
+  const times = stage.p50_seconds === null ? "" : `a microbatch takes ${time(stage.p50_seconds)}, one in twenty more than ${time(stage.p95_seconds)}`;
+  const idle = stage.idle_share === null ? "" : `idle for ${share(stage.idle_share)} of the time`;
   const bar = element("div", undefined, "bar");
   bar.setAttribute("aria-hidden", "true");
   const fill = element("span");
   fill.style.width = `${Math.round(100 * stage.relative_rate)}%`;
   bar.append(fill);
-  row.append(line, bar, chips(peers.filter((peer) => peer.stage === stage.stage)));
+  row.append(line, bar);
+  if (times || idle) row.append(element("p", [times, idle].filter(Boolean).join(" · "), "quiet times"));
+  row.append(chips(peers.filter((peer) => peer.stage === stage.stage)));
   return row;
 }
 

@@ -1,0 +1,236 @@
+"""What the terminal views cost: `make bench-views`.
+
+A real run on this machine, whose two volunteers are slowed down to the rate of small devices, so
+that the processor is mostly free. Both views are opened in a pseudo-terminal of 80 by 24, beside
+the daemon of a volunteer and beside the coordinator:
+
+    start     from starting the program to the first frame on the terminal, and until the frame has
+              what the daemon or the run's folder says; processor seconds until then
+    share     of a core, over half a minute of an open view; its memory at the end
+
+Nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+import pty
+import select
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import psutil
+
+from benchmarks.faults import SETTINGS, SLOW_SECONDS
+from benchmarks.machine import describe_machine
+from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import (
+    CLIENT_MODULE,
+    COORDINATOR_MODULE,
+    Children,
+    module_command,
+    wait_until,
+)
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")
+COLUMNS, ROWS = 80, 24
+FRAME = b"Overview"
+"""The row of tabs: the frame is there, whatever is known yet."""
+WHOLE = b"tokens/s"
+"""In both overviews as soon as something is known."""
+START_SECONDS = 60.0
+SETTLE_SECONDS = 5.0
+SHARE_SECONDS = 30.0
+READY_SECONDS = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    frame_seconds: float
+    whole_seconds: float
+    cpu_seconds: float
+
+
+class Terminal:
+    """A program in a terminal of its own; what it writes is read, and nothing is typed."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+        environment = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+        self.started_at = time.monotonic()
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(theirs)
+        self.seen = b""
+
+    def read(self, seconds: float) -> None:
+        """What comes within so long; a program that has ended is an error."""
+        ready, _, _ = select.select([self._ours], [], [], seconds)
+        if ready:
+            try:
+                self.seen += os.read(self._ours, 65536)
+            except OSError as error:
+                raise SwarmError(f"the view has ended: {self.seen[-500:]!r}") from error
+
+    def wait_for(self, words: bytes) -> float:
+        """Seconds from the start until these words were written."""
+        while words not in self.seen:
+            if time.monotonic() > self.started_at + START_SECONDS:
+                raise SwarmError(f"{words!r} is not on the screen: {self.seen[-500:]!r}")
+            self.read(0.5)
+        return time.monotonic() - self.started_at
+
+    def drain(self, seconds: float) -> None:
+        """Read what it writes for so long, as a terminal does."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.read(left)
+            self.seen = b""
+
+    def cpu_seconds(self) -> float:
+        times = psutil.Process(self.process.pid).cpu_times()
+        return float(times.user + times.system)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@contextmanager
+def opened(command: Sequence[str]) -> Iterator[Terminal]:
+    terminal = Terminal(command)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def one_start(command: Sequence[str]) -> Start:
+    with opened(command) as terminal:
+        frame, whole = terminal.wait_for(FRAME), terminal.wait_for(WHOLE)
+        return Start(frame, whole, terminal.cpu_seconds())
+
+
+def share(command: Sequence[str]) -> dict[str, float]:
+    with opened(command) as terminal:
+        terminal.wait_for(WHOLE)
+        terminal.drain(SETTLE_SECONDS)
+        before = terminal.cpu_seconds()
+        terminal.drain(SHARE_SECONDS)
+        used = terminal.cpu_seconds() - before
+        memory = psutil.Process(terminal.process.pid).memory_info().rss
+    return {"cpu_share": used / SHARE_SECONDS, "memory_bytes": float(memory)}
+
+
+@contextmanager
+def running(work: Path) -> Iterator[LocalSwarm]:
+    """The run, once its steps are made."""
+    run_dir, plan = work / "run", work / "plan.json"
+    overrides = {**SETTINGS, "run.name": "views", "limits.starting_peers_per_stage": 1}
+    initialise_run(run_dir, "tiny", stages=2, overrides=overrides)
+    slow = {
+        "id": "slow", "peer": ANYBODY, "phase": Phase.FORWARD, "action": Action.DELAY,
+        "seconds": SLOW_SECONDS, "again": True,
+    }  # fmt: skip
+    plan.write_text(json.dumps({"faults": [slow]}))
+    with Children() as children:
+        swarm = LocalSwarm(run_dir, children, environment={PLAN_VARIABLE: str(plan)})
+        invite = swarm.start_coordinator()
+        for stage in (0, 1):
+            swarm.start_volunteer(invite, stage)
+        wait_until(
+            lambda: swarm.status().get("version", 0) >= 2, children, READY_SECONDS, "two steps"
+        )
+        yield swarm
+        swarm.stop()
+
+
+def measure(work: Path, starts: int) -> dict[str, Any]:
+    with running(work) as swarm:
+        home = str(swarm.home(swarm.volunteers[0].name))
+        views = {
+            "swarm-client top": module_command(CLIENT_MODULE, "top", "--home", home),
+            "swarm-coordinator top": module_command(COORDINATOR_MODULE, "top", str(swarm.run_dir)),
+        }
+        found: dict[str, list[Start]] = {name: [] for name in views}
+        for _ in range(starts):
+            for name, command in views.items():
+                found[name].append(one_start(command))
+                click.echo(f"{name}: first frame after {found[name][-1].frame_seconds:.2f} s")
+        shares = {name: share(command) for name, command in views.items()}
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "columns": COLUMNS,
+        "rows": ROWS,
+        "share_seconds": SHARE_SECONDS,
+        "views": {
+            name: {"starts": [asdict(one) for one in found[name]], **shares[name]} for name in views
+        },
+    }
+
+
+def render(document: dict[str, Any]) -> str:
+    rows = []
+    for name, one in document["views"].items():
+        of = {
+            key: [start[f"{key}_seconds"] for start in one["starts"]]
+            for key in ("frame", "whole", "cpu")
+        }
+        rows.append(
+            (
+                name, f"{median(of['frame']):.2f} ({max(of['frame']):.2f})",
+                f"{median(of['whole']):.2f} ({max(of['whole']):.2f})", f"{median(of['cpu']):.2f}",
+                f"{one['cpu_share']:.1%}", f"{one['memory_bytes'] / 2**20:.0f}",
+            )
+        )  # fmt: skip
+    heads = ("view", "first frame, s", "with its words, s", "processor, s", "of a core", "MiB")
+    return table(heads, rows, right=(1, 2, 3, 4, 5))
+
+
+@click.command()
+@click.option("--starts", default=10, show_default=True, type=click.IntRange(1, 1000))
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "views.json"
+)
+def main(starts: int, out: Path) -> None:
+    """Measure how soon both views are on the screen, and what they take while they are open."""
+    work = Path(tempfile.mkdtemp(prefix="swarm-bench-views-"))
+    try:
+        document = measure(work, starts)
+    except SwarmError as error:
+        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(error.exit_code)
+    shutil.rmtree(work)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(f"\n{render(document)}\n\nmedians (slowest); written to {out}")
+
+
+if __name__ == "__main__":
+    main()
