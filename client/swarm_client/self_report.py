@@ -63,7 +63,7 @@ def heartbeat(
     return Heartbeat(
         microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
         queued=holding.in_flight if holding else 0,
-        up_bytes_per_second=node.bandwidth.up.most_bytes_per_second,
+        up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,
         links=links,
         paths=tuple(node.paths()[:MOST_PATHS]),
         paused=paused,

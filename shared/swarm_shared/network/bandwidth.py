@@ -84,3 +84,9 @@ class Bandwidth:
     def __init__(self) -> None:
         self.up = Direction()
         self.down = Direction()
+        self.nodes = 0
+
+    @property
+    def own_up_bytes_per_second(self) -> float:
+        """What one of the nodes can count on; 0 while the line has held nobody up."""
+        return self.up.most_bytes_per_second / max(1, self.nodes)

@@ -68,6 +68,7 @@ class Node:
         self.peer_id = identity.peer_id
         self.bandwidth = bandwidth or Bandwidth()
         """Of all its connections together; limits may be set at any time."""
+        self.bandwidth.nodes += 1
         self._host = build_host(
             identity, max_connections, max_connections_per_address, self.bandwidth
         )
