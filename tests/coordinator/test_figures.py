@@ -17,7 +17,7 @@ from swarm_coordinator.figures import (
     quantile,
     told,
 )
-from swarm_coordinator.transition import status_of
+from swarm_coordinator.run_status import status_of
 from swarm_shared.messages import Heartbeat, NotFinite
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
