@@ -10,7 +10,7 @@ ARGS ?=
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
         check format bench bench-faults bench-net bench-simulator bench-rebalancing \
-        bench-coordinator bench-prediction clean
+        bench-coordinator bench-prediction bench-yielding clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -32,6 +32,7 @@ help:
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
 	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
+	@echo "make bench-yielding how soon a machine is its user's again, after a key"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -100,6 +101,9 @@ bench-coordinator: setup-dev
 
 bench-prediction: setup-dev
 	@$(PY) -m benchmarks.prediction $(ARGS)
+
+bench-yielding: setup-dev
+	@$(PY) -m benchmarks.yielding $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
