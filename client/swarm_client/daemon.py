@@ -437,11 +437,15 @@ class Daemon:
                     await self._changed.wait()
 
 
+class LogFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging calls it
+        """A full disk: nothing to be told, least of all a traceback for each line. Who asks for the
+        log gets it from memory."""
+
+
 def write_log(home: Home) -> None:
     """Details for a bug report go to the volunteer's own folder, never to the terminal."""
-    handler = logging.handlers.RotatingFileHandler(
-        home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2
-    )
+    handler = LogFile(home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in ("swarm_client", "swarm_shared"):
         logger = logging.getLogger(name)
