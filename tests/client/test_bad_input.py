@@ -34,6 +34,8 @@ from swarm_shared.errors import (
 from swarm_shared.identity import Identity
 from swarm_shared.version import SOFTWARE_VERSION
 
+pytestmark = pytest.mark.attacks  # some forty programs are started: with the other slow tests
+
 GOOD = "# mine\ncpu_percent = 50\n"
 FULL_DISK = "ulimit -f 0"
 """Files can be made and cannot grow, in this shell and what it starts."""
