@@ -10,7 +10,7 @@ ARGS ?=
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
         check format bench bench-faults bench-net bench-simulator bench-rebalancing \
-        bench-coordinator bench-prediction bench-views clean
+        bench-coordinator bench-prediction bench-views bench-yielding clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
 	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
 	@echo "make bench-views how soon the terminal views are on the screen, and what they take then"
+	@echo "make bench-yielding how soon a machine is its user's again, after a key"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -104,6 +105,9 @@ bench-prediction: setup-dev
 
 bench-views: setup-dev
 	@$(PY) -m benchmarks.views $(ARGS)
+
+bench-yielding: setup-dev
+	@$(PY) -m benchmarks.yielding $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

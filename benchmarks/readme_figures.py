@@ -1,4 +1,4 @@
-"""Puts measured tables into README.md and pages of docs, each between its two marks.
+"""Puts measured tables into README.md and pages of docs/, each between its two marks.
 
 .venv/bin/python -m benchmarks.readme_figures benchmarks/results/throughput-small.json
 """
@@ -241,6 +241,31 @@ def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def yielding_markdown(document: Mapping[str, Any]) -> str:
+    """How soon somebody who comes back has the machine again."""
+    machine, keys = document["machine"], document["keys"]
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}): a "
+        f"key in a terminal of a machine that computes, {len(keys)} times; a microbatch takes "
+        f"{document['seconds_per_microbatch']:.2f} s there.",
+        "",
+        "| seconds after the key | median | longest | aim |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, what in (
+        ("reason_seconds", "the status says paused, and why"),
+        ("work_seconds", "the last work for the run"),
+    ):
+        seconds = [float(key[name]) for key in keys]
+        lines.append(f"| {what} | {statistics.median(seconds):.2f} | {max(seconds):.2f} | 2.00 |")
+    share = document["looking_share_of_a_core"]
+    lines += [
+        "",
+        f"Looking for somebody takes {share:.2%} of a core. `make bench-yielding` measures again.",
+    ]
+    return "\n".join(lines)
+
+
 PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "net": ("README.md", "net figures", net_markdown),
     "faults": ("README.md", "fault figures", faults_markdown),
@@ -249,6 +274,7 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
     "views": ("docs/top.md", "view figures", views_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
+    "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
 }
 """By the names of the files: the page, its marks, and what makes the block between them."""
 

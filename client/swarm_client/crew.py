@@ -21,13 +21,15 @@ class Crew:
     def __init__(self, volunteers: Sequence[Volunteer]) -> None:
         assert volunteers, "a machine has at least one device"
         self.volunteers = tuple(volunteers)
+        self.ended: set[PeerId] = set()
+        """Who takes part no more, while others may still do."""
         self.failures: dict[PeerId, SwarmError] = {}
-        """Why some take part no more, while others still do."""
+        """Of those, why, where it was an error."""
 
     @property
     def working(self) -> Iterator[Volunteer]:
         """Those that take part."""
-        return (one for one in self.volunteers if one.node.peer_id not in self.failures)
+        return (one for one in self.volunteers if one.node.peer_id not in self.ended)
 
     @property
     def speaker(self) -> Volunteer:
@@ -57,12 +59,12 @@ class Crew:
         return known[0] if known and len(known) == len(found) else None
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
-        for one in self.volunteers:
+        for one in self.working:
             one.suspend(reason, until)
 
     def resume(self) -> None:
         """What their owner paused goes on; what was paused for another reason waits for its end."""
-        for one in self.volunteers:
+        for one in self.working:
             if one.suspended is not None and one.suspended.reason is SuspendReason.PAUSED_BY_USER:
                 one.resume()
 

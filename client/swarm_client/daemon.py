@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import logging.handlers
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from swarm_client.crew import Crew
 from swarm_client.expected import expected_error
 from swarm_client.governor.governor import Governor
 from swarm_client.home import Home
+from swarm_client.log_file import write_log
 from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.layers import preferences_path
 from swarm_client.service_notify import Notifier
@@ -53,8 +53,6 @@ LEAVE_SECONDS = 60.0
 
 ENDING_SECONDS = LEAVE_SECONDS + 20.0
 """What the service manager is told: leaving, then ending workers and saving what is known."""
-
-LOG_BYTES = 5 * 2**20
 
 SAVE_SECONDS = 60.0
 """Between two writes of the diary; a crash loses so much of it, and nothing of what counts."""
@@ -435,16 +433,3 @@ class Daemon:
             else:
                 with trio.move_on_after(min(LOOK_SECONDS, pause.until - self._wall())):
                     await self._changed.wait()
-
-
-def write_log(home: Home) -> None:
-    """Details for a bug report go to the volunteer's own folder, never to the terminal."""
-    handler = logging.handlers.RotatingFileHandler(
-        home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2
-    )
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    for name in ("swarm_client", "swarm_shared"):
-        logger = logging.getLogger(name)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False

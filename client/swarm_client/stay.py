@@ -111,7 +111,7 @@ async def stay(
                 lives.start_soon(live, place, berth)
             await all_made.wait()
             crew = Crew([made[place] for place in range(len(devices))])
-            subjects = [governed(volunteer) for volunteer in crew.volunteers]
+            subjects = [governed(volunteer, crew) for volunteer in crew.volunteers]
             governor = Governor(source, home, subjects, bandwidth, invite.run_id, report)
             begun(crew, governor)
             await governor.look()
@@ -175,6 +175,8 @@ async def _take_part(volunteer: Volunteer, crew: Crew, nursery: trio.Nursery) ->
         crew.failures[volunteer.node.peer_id] = expected
         volunteer.report(f"error: {expected}")
         volunteer.report("the other devices go on")
+    finally:
+        crew.ended.add(volunteer.node.peer_id)
     nursery.cancel_scope.cancel()
 
 
@@ -233,7 +235,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         await watch.run()
 
 
-def governed(volunteer: Volunteer) -> Subject:
+def governed(volunteer: Volunteer, crew: Crew) -> Subject:
     """The volunteer as the governor sees it."""
     averager = volunteer.averager
     return Subject(
@@ -242,6 +244,7 @@ def governed(volunteer: Volunteer) -> Subject:
         lambda: sum(link.sent + link.received for link in averager.links()),
         volunteer.options.device,
         volunteer.options.threads,
+        lambda: volunteer.node.peer_id not in crew.ended,
     )
 
 

@@ -139,44 +139,28 @@ async def fetch_data(
     shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
     """
     async with turn or trio.Lock():
-        return await _fetch_data(
-            node, home, run, manifest, coordinator, certificate, claim_disk, use_urls=use_urls
-        )
-
-
-async def _fetch_data(
-    node: Node,
-    home: Home,
-    run: RunId,
-    manifest: Manifest,
-    coordinator: Source,
-    certificate: str,
-    claim_disk: Callable[[int], None],
-    *,
-    use_urls: bool,
-) -> Path:
-    folder = home.data_folder(run)
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
-    claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
-    for shard in manifest.data.shards:
-        path = folder / shard.name
-        if path.exists():
-            try:
-                await trio.to_thread.run_sync(_verify, path, shard, manifest)
-                continue
-            except DataError as error:
-                log.warning("%s; it is fetched again", error)
-                path.unlink()
-        by_url = use_urls and shard.url is not None
-        if not by_url or not await _fetch_url(path, shard, manifest):
-            size = shard.tokens * manifest.data.token_bytes
-            await fetch(
-                node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,
-                certificate, run,
-            )  # fmt: skip
-        await trio.to_thread.run_sync(_verify, path, shard, manifest)
-    return folder
+        folder = home.data_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
+        claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
+        for shard in manifest.data.shards:
+            path = folder / shard.name
+            if path.exists():
+                try:
+                    await trio.to_thread.run_sync(_verify, path, shard, manifest)
+                    continue
+                except DataError as error:
+                    log.warning("%s; it is fetched again", error)
+                    path.unlink()
+            by_url = use_urls and shard.url is not None
+            if not by_url or not await _fetch_url(path, shard, manifest):
+                size = shard.tokens * manifest.data.token_bytes
+                await fetch(
+                    node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,
+                    certificate, run,
+                )  # fmt: skip
+            await trio.to_thread.run_sync(_verify, path, shard, manifest)
+        return folder
 
 
 def _verify(path: Path, shard: ShardInfo, manifest: Manifest) -> None:

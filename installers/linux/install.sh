@@ -9,13 +9,16 @@
 # Where it goes: a virtual environment in ~/.local/share/swarmtrain-program, and a link for each of
 # its two programs in ~/.local/bin. What the client keeps of its own (identity, caches) comes on
 # first use and lies elsewhere: `swarm-client paths` lists it. Over an installed one it is an
-# upgrade: the new environment takes the old one's place when it is whole, not before.
+# upgrade: the new environment takes the old one's place when it is whole, not before. A client that
+# runs ends in order just then, handing over what it has in hand, and is started again.
 #
 # Everything is in functions, and the last line calls the first one: half a download does nothing.
 
 set -eu
 
 PROGRAMS="swarm-client swarm-coordinator"
+UNIT=swarm-client.service
+START_SECONDS=60
 
 main() {
     from=
@@ -24,14 +27,15 @@ main() {
     packages_of=
     sha256=
     dry_run=no
+    ended=no
     while [ $# -gt 0 ]; do
         case $1 in
-        --from | --prefix | --python | --packages-of | --sha256)
+        --from | --prefix | --python | --packages-of | --sha256 | --home)
             [ $# -ge 2 ] || refuse "$1 needs a value"
             set_option "$1" "$2"
             shift
             ;;
-        --from=* | --prefix=* | --python=* | --packages-of=* | --sha256=*)
+        --from=* | --prefix=* | --python=* | --packages-of=* | --sha256=* | --home=*)
             set_option "${1%%=*}" "${1#*=}"
             ;;
         --dry-run) dry_run=yes ;;
@@ -52,14 +56,17 @@ main() {
     fi
     scratch=$(mktemp -d "${TMPDIR:-/tmp}/swarmtrain-install.XXXXXX")
     # shellcheck disable=SC2154 # `code` is set inside
-    trap 'code=$?; rm -rf "$scratch" "$environment.new"; exit "$code"' EXIT
+    trap 'code=$?; start_again || true; rm -rf "$scratch" "$environment.new"; exit "$code"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     # Python looks for modules where it is started; nobody knows what lies there.
     cd "$scratch"
     fetch
     build_environment
+    end_running
     put_in_place
+    start_again || fail "the client that ran could not be started again; 'swarm-client daemon' does" \
+        "that, and says what is wrong"
     tell
 }
 
@@ -72,6 +79,7 @@ usage: install.sh [OPTIONS]
   --python PROGRAM     Python 3.11 or newer [default: the first that is found]
   --packages-of PLACE  use what another Python has installed (a GPU vendor's torch, say), and
                        download only what is missing there: its program, or its site-packages
+  --home DIR           where the client that runs keeps its own, if not at the usual place
   --dry-run            say what would be done, and do nothing
 END
 }
@@ -84,6 +92,10 @@ set_option() {
     --python) python=$2 ;;
     --packages-of) packages_of=$2 ;;
     --sha256) sha256=$2 ;;
+    --home)
+        SWARM_CLIENT_HOME=$(absolute "$2")
+        export SWARM_CLIENT_HOME
+        ;;
     esac
 }
 
@@ -216,6 +228,8 @@ describe() {
         say "would link $links/$program to $environment/bin/$program"
     done
     [ ! -d "$environment" ] || say "would replace the one that is there"
+    find_running
+    [ "$running" = no ] || say "would end the client that runs in order, and start it again"
 }
 
 # ---------------------------------------------------------------- the wheel
@@ -361,6 +375,75 @@ give_up() {
         "needs a network). Nothing was changed"
 }
 
+# ---------------------------------------------------------------- the client that runs
+
+# Whether one does, and who looks after it: a service manager, or nobody.
+find_running() {
+    running=no
+    manager=
+    word=
+    [ -x "$environment/bin/swarm-client" ] || return 0
+    if is_served_by systemctl --user; then
+        manager="systemctl --user"
+    elif [ "$(id -u)" = 0 ] && is_served_by systemctl; then
+        manager=systemctl
+    elif ! word=$(word_of_client 2>/dev/null); then
+        return 0
+    fi
+    running=yes
+}
+
+is_served_by() {
+    command -v systemctl >/dev/null 2>&1 && "$@" is-active --quiet "$UNIT" 2>/dev/null &&
+        "$@" show --property=ExecStart "$UNIT" | grep -qF "$environment/"
+}
+
+word_of_client() {
+    "$environment/bin/swarm-client" status --json | "$environment/bin/python" -c 'import json, sys
+print(json.load(sys.stdin)["word"])'
+}
+
+# By the old program: it speaks the language of the daemon that runs.
+end_running() {
+    find_running
+    [ "$running" = yes ] || return 0
+    say "ending the client that runs, in order; it is started again"
+    ended=yes
+    if [ -n "$manager" ]; then
+        $manager stop "$UNIT" || fail "the service could not be stopped; nothing was changed"
+    else
+        "$environment/bin/swarm-client" shutdown >/dev/null ||
+            fail "the client that runs did not end; end it (Ctrl-C where it runs, or kill) and run" \
+                "this again. Nothing was changed"
+    fi
+}
+
+# Also after a failure: whoever ends a client starts it again.
+start_again() {
+    [ "$ended" = yes ] || return 0
+    ended=no
+    if [ -n "$manager" ]; then
+        $manager start "$UNIT"
+        return
+    fi
+    client=$environment/bin/swarm-client
+    ! "$client" status >/dev/null 2>&1 || return 0
+    logs=$("$client" paths --json | "$environment/bin/python" -c 'import json, sys
+print(json.load(sys.stdin)["logs"])') || return 1
+    # One that worked for no run is not to take one up now.
+    idle=
+    [ "$word" != stopped ] || idle=--idle
+    # shellcheck disable=SC2086 # no word when it is empty
+    nohup "$client" daemon $idle >>"$logs/daemon.log" 2>&1 </dev/null &
+    waited=0
+    until "$client" status >/dev/null 2>&1; do
+        [ "$waited" -lt "$START_SECONDS" ] || return 1
+        sleep 1
+        waited=$((waited + 1))
+    done
+    say "the client runs again, behind the terminal"
+}
+
 # ---------------------------------------------------------------- in place
 
 put_in_place() {
@@ -410,8 +493,7 @@ tell() {
         ;;
     esac
     if "$environment/bin/swarm-client" status >/dev/null 2>&1; then
-        say "a client runs here; it goes on with the old program until it is started again"
-        say "next: $command service install, or $command shutdown and $command join INVITE"
+        say "a client runs here, with this program; '$command status' says what it does"
     else
         say "next: $command join INVITE"
     fi

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from swarm_shared.errors import ConfigurationError, SignatureError
+from swarm_shared.errors import ConfigurationError, SignatureError, StorageError
 from swarm_shared.types import PeerId
 
 PUBLIC_KEY_BYTES = 32
@@ -73,7 +73,8 @@ class Identity:
     def load_or_create(cls, path: Path) -> Identity:
         """Reads the key file at `path`; makes it (mode 0600) when there is none.
 
-        Raises ConfigurationError when the file is damaged, readable by others or out of reach.
+        Raises ConfigurationError when the file is damaged, readable by others or out of reach,
+        StorageError when it cannot be made.
         """
         try:
             return cls.load(path)
@@ -87,9 +88,9 @@ class Identity:
             # Another process made one at the same moment: its key is the one that stays.
             return cls.load(path)
         except OSError as error:
-            raise ConfigurationError(
-                f"The key file {path} cannot be written ({error.strerror or error}); "
-                f"make its folder writable or choose another one."
+            raise StorageError(
+                f"The key file {path} cannot be written ({error.strerror or error}); make room on "
+                "the disk, make its folder writable, or choose another one."
             ) from error
         return identity
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -283,6 +284,15 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
     told = rig.governor.completed(status)
     assert told.sentence.startswith("paused: somebody uses this machine")
     assert {device.sentence for device in told.devices} == {told.sentence}
+
+
+async def test_a_device_that_takes_part_no_more_is_told_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
+    gone = rig.governor._charges[1]
+    gone.subject = replace(gone.subject, works=lambda: False)
+    rig.somebody.idle = 1.0
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    assert rig.others_told[0].suspended is None
 
 
 async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None:

@@ -65,9 +65,19 @@ def test_a_person_installs_uses_upgrades_and_removes_it_and_nothing_is_left(
         spoilt.unlink()
         assert bob.does(client, "version") == "0.1.0\n"
 
+        assert json.loads(bob.does(client, "status", "--json"))["pid"] == daemon.pid
+
+        # An upgrade ends the client that runs in order, and starts the new program in its place.
         identity = (bob.home / ".local/share/swarmtrain/identity.key").read_bytes()
+        would = bob.does("sh", LINUX / "install.sh", "--dry-run", *options)
+        assert "would end the client that runs in order, and start it again" in would
         said = bob.does("sh", LINUX / "install.sh", *options)
-        assert "a client runs here" in said
+        assert "the client runs again" in said
+        manager.hears("STOPPING=1")
+        assert daemon.wait(PATIENCE_SECONDS) == 0
+        again = bob.types(client, "status", "--json")
+        assert (again.returncode, again.stderr) == (0, "")
+        assert json.loads(again.stdout)["pid"] != daemon.pid
         assert (bob.home / ".local/share/swarmtrain/identity.key").read_bytes() == identity
         assert bob.does(client, "config", "get", "cpu_percent") == "50\n"
 
@@ -77,8 +87,6 @@ def test_a_person_installs_uses_upgrades_and_removes_it_and_nothing_is_left(
         assert bob.files() == before
         said = bob.does("sh", for_sale / "uninstall.sh")
         assert "stays; --purge removes it too" in said
-        manager.hears("STOPPING=1")
-        assert daemon.wait(PATIENCE_SECONDS) == 0
     finally:
         daemon.kill()
         daemon.wait()

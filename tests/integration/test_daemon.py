@@ -14,7 +14,13 @@ import psutil
 import pytest
 
 from swarm_client.absence import AWAY_SECONDS
-from swarm_coordinator.processes import CLIENT_MODULE, module_command, wait_until
+from swarm_coordinator.processes import (
+    CLIENT_MODULE,
+    COORDINATOR_MODULE,
+    module_command,
+    run_to_end,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
 
@@ -249,5 +255,40 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
         assert seen["away"]["seconds"] >= AWAY_SECONDS
         assert "this program was stopped for" in bob.does("status")
         assert "joining again" in bob.does("logs", "--events")
+        bob.does("leave")
+        bob.does("shutdown")
+
+
+def test_a_device_that_the_run_does_not_let_in_leaves_the_other_at_work(
+    make_run: Callable[..., Any],
+) -> None:
+    """An invite for one use, and two devices."""
+    run = make_run(1, steps=400, limits__starting_peers_per_stage=1, admission__mode="token")
+    swarm = run.swarm
+    swarm.start_coordinator()
+    command = module_command(
+        COORDINATOR_MODULE, "token", "create", str(run.folder.path), "--uses", "1"
+    )
+    invite = run_to_end("swarm-coordinator token", command, 60.0).split()[-1]
+    with person(swarm.home("a daemon's home")) as bob:
+        bob.does("join", invite, "--detach", "--device", "cpu", "--device", "cpu")
+
+        def words() -> list[str]:
+            return sorted(device["word"] for device in bob.sees()["devices"])
+
+        def until(wanted: list[str]) -> None:
+            wait_until(lambda: words() == wanted, swarm.children, PATIENCE_SECONDS, str(wanted))
+
+        until(["contributing", "stopped"])
+        seen = bob.sees()
+        [out] = [device for device in seen["devices"] if device["word"] == "stopped"]
+        assert out["reason"] == "not_admitted"
+        assert (seen["word"], seen["reason"]) == ("contributing", None)
+        assert out["sentence"] in seen["sentence"]
+        bob.does("pause")
+        until(["paused", "stopped"])
+        assert bob.sees()["reason"] == "paused_by_user"
+        bob.does("resume")
+        until(["contributing", "stopped"])
         bob.does("leave")
         bob.does("shutdown")

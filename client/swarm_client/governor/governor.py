@@ -87,6 +87,8 @@ class Subject:
     device: Device
     """As it was offered at the start, without the preferences."""
     threads: int
+    works: Callable[[], bool] = lambda: True
+    """Whether it still takes part: one that does not is told nothing."""
 
 
 @dataclass(slots=True)
@@ -245,7 +247,8 @@ class Governor:
             )
         self._carry_out_together()
         for charge in self._charges:
-            self._carry_out(charge)
+            if charge.subject.works():
+                self._carry_out(charge)
         await trio.to_thread.run_sync(
             self._binding.apply, self.verdict.limits.cores, self.verdict.limits.nice
         )

@@ -1,6 +1,7 @@
 """docs/preferences.md, made from the model: `python -m swarm_client.preferences.reference_page`.
 
-A test compares the page in the repository with this.
+A test compares the page in the repository with this, but for the measured figures in it, which
+`benchmarks.readme_figures` puts there.
 """
 
 from __future__ import annotations
@@ -79,8 +80,16 @@ _NOTES = """\
   the longest unused first; then everything pauses.
 - **Power of a GPU** can be limited by its driver only, as root. When a GPU is too hot, the sentence
   names the command that would help.
-- **When somebody uses the machine** is asked of X11, logind, macOS and the terminals, whichever are
-  there. Where none is, nobody does.
+- **When somebody uses the machine** is asked of X11, logind, macOS and the terminals (windows, ssh,
+  consoles), whichever are there. Where none is, nobody does.
+- **Who comes back has the machine within two seconds.** It is looked for twice a second (logind:
+  once a second, because asking it costs more). From then on nothing new is taken; what is in hand
+  has 0.9 s to be finished, then it is handed back for others to compute, and a computation that is
+  under way ends at its next layer. A terminal's time is written by Linux in steps of eight
+  seconds, so a user of a terminal may count as there for up to eight seconds longer.
+
+<!-- yielding figures -->
+<!-- /yielding figures -->
 """
 
 

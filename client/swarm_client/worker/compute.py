@@ -124,7 +124,7 @@ class StageRunner:
 
     def _watch_backward(self, _layer: object, _inputs: object, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda _gradient: self.between_layers())  # type: ignore[no-untyped-call]
+            output.register_hook(lambda _: self.between_layers())  # type: ignore[no-untyped-call]
 
     # ---- what a worker is asked to compute
 
