@@ -56,6 +56,7 @@ def wait_for_output(child: Child, wanted: str) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.runs
 def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_path: Path) -> None:
     run_dir, json_file = tmp_path / "a run", tmp_path / "the result.json"
     with Children() as children:
@@ -101,6 +102,7 @@ def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
 
 
 @pytest.mark.integration
+@pytest.mark.runs
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_volunteer_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
