@@ -170,6 +170,7 @@ def rejected(bench: Bench) -> dict[str, int]:
 
 def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
     bench = stepping()
+    bench.one_step()
     bench.report("a0", 0)
     assert rejected(bench) == {}
     good = bench.receipt("b0", 1)
@@ -181,6 +182,8 @@ def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
     ):
         wrong = good.model_copy(update=changes)
         bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (wrong,)))
+    again = bench.receipt("b0", 0, step=Step(bench.run.version))
+    bench.event(ReceiptsVerified(bench.session("b0"), PeerId("b0"), (again,)))
     assert rejected(bench) == {
         Rejection.OTHER_STEP: 1,
         Rejection.NOT_THE_HOLDER: 1,

@@ -63,6 +63,18 @@ async def test_no_public_answer_holds_an_address_or_a_whole_peer_id(folder: RunF
             assert client.pages.feed.snapshot.status["coordinator"] not in body, path
 
 
+async def test_the_run_says_how_much_of_its_time_is_idle_and_what_was_rejected(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        run = (await client.get("/api/v1/run")).json
+        assert run["bubble_share"] == pytest.approx(0.3)
+        assert run["rejected"]["not finite"] == 3
+        _, second = (await client.get("/api/v1/stages")).json["stages"]
+        assert second["idle_share"] == pytest.approx(0.5)
+        assert 0.4 < second["p50_seconds"] <= second["p95_seconds"] < 0.6
+
+
 async def test_the_organisers_part_needs_the_token(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
         for path in ORGANISERS:

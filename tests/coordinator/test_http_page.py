@@ -76,6 +76,19 @@ async def test_it_fits_every_screen(
         assert contrast == []
 
 
+async def test_a_stage_says_how_long_a_microbatch_takes_and_how_long_it_waits_for_one(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    async with opened(folder, tmp_path, 1280) as (page, _):
+        stages = await page.evaluate("document.querySelector('#stages').innerText")
+        assert "a microbatch takes" in stages
+        assert "idle for 50 % of the time" in stages
+        tiles = await page.evaluate("document.querySelector('#tiles').innerText")
+        assert "Bubble\n30 %" in tiles
+        rejected = await page.evaluate("document.querySelector('#rejected').innerText")
+        assert rejected == "Rejected since the coordinator started: 3 × not finite."
+
+
 async def test_whatever_volunteers_call_themselves_is_text(
     folder: RunFolder, tmp_path: Path
 ) -> None:

@@ -56,6 +56,16 @@ def test_every_pane_looks_as_it_did(form: str) -> None:
         ),
         ({"waiting_for": "a peer"}, "waiting", "It waits for a peer."),
         (
+            # Peers that have not turned to the next version yet hold their stage.
+            {
+                "phase": "applying",
+                "healthy": False,
+                "stages": [{"stage": 0, "peers": 2}, {"stage": 1, "peers": 0}],
+            },
+            "healthy",
+            "The step is being applied.",
+        ),
+        (
             {"phase": "finished", "running": False, "heldout_loss": 3.5},
             "finished",
             "The run is finished after 40 steps, held-out loss 3.5000.",

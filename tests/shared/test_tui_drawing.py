@@ -20,6 +20,7 @@ from swarm_shared.tui.words import (
     disk_text,
     duration,
     memory_text,
+    milliseconds,
     peer_text,
     percent,
     printable,
@@ -254,3 +255,8 @@ def test_a_trace_keeps_the_newest_points_and_one_for_each_time() -> None:
         trace.add(at, value)
     assert trace.values() == [2.5, None, 4.0]
     assert trace.points() == [(2.0, 2.5), (4.0, 4.0)]
+
+
+def test_times_are_told_in_the_unit_that_fits() -> None:
+    told = [milliseconds(seconds) for seconds in (None, 0.00061, 0.0812, 0.9996, 1.25)]
+    assert told == ["-", "0.61 ms", "81.2 ms", "1 s", "1.25 s"]

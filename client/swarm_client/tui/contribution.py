@@ -62,7 +62,8 @@ def _history(status: Status, width: int, height: int, look: Look) -> list[Line]:
     for index, row in enumerate(rows):
         told = short_number(top) if index == 0 else "0" if index == len(rows) - 1 else ""
         lines.append(line((f"{told:>8} ", "dim"), (edge, "rule"), (row, "accent")))
-    lines.append(line((f"{'':10}{days[0][0]} to {days[-1][0]}", "dim")))
+    first, last = days[0][0], days[-1][0]
+    lines.append(line((f"{'':10}{first}{f' to {last}' if last != first else ''}", "dim")))
     return lines
 
 

@@ -206,7 +206,7 @@ def _network(model: Model, status: Status, width: int) -> list[Line]:
     look, traffic = model.look, status.traffic
     spark = max(8, min(40, width - 34))
     lines = [
-        heading(f"Network ({printable(traffic.reachability)})", width, look),
+        heading(f"Network{_reached(traffic.reachability)}", width, look),
         _named(
             "sent",
             line((sparkline(model.sent.values(), spark, look), "accent")),
@@ -241,3 +241,8 @@ def _given(model: Model, status: Status, width: int) -> list[Line]:
             line(f"{given.streak_days}-day streak") if given.streak_days else EMPTY,
         ),
     ]
+
+
+def _reached(reachability: str) -> str:
+    """Whether others can dial in; nothing while that is being found out."""
+    return "" if reachability == "unknown" else f" ({printable(reachability.replace('_', ' '))})"

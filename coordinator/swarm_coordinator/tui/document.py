@@ -6,6 +6,7 @@ older one that lacks them have a default.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -159,6 +160,18 @@ class RunDocument(Document):
         return self.phase == "finished"
 
 
+APPLYING = "applying"
+
+
+def holders(document: RunDocument) -> dict[int, int]:
+    """Peers that hold each stage. While a step is applied they turn to the next version one after
+    the other, and those that have not yet hold it all the same."""
+    if document.phase != APPLYING:
+        return {row.stage: row.peers for row in document.stages}
+    count = Counter(peer.stage for peer in document.peers if peer.phase == "ready")
+    return {row.stage: max(row.peers, count[row.stage]) for row in document.stages}
+
+
 def health(document: RunDocument) -> tuple[str, str]:
     """One word, and the sentence that says why."""
     if document.finished:
@@ -167,13 +180,13 @@ def health(document: RunDocument) -> tuple[str, str]:
         return "finished", f"The run is finished after {document.version} steps{told}."
     if not document.running:
         return "stopped", "The coordinator does not run."
-    lost = [str(row.stage) for row in document.stages if row.peers == 0]
+    lost = [str(stage) for stage, peers in holders(document).items() if peers == 0]
     if lost:
         names = ", ".join(lost)
         return "incomplete", f"Nobody holds stage {names}: nothing can be trained."
     if document.waiting_for:
         return "waiting", f"It waits for {document.waiting_for}."
-    if not document.healthy:
+    if not document.healthy and document.phase != APPLYING:
         return "incomplete", "A stage has no peer that is ready."
     words = {"collecting": "Microbatches of this step are being computed.",
              "closing": "The step is being closed: gradients are averaged.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.tui.document import PeerRow, RunDocument
+from swarm_coordinator.tui.document import PeerRow, RunDocument, holders
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line, wrapped
@@ -124,7 +124,10 @@ def _speed_curve(run: RunDocument, width: int, height: int, look: Look) -> list[
 
 
 def _stage_bars(run: RunDocument) -> list[StageBar]:
-    return [StageBar(row.stage, row.peers, row.microbatches_per_second) for row in run.stages]
+    peers = holders(run)
+    return [
+        StageBar(row.stage, peers[row.stage], row.microbatches_per_second) for row in run.stages
+    ]
 
 
 # ---------------------------------------------------------------- stages and peers

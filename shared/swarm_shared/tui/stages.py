@@ -25,7 +25,7 @@ def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line
         return [line(("  no stage is known yet", "dim"))]
     fastest = max(row.microbatches_per_second for row in stages)
     slowest = min(row.microbatches_per_second for row in stages)
-    length = max(10, min(40, width - 52))
+    length = max(10, min(40, width - 56))
     lines = []
     for row in stages:
         rate = row.microbatches_per_second
