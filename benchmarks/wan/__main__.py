@@ -25,7 +25,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.wan.check import LinkCheck, check_links
 from benchmarks.wan.check import render as render_checks
 from benchmarks.wan.contenders import CONTENDERS
-from benchmarks.wan.field import COORDINATOR, Field
+from benchmarks.wan.field import COORDINATOR, TRAINER, Field
 from benchmarks.wan.fleet import assign, sizes_of
 from benchmarks.wan.mixes import MIXES, Mix, MixFile, read_mixes
 from benchmarks.wan.network import wide_area_network
@@ -129,6 +129,7 @@ def measure_mix(
     members = assign(mix, STAGES, [stage.work_flops for stage in manifest.stages], seconds)
     links = {member.name: member.peer.link for member in members}
     links[COORDINATOR] = file.links["server"]
+    links[TRAINER] = max((peer.link for peer in mix.peers), key=lambda link: link.up_mbit)
     click.echo(f"\n{mix.name}: {len(members)} machines")
     rows: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     checks: list[LinkCheck] = []
@@ -142,8 +143,12 @@ def measure_mix(
             network, tuple(sorted(members, key=lambda one: (one.stage, one.name))), templates,
             STAGES, steps,
         )  # fmt: skip
+        can = {name: CONTENDERS[name].why_not(field) for name in chosen}
+        for name in [name for name in chosen if can[name] is not None]:
+            click.echo(f"{CONTENDERS[name].title}: not here, {can[name]}")
+            del rows[name]
         for repetition in range(1, repetitions + 1):
-            for name in chosen:
+            for name in rows:
                 place = work / f"{name}-{repetition}"
                 place.mkdir(parents=True)
                 with Recorder(network) as recorder:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.run_data import TimedStep, read_steps
-from benchmarks.wan.field import COORDINATOR, Field, wait_for_all
+from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, module_command
@@ -23,6 +24,8 @@ class Contender:
     run: Run
     exact: bool = True
     """Its losses must equal those of one process."""
+    why_not: Callable[[Field], str | None] = lambda field: None
+    """Why it cannot train on this fleet; None when it can."""
 
 
 def swarm(field: Field, work: Path) -> Sequence[TimedStep]:
@@ -86,9 +89,72 @@ def interleaved(field: Field, work: Path) -> Sequence[TimedStep]:
     return pipeline(field, work, chunks=2)
 
 
+def experts(field: Field, work: Path, *, fp16: bool) -> Sequence[TimedStep]:
+    """Stages behind hivemind's MoE servers, and a trainer through which everything goes."""
+    out = work / "steps.jsonl"
+    template = str(field.templates[field.stages])
+    precision = "--fp16" if fp16 else "--fp32"
+    with Children() as children:
+        for member in field.members:
+            host = field.host(member)
+            words = [template, "--stage", str(member.stage), "--address", host.ipv4]
+            command = module_command(
+                "benchmarks.wan.expert_server", *words, "--folder", str(work), precision
+            )
+            server = children.start(
+                f"server {member.stage}", (*host.prefix, *command),
+                work / f"server-{member.stage}.out", field.environment(member.flops_per_second),
+            )  # fmt: skip
+            children.excused.append(server)
+        host = field.network.hosts[TRAINER]
+        words = [template, "--address", host.ipv4, "--folder", str(work)]
+        words += ["--steps", str(field.steps), "--out", str(out)]
+        command = module_command("benchmarks.wan.expert_trainer", *words)
+        trainer = children.start(
+            "trainer", (*host.prefix, *command), work / "trainer.out", field.environment(1e15)
+        )
+        wait_for(trainer, children, "the trainer")
+    return read_steps(out)
+
+
+def data_parallel(field: Field, work: Path) -> Sequence[TimedStep]:
+    """The whole model on every machine, averaged by hivemind.Optimizer."""
+    out = work / "steps.jsonl"
+    with Children() as children:
+        started = []
+        for index, member in enumerate(field.members):
+            host = field.host(member)
+            words = [str(field.templates[field.stages]), "--member", str(index)]
+            words += ["--members", str(len(field.members)), "--address", host.ipv4]
+            words += ["--folder", str(work), "--steps", str(field.steps), "--out", str(out)]
+            command = module_command("benchmarks.wan.data_parallel", *words)
+            started.append(
+                children.start(
+                    f"member {index}", (*host.prefix, *command), work / f"member-{index}.out",
+                    field.environment(member.flops_per_second),
+                )
+            )  # fmt: skip
+        children.excused.extend(started[1:])
+        wait_for(started[0], children, "the first member")
+    return read_steps(out)
+
+
+def one_pipeline(field: Field) -> str | None:
+    return None if field.pipelines == 1 else "it has no averaging inside a stage"
+
+
 CONTENDERS: dict[str, Contender] = {
     "torch": Contender("one torch process as fast as all together", torch_single),
     "swarm": Contender("swarm", swarm),
     "1f1b": Contender("torch 1F1B over gloo", pipeline),
     "interleaved": Contender("torch interleaved 1F1B over gloo", interleaved),
-}
+    "expert": Contender(
+        "trainer in the middle, RemoteExpert fp32", partial(experts, fp16=False),
+        why_not=one_pipeline,
+    ),
+    "expert-fp16": Contender(
+        "trainer in the middle, RemoteExpert fp16", partial(experts, fp16=True),
+        exact=False, why_not=one_pipeline,
+    ),
+    "data-parallel": Contender("hivemind.Optimizer, whole model each", data_parallel, exact=False),
+}  # fmt: skip

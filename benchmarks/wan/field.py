@@ -10,11 +10,13 @@ from benchmarks.wan.fleet import Member
 from benchmarks.wan.network import Network
 from network_lab import Host
 from swarm_client.worker.pace import PACE_VARIABLE
-from swarm_coordinator.processes import Children, failure_text
+from swarm_coordinator.processes import Child, Children, failure_text, wait_until
 from swarm_shared.errors import SwarmError
 
 COORDINATOR = "coordinator"
 """A machine with a good line, for whoever needs one that holds no stage."""
+TRAINER = "trainer"
+"""A machine that holds no stage, with the best of the fleet's own lines."""
 LIMIT_SECONDS = 1800.0
 DEVICE = "eth0"
 
@@ -51,3 +53,8 @@ def wait_for_all(children: Children, what: str) -> None:
         raise SwarmError(f"{what} had not ended after {LIMIT_SECONDS:.0f} seconds")
     if failed := children.failed():
         raise SwarmError(failure_text(failed[0]))
+
+
+def wait_for(child: Child, children: Children, what: str) -> None:
+    """One of them has ended as it should. SwarmError as above."""
+    wait_until(lambda: child.exit_code() == 0, children, LIMIT_SECONDS, what)
