@@ -4,18 +4,31 @@ for them, and returns the times of its steps. None knows of the others."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.run_data import TimedStep, read_steps
+from benchmarks.wan.borders import border_table
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, module_command
 
-Run = Callable[[Field, Path], Sequence[TimedStep]]
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a contender did."""
+
+    steps: Sequence[TimedStep]
+    details: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    """What it alone can tell, for the result file."""
+
+
+Run = Callable[[Field, Path], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +41,10 @@ class Contender:
     """Why it cannot train on this fleet; None when it can."""
 
 
-def swarm(field: Field, work: Path) -> Sequence[TimedStep]:
+def swarm(field: Field, work: Path) -> Outcome:
     """Ours: the programs that organisers and volunteers start."""
     run_dir = work / "run"
-    shutil.copytree(field.templates[field.stages], run_dir)
+    shutil.copytree(field.run_folder(), run_dir)
     with Children() as children:
         local = LocalSwarm(run_dir, children)
         local.prefix = field.network.hosts[COORDINATOR].prefix
@@ -42,16 +55,19 @@ def swarm(field: Field, work: Path) -> Sequence[TimedStep]:
             local.start_volunteer(invite, stage=member.stage)
         finished = local.watch(lambda seen, status: None)
         local.wait_for_goodbye()
-    return [
+    steps = [
         TimedStep(step.step, step.loss, step.tokens, step.seconds, step.written_at)
         for step in finished.steps
     ]
+    # Volunteers were started, and so named, in the order of the members.
+    stage_of = {f"volunteer-{n}": one.stage for n, one in enumerate(field.members, 1)}
+    return Outcome(steps, {"borders": border_table(finished, stage_of, field.sizes)})
 
 
-def torch_single(field: Field, work: Path) -> Sequence[TimedStep]:
+def torch_single(field: Field, work: Path) -> Outcome:
     """One process as fast as all machines together, and no network."""
     out = work / "steps.jsonl"
-    words = [str(field.templates[field.stages]), "--steps", str(field.steps)]
+    words = [str(field.run_folder()), "--steps", str(field.steps)]
     words += ["--threads", "2", "--out", str(out)]
     fleet = sum(member.flops_per_second for member in field.members)
     with Children() as children:
@@ -60,13 +76,13 @@ def torch_single(field: Field, work: Path) -> Sequence[TimedStep]:
             {**field.environment(fleet), "OMP_NUM_THREADS": "2"},
         )  # fmt: skip
         wait_for_all(children, "the torch process")
-    return read_steps(out)
+    return Outcome(read_steps(out))
 
 
-def pipeline(field: Field, work: Path, chunks: int = 1) -> Sequence[TimedStep]:
+def pipeline(field: Field, work: Path, chunks: int = 1) -> Outcome:
     """torch.distributed.pipelining over gloo: 1F1B, or interleaved with chunks of each rank."""
     out = work / "steps.jsonl"
-    template = field.templates[field.stages * chunks]
+    template = field.run_folder(chunks)
     taken = [0] * field.stages
     with Children() as children:
         for member in field.members:
@@ -82,17 +98,17 @@ def pipeline(field: Field, work: Path, chunks: int = 1) -> Sequence[TimedStep]:
                 field.environment(member.flops_per_second),
             )  # fmt: skip
         wait_for_all(children, "the pipeline")
-    return read_steps(out)
+    return Outcome(read_steps(out))
 
 
-def interleaved(field: Field, work: Path) -> Sequence[TimedStep]:
+def interleaved(field: Field, work: Path) -> Outcome:
     return pipeline(field, work, chunks=2)
 
 
-def experts(field: Field, work: Path, *, fp16: bool) -> Sequence[TimedStep]:
+def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
     """Stages behind hivemind's MoE servers, and a trainer through which everything goes."""
     out = work / "steps.jsonl"
-    template = str(field.templates[field.stages])
+    template = str(field.run_folder())
     precision = "--fp16" if fp16 else "--fp32"
     with Children() as children:
         for member in field.members:
@@ -114,17 +130,17 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Sequence[TimedStep]:
             "trainer", (*host.prefix, *command), work / "trainer.out", field.environment(1e15)
         )
         wait_for(trainer, children, "the trainer")
-    return read_steps(out)
+    return Outcome(read_steps(out))
 
 
-def data_parallel(field: Field, work: Path) -> Sequence[TimedStep]:
+def data_parallel(field: Field, work: Path) -> Outcome:
     """The whole model on every machine, averaged by hivemind.Optimizer."""
     out = work / "steps.jsonl"
     with Children() as children:
         started = []
         for index, member in enumerate(field.members):
             host = field.host(member)
-            words = [str(field.templates[field.stages]), "--member", str(index)]
+            words = [str(field.run_folder()), "--member", str(index)]
             words += ["--members", str(len(field.members)), "--address", host.ipv4]
             words += ["--folder", str(work), "--steps", str(field.steps), "--out", str(out)]
             command = module_command("benchmarks.wan.data_parallel", *words)
@@ -136,7 +152,7 @@ def data_parallel(field: Field, work: Path) -> Sequence[TimedStep]:
             )  # fmt: skip
         children.excused.extend(started[1:])
         wait_for(started[0], children, "the first member")
-    return read_steps(out)
+    return Outcome(read_steps(out))
 
 
 def one_pipeline(field: Field) -> str | None:

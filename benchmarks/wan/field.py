@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.wan.fleet import Member
+from benchmarks.wan.fleet import Member, Sizes
 from benchmarks.wan.network import Network
+from benchmarks.wan.templates import Templates
 from network_lab import Host
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.processes import Child, Children, failure_text, wait_until
@@ -26,10 +26,17 @@ class Field:
     network: Network
     members: tuple[Member, ...]
     """In the order of their stages."""
-    templates: Mapping[int, Path]
-    """Run folders by their number of stages."""
-    stages: int
+    templates: Templates
+    sizes: Sizes
     steps: int
+
+    @property
+    def stages(self) -> int:
+        return self.sizes.stages
+
+    def run_folder(self, chunks: int = 1) -> Path:
+        """Not to be written into. With so many stages for each machine."""
+        return self.templates.folder(self.stages * chunks, self.pipelines)
 
     @property
     def pipelines(self) -> int:

@@ -83,6 +83,11 @@ class MixFile(FrozenModel):
                     raise ValueError(f"mix {mix!r} names link {kind.link!r}; there are {known}")
         return self
 
+    def link(self, name: str) -> Link:
+        if name not in self.links:
+            raise ConfigurationError(f"there is no link {name!r}; the benchmark needs it")
+        return self.links[name]
+
     def mix(self, name: str) -> Mix:
         """ConfigurationError that lists the names when there is none of this one."""
         if name not in self.mixes:

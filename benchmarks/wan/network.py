@@ -21,6 +21,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 from benchmarks.wan.forwarder import DEVICE, READY
 from benchmarks.wan.mixes import Link
@@ -66,16 +69,19 @@ def shape_of(bytes_per_second: float) -> Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
-    """Bytes that passed each machine's cable since it was plugged in.
+class Sample:
+    """Counters at one moment.
 
-    Headers of packets that the kernel carries in one piece are counted once.
+    Bytes are those that passed each machine's cable since it was plugged in. Headers of packets
+    that the kernel carries in one piece are counted once.
     """
 
     at: float
     """Unix seconds."""
     sent: Mapping[str, int]
     received: Mapping[str, int]
+    busy_seconds: float
+    """Of all of this machine's cores together, whoever used them."""
 
 
 class Network:
@@ -96,7 +102,7 @@ class Network:
             if lossy:
                 host.namespace.ip("link set eth0 gso_max_segs 1")
 
-    def traffic(self) -> Traffic:
+    def sample(self) -> Sample:
         # The forwarder lives in the core: its view of the devices is the core's.
         text = Path(f"/proc/{self._forwarder.pid}/net/dev").read_text()
         now = time.time()
@@ -105,11 +111,23 @@ class Network:
             for name, _, figures in (line.partition(":") for line in text.splitlines()[2:])
         }
         ports = {name: fields[host.port] for name, host in self.hosts.items()}
-        return Traffic(
+        times = psutil.cpu_times()
+        return Sample(
             now,
             {name: int(counts[0]) for name, counts in ports.items()},
             {name: int(counts[8]) for name, counts in ports.items()},
+            sum(times) - times.idle - times.iowait - times.guest - times.guest_nice,
         )
+
+    def end_programs(self) -> None:
+        """Of all machines: what a contender left behind must not disturb the next one."""
+        for host in self.hosts.values():
+            host.namespace.end_processes()
+
+    def forwarder_counts(self) -> dict[str, Any]:
+        """How many packets it carried and how many left late; once the network is gone."""
+        counts: dict[str, Any] = json.loads(self._forwarder.last_lines(1)[0])
+        return counts
 
     def _start_forwarder(self, seed: int) -> Child:
         machines = {

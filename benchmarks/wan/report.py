@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.run_data import TimedStep
 from benchmarks.wan.check import LinkCheck
-from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.contenders import CONTENDERS, Outcome
 from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pipeline_bound
 from benchmarks.wan.mixes import Mix
-from benchmarks.wan.network import Traffic
-from benchmarks.wan.traffic import bytes_between
+from benchmarks.wan.network import Sample
+from benchmarks.wan.traffic import busy_cores, bytes_between
 from swarm_coordinator.summary import table
 
 LOSS_TOLERANCE = 1e-4
@@ -20,13 +19,13 @@ LOSS_TOLERANCE = 1e-4
 OURS = "swarm"
 
 
-def result_row(
-    timed: Sequence[TimedStep], warmup: int, samples: Sequence[Traffic]
-) -> dict[str, Any]:
+def result_row(outcome: Outcome, warmup: int, samples: Sequence[Sample]) -> dict[str, Any]:
     """One run of one contender. Seconds are between the ends of steps, so nothing is left out."""
-    seconds = timed[-1].ended_at - timed[warmup - 1].ended_at
+    timed = outcome.steps
+    begin, end = timed[warmup - 1].ended_at, timed[-1].ended_at
+    seconds = end - begin
     steps = len(timed) - warmup
-    sent, received = bytes_between(samples, timed[warmup - 1].ended_at, timed[-1].ended_at)
+    sent, received = bytes_between(samples, begin, end)
     return {
         "tokens_per_second": sum(one.tokens for one in timed[warmup:]) / seconds,
         "step_seconds": seconds / steps,
@@ -34,12 +33,14 @@ def result_row(
         "sent_bytes_per_step": {name: round(count / steps) for name, count in sent.items()},
         "received_bytes_per_step": {name: round(count / steps) for name, count in received.items()},
         "losses": [one.loss for one in timed],
+        "busy_cores": busy_cores(samples, begin, end),
+        **outcome.details,
     }
 
 
 def mix_document(
     mix: Mix, members: Sequence[Member], sizes: Sizes, checks: Sequence[LinkCheck],
-    rows: Mapping[str, Sequence[Mapping[str, Any]]],
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], forwarder: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """Everything about one mix; `rows` are the runs of each contender."""
     bound = pipeline_bound(sizes, members)
@@ -59,6 +60,7 @@ def mix_document(
         "bound_stage": bound.stage,
         "compute_tokens_per_second": fleet,
         "minimum_bytes_per_step": least,
+        "forwarder": dict(forwarder),
         "contenders": {
             name: _summary(runs, bound.tokens_per_second, fleet, least)
             for name, runs in rows.items()
@@ -80,6 +82,7 @@ def _summary(
         "compute_share": median(rates) / fleet,
         "bytes_per_step_median": median(moved),
         "bytes_over_minimum": median(moved) / least if least else None,
+        "busy_cores_median": median(run["busy_cores"] for run in runs),
         "runs": list(runs),
     }
 
@@ -107,11 +110,11 @@ def render(document: Mapping[str, Any]) -> str:
         rows = [_cells(document["contenders"][name], one, ours) for name, one in contenders.items()]
         header = (
             f"{mix['name']}", "tokens/s", "spread", "s/step", "of bound", "compute",
-            "MB/step", "/ least", "swarm /",
+            "MB/step", "/ least", "swarm /", "busy cores",
         )  # fmt: skip
         bound = mix["bound_tokens_per_second"]
         parts.append(
-            table(header, rows, right=tuple(range(1, 9)))
+            table(header, rows, right=tuple(range(1, 10)))
             + f"\n  bound {bound:,.0f} tokens/s (stage {mix['bound_stage']}), all machines' "
             f"computing {mix['compute_tokens_per_second']:,.0f} tokens/s"
         )
@@ -132,4 +135,5 @@ def _cells(title: str, one: Mapping[str, Any], ours: Mapping[str, Any] | None) -
         f"{one['bytes_per_step_median'] / 1e6:.1f}",
         "" if over is None else f"{over:.2f}",
         "" if ours is None else f"{ours['tokens_per_second_median'] / rate:.2f}",
+        f"{one['busy_cores_median']:.1f}",
     )

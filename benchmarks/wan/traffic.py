@@ -1,4 +1,4 @@
-"""Bytes over every machine's line, by time, while a contender runs."""
+"""Bytes over every machine's line, and how busy the cores are, by time, while a contender runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from benchmarks.wan.network import Network, Traffic
+from benchmarks.wan.network import Network, Sample
 
 SAMPLE_SECONDS = 0.2
 
@@ -20,10 +20,10 @@ class Recorder:
         self._network = network
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._record, daemon=True)
-        self.samples: list[Traffic] = []
+        self.samples: list[Sample] = []
 
     def __enter__(self) -> Self:
-        self.samples.append(self._network.traffic())
+        self.samples.append(self._network.sample())
         self._thread.start()
         return self
 
@@ -38,12 +38,12 @@ class Recorder:
 
     def _record(self) -> None:
         while not self._ended.wait(SAMPLE_SECONDS):
-            self.samples.append(self._network.traffic())
-        self.samples.append(self._network.traffic())
+            self.samples.append(self._network.sample())
+        self.samples.append(self._network.sample())
 
 
 def bytes_between(
-    samples: Sequence[Traffic], begin: float, end: float
+    samples: Sequence[Sample], begin: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(sent, received) by each machine between two moments, in Unix seconds."""
     at = [(_sent(samples, moment), _received(samples, moment)) for moment in (begin, end)]
@@ -54,16 +54,24 @@ def bytes_between(
     )
 
 
-def _sent(samples: Sequence[Traffic], moment: float) -> dict[str, float]:
+def busy_cores(samples: Sequence[Sample], begin: float, end: float) -> float:
+    """How many of this machine's cores were busy on average, with whatever."""
+    times = [one.at for one in samples]
+    counts = [{"busy": one.busy_seconds} for one in samples]
+    first, last = (_interpolated(times, counts, moment)["busy"] for moment in (begin, end))
+    return (last - first) / (end - begin)
+
+
+def _sent(samples: Sequence[Sample], moment: float) -> dict[str, float]:
     return _interpolated([one.at for one in samples], [one.sent for one in samples], moment)
 
 
-def _received(samples: Sequence[Traffic], moment: float) -> dict[str, float]:
+def _received(samples: Sequence[Sample], moment: float) -> dict[str, float]:
     return _interpolated([one.at for one in samples], [one.received for one in samples], moment)
 
 
 def _interpolated(
-    times: Sequence[float], counts: Sequence[Mapping[str, int]], moment: float
+    times: Sequence[float], counts: Sequence[Mapping[str, float]], moment: float
 ) -> dict[str, float]:
     """Between the two nearest samples; the nearest one before the first and after the last."""
     after = bisect_left(times, moment)

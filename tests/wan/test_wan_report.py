@@ -8,16 +8,17 @@ import pytest
 
 from benchmarks.run_data import TimedStep
 from benchmarks.wan.check import LinkCheck, one_of_each
+from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
-from benchmarks.wan.network import Traffic
+from benchmarks.wan.network import Sample
 from benchmarks.wan.report import loss_disagreement, result_row
 from benchmarks.wan.traffic import bytes_between
 
 CABLE = Link(up_mbit=20, down_mbit=200, rtt_ms=40, jitter_ms=2)
 
 
-def sample(at: float, sent: int) -> Traffic:
-    return Traffic(at, {"a": sent}, {"a": 2 * sent})
+def sample(at: float, sent: int) -> Sample:
+    return Sample(at, {"a": sent}, {"a": 2 * sent}, at / 2)
 
 
 def test_bytes_between_two_moments_are_interpolated() -> None:
@@ -28,11 +29,12 @@ def test_bytes_between_two_moments_are_interpolated() -> None:
 
 def test_steps_are_timed_from_the_end_of_the_last_warm_up_step() -> None:
     timed = [TimedStep(n, 1.0, 70, 0.1, at) for n, at in ((1, 1.0), (2, 2.0), (3, 4.0))]
-    row = result_row(timed, 1, [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500)])
+    row = result_row(Outcome(timed), 1, [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500)])
     assert row["tokens_per_second"] == pytest.approx(140 / 3)
     assert row["step_seconds"] == pytest.approx(1.5)
     assert row["sent_bytes_per_step"] == {"a": 250}
     assert row["received_bytes_per_step"] == {"a": 500}
+    assert row["busy_cores"] == pytest.approx(0.5)
 
 
 def test_another_loss_is_found_and_named() -> None:
