@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.wan.mixes import Mix, Peer
+from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import Manifest
 
 
@@ -67,15 +68,24 @@ def sizes_of(manifest: Manifest, parameters: Sequence[int]) -> Sizes:
 def assign(mix: Mix, stages: int, work_flops: Sequence[float], seconds: float) -> list[Member]:
     """Stages to machines: the fastest first, each to the stage whose peers are slowest together.
 
-    A peer of speed 1 takes `seconds` for one microbatch of a stage of mean work.
+    All stages get as many machines. One of speed 1 takes `seconds` for one microbatch of a stage of
+    mean work. ConfigurationError when the machines cannot be shared out equally.
     """
+    places, left = divmod(len(mix.peers), stages)
+    if left or not places:
+        raise ConfigurationError(
+            f"mix {mix.name!r} has {len(mix.peers)} machines; a multiple of {stages} is needed, so "
+            "that every stage gets as many"
+        )
     ordinary = sum(work_flops) / len(work_flops) / seconds
-    rates = [0.0] * stages
+    rates, taken = [0.0] * stages, [0] * stages
     members: list[Member] = []
     order = sorted(range(len(mix.peers)), key=lambda index: (-mix.peers[index].speed, index))
     for index in order:
         peer = mix.peers[index]
-        stage = min(range(stages), key=lambda one: (rates[one], one))
+        free = [one for one in range(stages) if taken[one] < places]
+        stage = min(free, key=lambda one: (rates[one], one))
+        taken[stage] += 1
         flops = peer.speed * ordinary
         rates[stage] += flops / work_flops[stage]
         members.append(Member(f"peer-{index + 1}", peer, stage, flops))

@@ -13,6 +13,7 @@ from benchmarks.wan.fleet import (
     pipeline_bound,
 )
 from benchmarks.wan.mixes import Link, Mix, Peer
+from swarm_shared.errors import ConfigurationError
 
 FAST = Link(up_mbit=1000, down_mbit=1000)
 SIZES = Sizes(
@@ -60,9 +61,20 @@ def test_nobody_gets_along_with_fewer_bytes_than_borders_and_averages_take() -> 
 def test_stages_are_filled_so_that_the_thinnest_gets_the_next_fastest_machine() -> None:
     speeds = [1.0, 2.0, 0.5, 1.0, 2.0, 1.0, 1.0, 1.0]
     mix = Mix(name="m", peers=tuple(Peer(link_name="l", link=FAST, speed=s) for s in speeds))
-    members = assign(mix, 4, [10.0] * 4, 0.5)
+    members = assign(mix, 4, [10.0, 10.0, 10.0, 10.0], 0.5)
     assert sorted(one.stage for one in members) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert sorted(one.name for one in members) == [f"peer-{index}" for index in range(1, 9)]
     by_name = {one.name: one for one in members}
     assert by_name["peer-2"].flops_per_second == pytest.approx(2 * 10.0 / 0.5)
     assert {by_name["peer-2"].stage, by_name["peer-5"].stage} == {0, 1}
+
+
+def test_stages_of_unlike_work_get_as_many_machines_all_the_same() -> None:
+    def mix(count: int) -> Mix:
+        peer = Peer(link_name="l", link=FAST, speed=1.0)
+        return Mix(name="m", peers=(peer,) * count)
+
+    members = assign(mix(6), 2, [10.0, 30.0], 0.5)
+    assert sorted(one.stage for one in members) == [0, 0, 0, 1, 1, 1]
+    with pytest.raises(ConfigurationError, match="has 5 machines; a multiple of 2"):
+        assign(mix(5), 2, [10.0, 10.0], 0.5)

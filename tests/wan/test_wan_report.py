@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.readme_figures import wan_markdown
 from benchmarks.run_data import TimedStep
 from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
@@ -61,3 +62,33 @@ def test_a_line_that_is_not_as_asked_is_complained_about(
 def test_one_machine_of_each_kind_of_line_is_measured() -> None:
     other = Link(up_mbit=1, down_mbit=1)
     assert one_of_each({"a": CABLE, "b": CABLE, "c": other}) == ["a", "c"]
+
+
+def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
+    summary = {
+        "tokens_per_second_median": 100.0, "tokens_per_second_all": [90.0, 110.0],
+        "of_bound": 0.5, "compute_share": 0.4, "bytes_over_minimum": 1.02,
+        "busy_cores_median": 1.5,
+    }  # fmt: skip
+    check = LinkCheck("peer-1", CABLE, 20.04, 199.0, 41.0, 1.0).document()
+    slow = {**summary, "tokens_per_second_median": 50.0}
+    text = wan_markdown(
+        {
+            "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 5,
+            "warmup_steps": 2, "stages": 4, "microbatches_per_step": 16, "microbatch_seconds": 0.25,
+            "machine": {"cpu_count": 2, "processor": "one"},
+            "model": {"hidden_size": 128, "layers": 8},
+            "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
+            "mixes": {
+                "cable": {
+                    "name": "cable", "machines": [{"link": "cable"}] * 4, "checks": [check],
+                    "bound_tokens_per_second": 200.0,
+                    "contenders": {"swarm": summary, "1f1b": slow},
+                }
+            },
+        }
+    )  # fmt: skip
+    assert "4 with cable" in text
+    assert "20.0 up (20), 199.0 down (200) Mbit/s, RTT 41.0 ms (40)" in text
+    assert "| torch 1F1B | 50 (90 to 110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
+    assert "| *the bound* | 200 |" in text
