@@ -15,9 +15,9 @@ def border_table(
 ) -> list[dict[str, Any]]:
     """For each border: bytes of a step forwards and backwards, and the least that it takes.
 
-    `stage_of` volunteers by name. The counts are of the whole run, frames with their headers; those
-    of the last second before the end may be missing. Token ids that trainers send to stage 0 cross
-    no border but may be among a row's bytes, when the trainer is a peer of the stage next to it.
+    `stage_of` volunteers by name. The counts are of the whole run, frames with their headers; what
+    came after a volunteer's last heartbeat, less than a second's, is missing. Token ids that go to
+    stage 0 are among a row's bytes where the trainer is a peer of the stage next to it.
     """
     stages = {one.peer: stage_of[one.name] for one in history.peers if one.name in stage_of}
     steps = max(1, len(history.steps))

@@ -55,13 +55,15 @@ def swarm(field: Field, work: Path) -> Outcome:
             local.start_volunteer(invite, stage=member.stage)
         finished = local.watch(lambda seen, status: None)
         local.wait_for_goodbye()
+    # Bytes of the links are written last of all.
+    told = local.history() or finished
     steps = [
         TimedStep(step.step, step.loss, step.tokens, step.seconds, step.written_at)
         for step in finished.steps
     ]
     # Volunteers were started, and so named, in the order of the members.
     stage_of = {f"volunteer-{n}": one.stage for n, one in enumerate(field.members, 1)}
-    return Outcome(steps, {"borders": border_table(finished, stage_of, field.sizes)})
+    return Outcome(steps, {"borders": border_table(told, stage_of, field.sizes)})
 
 
 def torch_single(field: Field, work: Path) -> Outcome:

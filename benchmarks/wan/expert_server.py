@@ -39,6 +39,7 @@ from swarm_shared.schedule import clip_factor, learning_rate
 
 HANDLERS = 4
 """Processes that take requests; hivemind recommends four per expert."""
+START_SECONDS = 60.0
 NORM, APPLY = 0.0, 1.0
 
 
@@ -60,6 +61,28 @@ class PacedBackend(ModuleBackend):  # type: ignore[misc]
         gradients: tuple[Tensor, ...] = super().backward(*inputs)
         self._pace.keep(started, len(inputs[0]) / self._sequences)
         return gradients
+
+
+class ForkingFirst(Server):  # type: ignore[misc]
+    """hivemind's server, started so that it always starts.
+
+    Its own order is a thread that talks to the DHT, then processes forked beside it, which then may
+    wait for ever for a lock that the thread held: seen on a busy machine.
+    """
+
+    def begin(self) -> None:
+        for process in (*self.runtime.pools, *self.conn_handlers):
+            process.start()
+        for handler in self.conn_handlers:
+            handler.wait_until_ready(START_SECONDS)
+        self.run_in_background(await_ready=True)
+
+    def run(self) -> None:
+        self.dht_handler_thread.start()
+        try:
+            self.runtime.run()
+        finally:
+            self.shutdown()
 
 
 class LossStage(nn.Module):
@@ -145,8 +168,8 @@ def main(run_dir: Path, stage: int, address: str, folder: Path, fp16: bool) -> N
     dht = open_dht(address, first)
     compression = CompressionType.FLOAT16 if fp16 else CompressionType.NONE
     backends = make_backends(RunData(run_dir).manifest, stage, compression)
-    server = Server(dht, backends, num_connection_handlers=HANDLERS, device="cpu")
-    server.run_in_background(await_ready=True)
+    server = ForkingFirst(dht, backends, num_connection_handlers=HANDLERS, device="cpu")
+    server.begin()
     publish(folder / f"server-{stage}.json", dht)
     try:
         server.join()

@@ -64,8 +64,9 @@ def test_contenders_train_over_the_network_to_the_same_losses(
         assert set(found) == {"1f1b"}
         return
     assert set(found) == set(contenders)
-    assert found["swarm"]["bytes_over_minimum"] >= 0.9
+    assert found["swarm"]["bytes_over_minimum"] > 0.9
     assert found["expert"]["bytes_over_minimum"] > 2 * found["swarm"]["bytes_over_minimum"]
     borders = found["swarm"]["runs"][0]["borders"]
     assert [(row["from"], row["to"]) for row in borders] == [(0, 1), (1, 2), (2, 3)]
-    assert all(0.9 <= row["over_least"] < 1.2 for row in borders), borders
+    # A heartbeat may be missing, and a busy machine hedges.
+    assert all(0.5 < row["over_least"] < 1.5 for row in borders), borders
