@@ -19,7 +19,7 @@ def border_table(
     came after a volunteer's last heartbeat, less than a second's, is missing. Token ids that go to
     stage 0 are among a row's bytes where the trainer is a peer of the stage next to it.
     """
-    stages = {one.peer: stage_of[one.name] for one in history.peers if one.name in stage_of}
+    stages = {one.peer: stage_of[one.name or ""] for one in history.peers if one.name in stage_of}
     steps = max(1, len(history.steps))
     sent = [[0] * sizes.stages for _ in range(sizes.stages)]
     for link in history.links:

@@ -41,7 +41,7 @@ class Trainer:
         value = inputs
         for stage in self._stages[:-1]:
             value = stage(value)
-        losses: Tensor = self._stages[-1](value, targets)
+        losses = self._stages[-1](value, targets)
         losses.sum().backward()
         return float(losses.detach().double().sum())
 
