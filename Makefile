@@ -9,7 +9,7 @@ ARGS ?=
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
-        check format bench bench-faults bench-net bench-simulator bench-rebalancing \
+        check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding clean
 
 help:
@@ -28,6 +28,7 @@ help:
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
+	@echo "make bench-wan train over emulated home lines, beside torch's and hivemind's ways; needs what test-nat needs"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
@@ -90,6 +91,9 @@ bench-faults: setup-dev
 # The lab of namespaces lies with the tests.
 bench-net: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.net $(ARGS)
+
+bench-wan: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.wan $(ARGS)
 
 bench-simulator: setup-dev
 	@$(PY) -m benchmarks.simulator $(ARGS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,58 @@ def growth_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def wan_markdown(document: Mapping[str, Any]) -> str:
+    """Training over emulated lines: a table per mix of machines."""
+    machine, model = document["machine"], document["model"]
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
+        f"load {document['load_before']:.1f} before; medians of {document['repetitions']} "
+        f"repetition(s) of {document['steps'] - document['warmup_steps']} steps. "
+        f"{document['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
+        f"{document['microbatches_per_step']} microbatches a step, float32; an ordinary machine "
+        f"computes a stage's microbatch in {document['microbatch_seconds']:g} s.",
+    ]
+    for mix in document["mixes"].values():
+        lines += ["", f"**{mix['name']}**: {_fleet(mix)}.", "", *_wan_table(document, mix)]
+    return "\n".join(lines)
+
+
+def _fleet(mix: Mapping[str, Any]) -> str:
+    counts = Counter(one["link"] for one in mix["machines"])
+    text = ", ".join(f"{count} with {link}" for link, count in counts.items())
+    found = "; ".join(
+        f"{one['machine']}: {one['up_mbit']:.1f} up ({one['asked']['up_mbit']:g}), "
+        f"{one['down_mbit']:.1f} down ({one['asked']['down_mbit']:g}) Mbit/s, RTT "
+        f"{one['rtt_ms']:.1f} ms ({one['asked']['rtt_ms']:g})"
+        for one in mix["checks"]
+    )
+    return f"{text}. Lines as measured (as asked): {found}" if found else text
+
+
+def _wan_table(document: Mapping[str, Any], mix: Mapping[str, Any]) -> list[str]:
+    ours = mix["contenders"].get("swarm")
+    lines = [
+        "| | tokens/s (spread) | of the bound | of the computing | bytes over the least | "
+        "swarm over it | busy cores |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, one in mix["contenders"].items():
+        rate, rates = one["tokens_per_second_median"], one["tokens_per_second_all"]
+        over = one["bytes_over_minimum"]
+        cells = (
+            document["contenders"][name],
+            f"{rate:,.0f} ({min(rates):,.0f} to {max(rates):,.0f})",
+            f"{one['of_bound']:.2f}",
+            f"{one['compute_share']:.2f}",
+            _ratio(over),
+            _ratio(None if ours is None else ours["tokens_per_second_median"] / rate),
+            f"{one['busy_cores_median']:.1f}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    lines.append(f"| *the bound* | {mix['bound_tokens_per_second']:,.0f} | 1 | | 1 | | |")
+    return lines
+
+
 def _seconds(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
@@ -273,6 +326,7 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
     "views": ("docs/top.md", "view figures", views_markdown),
+    "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
     "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
 }

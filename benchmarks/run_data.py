@@ -25,6 +25,8 @@ class TimedStep:
     loss: float
     tokens: int
     seconds: float
+    ended_at: float = 0.0
+    """Unix seconds; 0 where nobody asks."""
 
 
 class RunData:

@@ -1,8 +1,10 @@
-"""Contender: the run with `torch.distributed.pipelining`, Schedule1F1B over gloo.
+"""Contender: the run with `torch.distributed.pipelining`, 1F1B or interleaved 1F1B over gloo.
 
-Every stage is a process of its own, with the stage boundaries of the run's manifest, the same
+Every rank is a process of its own, with the stage boundaries of the run's manifest, the same
 microbatches, the same optimizer and the same clipping by the norm of the whole model, so that
-its losses equal the swarm's and the reference's; the benchmark checks that they do.
+its losses equal the swarm's and the reference's; the benchmarks check that they do. With `chunks`
+a rank holds several stages (rank 0 the first of each round); with `pipelines` as many replicas of
+all ranks share a step's microbatches equally and sum their gradients.
 
     python -m benchmarks.torch_pipeline RUN_DIR --rank 0 --steps 6 --threads 1 --store S --out F
 
@@ -12,7 +14,9 @@ Shape suffixes: B sequences of the whole step, T positions, V vocabulary.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -20,14 +24,62 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 (the field's own name)
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
+from swarm_client.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
 from swarm_shared.manifest import Manifest
 from swarm_shared.model.gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
-from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer
 from swarm_shared.schedule import clip_factor, learning_rate
+
+
+class PacedStage(PipelineStage):
+    """Computes no faster than its machine; what comes before and after is not its business."""
+
+    def __init__(self, pace: Pace, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._pace = pace
+
+    def forward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        started = time.monotonic()
+        output = super().forward_one_chunk(*arguments, **options)
+        self._pace.keep(started, FORWARD_SHARE)
+        return output
+
+    def backward_one_chunk(self, *arguments: Any, **options: Any) -> Any:
+        started = time.monotonic()
+        result = super().backward_one_chunk(*arguments, **options)
+        self._pace.keep(started, 1 - FORWARD_SHARE)
+        return result
+
+
+@dataclass(slots=True)
+class Part:
+    """One stage that this rank holds."""
+
+    stage: PacedStage
+    layout: FlatLayout
+    gradient: Tensor
+    optimizer: AdamW
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands: `ranks` of them make a pipeline, and `pipelines` of these the run."""
+
+    rank: int
+    ranks: int
+    pipelines: int
+
+    @property
+    def pipeline(self) -> int:
+        return self.rank // self.ranks
+
+    @property
+    def position(self) -> int:
+        return self.rank % self.ranks
 
 
 @click.command()
@@ -35,80 +87,116 @@ from swarm_shared.schedule import clip_factor, learning_rate
 @click.option("--rank", type=int, required=True)
 @click.option("--steps", type=int, required=True)
 @click.option("--threads", type=int, required=True)
+@click.option("--chunks", type=int, default=1, help="Stages of each rank; 2 or more interleave.")
+@click.option("--pipelines", type=int, default=1, help="Replicas of the whole pipeline.")
 @click.option("--store", type=click.Path(path_type=Path), required=True, help="gloo's rendezvous.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Rank 0 writes it.")
-def main(run_dir: Path, rank: int, steps: int, threads: int, store: Path, out: Path) -> None:
-    """Train as one stage of the pipeline."""
+def main(
+    run_dir: Path, rank: int, steps: int, threads: int, chunks: int, pipelines: int, store: Path,
+    out: Path,
+) -> None:  # fmt: skip
+    """Train as one rank of the pipeline."""
     torch.set_num_threads(threads)
     data = RunData(run_dir)
-    stages = data.manifest.stage_count
+    place = Place(rank, data.manifest.stage_count // chunks, pipelines)
+    world = place.ranks * pipelines
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(str(store), stages),  # type: ignore[attr-defined]
+        store=dist.FileStore(str(store), world),  # type: ignore[attr-defined]
         rank=rank,
-        world_size=stages,
+        world_size=world,
     )
-    timed = _train(data, rank, steps)
+    timed = _train(data, place, chunks, steps)
     if rank == 0:
         write_steps(out, timed)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train(data: RunData, rank: int, steps: int) -> list[TimedStep]:
+def _train(data: RunData, place: Place, chunks: int, steps: int) -> list[TimedStep]:
     manifest = data.manifest
-    module = build_stage(manifest, rank)
-    optimizer = make_optimizer(module, manifest.optimizer)
-    layout = FlatLayout.of(module)
-    assert layout.tied_count == 0, "this contender does not sum the gradients of a tied table"
-    gradient = layout.new_flat()
-    bind_gradients(module, layout, gradient)
-    pipeline = PipelineStage(module, rank, manifest.stage_count, torch.device("cpu"))
+    along, across = _groups(place)
+    parts = [
+        _make_part(manifest, place.position + chunk * place.ranks, along) for chunk in range(chunks)
+    ]
+    microbatches = manifest.training.microbatches_per_step // place.pipelines
     # Losses are sums over tokens and divided once by the step's tokens, as everywhere here.
-    schedule = Schedule1F1B(
-        pipeline, manifest.training.microbatches_per_step, loss_fn=_loss, scale_grads=False
-    )
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B
+    if chunks == 1:
+        schedule = Schedule1F1B(parts[0].stage, microbatches, loss_fn=_loss, scale_grads=False)
+    else:
+        schedule = ScheduleInterleaved1F1B(
+            [part.stage for part in parts], microbatches, loss_fn=_loss, scale_grads=False
+        )
     timed: list[TimedStep] = []
     for step in range(1, steps + 1):
         dist.barrier()
         started = time.monotonic()
-        loss_sum = _forward_and_backward(schedule, data, rank, step)
-        gradient.div_(manifest.tokens_per_step)
-        totals = torch.tensor(
-            [squared_norm(gradient, layout, count_tied=True), loss_sum], dtype=torch.float64
-        )
-        dist.all_reduce(totals)
-        norm = float(totals[0]) ** 0.5
-        apply_step(
-            optimizer, layout, gradient,
-            learning_rate(manifest.optimizer, manifest.training.steps, step),
-            clip_factor(norm, manifest.optimizer.clip_norm),
-        )  # fmt: skip
-        gradient.zero_()
+        loss_sum = _forward_and_backward(schedule, data, place, step)
+        loss = _close(manifest, place, parts, across, step, loss_sum)
         dist.barrier()
-        timed.append(
-            TimedStep(
-                step,
-                float(totals[1]) / manifest.tokens_per_step,
-                manifest.tokens_per_step,
-                time.monotonic() - started,
-            )
-        )
+        seconds = time.monotonic() - started
+        timed.append(TimedStep(step, loss, manifest.tokens_per_step, seconds, time.time()))
     return timed
 
 
-def _forward_and_backward(schedule: Schedule1F1B, data: RunData, rank: int, step: int) -> float:
+def _groups(place: Place) -> tuple[Any, Any]:
+    """This rank's pipeline, and its likes in the others. Every rank must make every group."""
+    starts = range(0, place.ranks * place.pipelines, place.ranks)
+    along = [dist.new_group(list(range(start, start + place.ranks))) for start in starts]
+    across = [
+        dist.new_group([start + position for start in starts]) for position in range(place.ranks)
+    ]
+    return along[place.pipeline], across[place.position]
+
+
+def _make_part(manifest: Manifest, index: int, group: Any) -> Part:
+    module = build_stage(manifest, index)
+    layout = FlatLayout.of(module)
+    assert layout.tied_count == 0, "this contender does not sum the gradients of a tied table"
+    gradient = layout.new_flat()
+    bind_gradients(module, layout, gradient)
+    pace = pace_from_environment(manifest.stages[index].work_flops, time.monotonic)
+    stage = PacedStage(pace, module, index, manifest.stage_count, torch.device("cpu"), group=group)
+    return Part(stage, layout, gradient, make_optimizer(module, manifest.optimizer))
+
+
+def _close(
+    manifest: Manifest, place: Place, parts: list[Part], across: Any, step: int, loss_sum: float
+) -> float:
+    """Sum the gradients of the replicas, take the step; its mean loss."""
+    squares = 0.0
+    for part in parts:
+        if place.pipelines > 1:
+            dist.all_reduce(part.gradient, group=across)
+        part.gradient.div_(manifest.tokens_per_step)
+        if place.pipeline == 0:
+            squares += squared_norm(part.gradient, part.layout, count_tied=True)
+    totals = torch.tensor([squares, loss_sum], dtype=torch.float64)
+    dist.all_reduce(totals)
+    factor = clip_factor(float(totals[0]) ** 0.5, manifest.optimizer.clip_norm)
+    rate = learning_rate(manifest.optimizer, manifest.training.steps, step)
+    for part in parts:
+        apply_step(part.optimizer, part.layout, part.gradient, rate, factor)
+        part.gradient.zero_()
+    return float(totals[1]) / manifest.tokens_per_step
+
+
+def _forward_and_backward(
+    schedule: Schedule1F1B | ScheduleInterleaved1F1B, data: RunData, place: Place, step: int
+) -> float:
     """Run the schedule; the sum of losses at the last stage, zero elsewhere."""
-    manifest: Manifest = data.manifest
-    is_first, is_last = rank == 0, rank == manifest.stage_count - 1
+    is_first, is_last = place.position == 0, place.position == place.ranks - 1
     arguments: list[Tensor] = []
     target_BT: Tensor | None = None
     if is_first or is_last:
         microbatches = data.microbatches(step)
+        count = len(microbatches) // place.pipelines
+        mine = microbatches[place.pipeline * count : (place.pipeline + 1) * count]
         if is_first:
-            arguments.append(torch.from_numpy(np.concatenate([one[0] for one in microbatches])))
+            arguments.append(torch.from_numpy(np.concatenate([one[0] for one in mine])))
         if is_last:
-            target_BT = torch.from_numpy(np.concatenate([one[1] for one in microbatches]))
+            target_BT = torch.from_numpy(np.concatenate([one[1] for one in mine]))
     losses: list[Tensor] = []
     schedule.step(
         *arguments,

@@ -5,11 +5,13 @@ python -m benchmarks.torch_single RUN_DIR --steps 6 --threads 2 --out FILE
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import click
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
+from swarm_client.worker.pace import pace_from_environment
 from swarm_coordinator.reference import StepRecord, train_reference
 
 
@@ -19,12 +21,19 @@ from swarm_coordinator.reference import StepRecord, train_reference
 @click.option("--threads", type=int, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(run_dir: Path, steps: int, threads: int, out: Path) -> None:
-    """Train and write the steps' times."""
+    """Train and write the steps' times. It computes at a pace where the environment gives one."""
     data = RunData(run_dir)
+    work = sum(stage.work_flops for stage in data.manifest.stages)
+    pace = pace_from_environment(work, time.monotonic)
     timed: list[TimedStep] = []
+    began = time.monotonic()
 
     def keep(record: StepRecord) -> None:
-        timed.append(TimedStep(record.step, record.loss, record.tokens, record.seconds))
+        nonlocal began
+        pace.keep(began, data.manifest.training.microbatches_per_step)
+        now = time.monotonic()
+        timed.append(TimedStep(record.step, record.loss, record.tokens, now - began, time.time()))
+        began = now
 
     train_reference(data.manifest, data.microbatches, steps, keep, threads=threads)
     write_steps(out, timed)

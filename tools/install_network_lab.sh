@@ -1,7 +1,8 @@
 #!/bin/sh
-# Installs what tests/network_lab needs, on Debian and its kin: ip and tc, iptables, and miniupnpd
-# (its binary alone, not the service that would run it on this machine). Does nothing when all of
-# it is there. Needs root; everything else of this project does not.
+# Installs what tests/network_lab and benchmarks/wan need, on Debian and its kin: ip and tc,
+# iptables, miniupnpd (its binary alone, not the service that would run it on this machine), and
+# iperf3 and ping, which check an emulated network. Does nothing when all of it is there. Needs
+# root; everything else of this project does not.
 
 set -eu
 
@@ -10,6 +11,8 @@ main() {
     needs ip iproute2
     needs iptables iptables
     needs miniupnpd miniupnpd-iptables
+    needs iperf3 iperf3
+    needs ping iputils-ping
     if [ -z "$missing" ]; then
         exit 0
     fi

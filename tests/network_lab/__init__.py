@@ -10,9 +10,10 @@ from network_lab.commands import LabError, why_no_port_mapping, why_not_here
 from network_lab.counting import TrafficCounter
 from network_lab.lab import Lab
 from network_lab.machines import Host, Nat, Router
-from network_lab.namespace import own_namespaces, sweep
+from network_lab.namespace import Namespace, own_namespaces, sweep
+from network_lab.segment import Shape
 
 __all__ = [
-    "Host", "Lab", "LabError", "Nat", "Router", "TrafficCounter", "own_namespaces", "sweep",
-    "why_no_port_mapping", "why_not_here",
+    "Host", "Lab", "LabError", "Namespace", "Nat", "Router", "Shape", "TrafficCounter",
+    "own_namespaces", "sweep", "why_no_port_mapping", "why_not_here",
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from network_lab.addressing import Allocator, Network, lan_ipv4, lan_ipv6
 from network_lab.commands import LabError, ip6tables_tool, iptables_tool
 from network_lab.counting import TrafficCounter, count_traffic
 from network_lab.namespace import Namespace
-from network_lab.segment import Attachment, Segment
+from network_lab.segment import Attachment, Segment, Shape
 from swarm_coordinator.processes import Child, Children, run_to_end
 
 WAN = "wan0"
@@ -102,7 +102,19 @@ class Host(Machine):
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """Of the cable, each direction."""
-        self._cable.limit_rate(bytes_per_second)
+        self.shape(Shape(bytes_per_second), Shape(bytes_per_second))
+
+    def shape(self, up: Shape, down: Shape) -> None:
+        self._cable.shape(up, down)
+
+    def route_through_gateway(self) -> None:
+        """Neighbours on its network are not reached directly, either."""
+        self._cable.route_through_gateway()
+
+    @property
+    def port(self) -> str:
+        """The other end of its cable, a device of the segment's namespace."""
+        return self._cable.port
 
 
 class Router(Machine):
@@ -147,7 +159,7 @@ class Router(Machine):
 
     def limit_rate(self, bytes_per_second: float) -> None:
         """Of the line to the provider, each direction."""
-        self._cable.limit_rate(bytes_per_second)
+        self._cable.shape(Shape(bytes_per_second), Shape(bytes_per_second))
 
     def offer_port_mapping(self, children: Children, folder: Path) -> Child:
         """Run a UPnP and NAT-PMP daemon for the LAN."""

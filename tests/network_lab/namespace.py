@@ -69,6 +69,10 @@ class Namespace:
             finally:
                 _set_namespace(libc, home.fileno(), "where it came from")
 
+    def end_processes(self) -> None:
+        """Of all that runs inside; at once."""
+        end_processes(self.name)
+
     def delete(self) -> None:
         delete_namespace(self.name)
 
@@ -77,6 +81,11 @@ def delete_namespace(name: str) -> None:
     """Ends what still runs inside, then removes it with its interfaces. Already gone is fine."""
     if not (FOLDER / name).exists():
         return
+    end_processes(name)
+    run_tool(["ip", "netns", "delete", name])
+
+
+def end_processes(name: str) -> None:
     deadline = time.monotonic() + END_SECONDS
     while pids := run_tool(["ip", "netns", "pids", name]).split():
         for pid in pids:
@@ -85,7 +94,6 @@ def delete_namespace(name: str) -> None:
         if time.monotonic() > deadline:
             raise LabError(f"processes {', '.join(pids)} in namespace {name} do not end")
         time.sleep(0.02)
-    run_tool(["ip", "netns", "delete", name])
 
 
 def sweep() -> list[str]:

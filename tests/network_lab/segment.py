@@ -6,6 +6,7 @@ The public segment is one, and so is every router's LAN.
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 from network_lab.addressing import Allocator
 from network_lab.namespace import Namespace
@@ -15,6 +16,25 @@ EVERYWHERE = {4: "0.0.0.0/0", 6: "::/0"}
 _mac_serial = itertools.count(1)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What one direction of a cable carries."""
+
+    bytes_per_second: float
+    """Headers included."""
+    burst_bytes: int = 128_000
+    """Sent at once after a pause. Packets larger than this are cut up, so at least one packet."""
+    queue_seconds: float = 0.05
+    """How much may wait, in time at the full rate; more is dropped."""
+
+    @property
+    def words(self) -> list[str]:
+        """For `tc qdisc`."""
+        rate = f"{8 * self.bytes_per_second:.0f}bit"
+        latency = f"{1000 * self.queue_seconds:.0f}ms"
+        return f"tbf rate {rate} burst {self.burst_bytes} latency {latency}".split()
+
+
 class Segment:
     """A bridge called `device`, with the gateway's addresses on it."""
 
@@ -22,7 +42,7 @@ class Segment:
         self.namespace = namespace
         self.device = device
         self._allocators: dict[int, Allocator] = {a.network.version: a for a in allocators}
-        self._ports = itertools.count(1)
+        self.ports = itertools.count(1)
         # A fixed hardware address: by default a bridge changes it whenever a port is added.
         serial = next(_mac_serial)
         mac = f"02:ab:00:00:{serial >> 8 & 255:02x}:{serial & 255:02x}"
@@ -42,7 +62,7 @@ class Segment:
 
     def plug(self, machine: Namespace, device: str) -> str:
         """A cable from a new port to `device`, which it makes in `machine`; the port's name."""
-        port = f"port{next(self._ports)}"
+        port = f"port{next(self.ports)}"
         self.namespace.ip(
             f"link add {port} type veth peer name {device} netns {machine.name}",
             f"link set {port} master {self.device}",
@@ -60,7 +80,7 @@ class Attachment:
         self.machine = machine
         self.segment = segment
         self.device = device
-        self._port = segment.plug(machine, device)
+        self.port = segment.plug(machine, device)
         machine.ip(f"link set {device} up")
         self._held: dict[int, str] = {}
         for version in versions:
@@ -88,16 +108,25 @@ class Attachment:
 
     def cut(self) -> None:
         """As when the cable is pulled: no carrier, while addresses and routes stay."""
-        self.segment.namespace.ip(f"link set {self._port} down")
+        self.segment.namespace.ip(f"link set {self.port} down")
 
     def heal(self) -> None:
-        self.segment.namespace.ip(f"link set {self._port} up")
+        self.segment.namespace.ip(f"link set {self.port} up")
 
-    def limit_rate(self, bytes_per_second: float) -> None:
-        """Each direction gets so much; a queue of 50 ms is what a home router may have."""
-        limit = f"root tbf rate {8 * bytes_per_second:.0f}bit burst 128kb latency 50ms"
-        for namespace, device in (
-            (self.machine, self.device),
-            (self.segment.namespace, self._port),
+    def shape(self, up: Shape, down: Shape) -> None:
+        """`up` is from the machine to the segment."""
+        for namespace, device, shape in (
+            (self.machine, self.device, up),
+            (self.segment.namespace, self.port, down),
         ):
-            namespace.run(["tc", "qdisc", "replace", "dev", device, *limit.split()])
+            namespace.run(["tc", "qdisc", "replace", "dev", device, "root", *shape.words])
+
+    def route_through_gateway(self) -> None:
+        """Everything goes to the gateway, as with a provider: also what is for neighbours."""
+        gateway = self.segment.allocator(4).gateway
+        network = self.segment.allocator(4).network
+        self.machine.ip(
+            f"route replace {gateway} dev {self.device}",
+            f"route replace default via {gateway} dev {self.device}",
+            f"route delete {network} dev {self.device}",
+        )

@@ -1,0 +1,112 @@
+"""Training over an emulated wide-area network, side by side: `make bench-wan`, as root.
+
+Every contender gets the same model, data, machines and lines; the lines are checked with iperf3 and
+ping first; repetitions take turns, so that a machine that slows down slows everybody down. All
+machines share this one's cores: they compute at a pace of their own (`swarm_client.worker.pace`),
+slow enough that the cores carry all of them (`busy cores` in the table tells). Nothing else should
+run meanwhile. docs/benchmarks.md says what is compared and how.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.measure import STAGES, Plan, measure_mix
+from benchmarks.wan.mixes import MIXES, read_mixes
+from benchmarks.wan.report import render
+from benchmarks.wan.templates import CHANGES, PRESET, Templates
+from network_lab import LabError
+from swarm_shared.errors import SwarmError
+
+RESULT = Path(__file__).parents[1] / "results" / "wan.json"
+PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
+SERVER = "server"
+"""The coordinator's line in the file of mixes."""
+
+
+@click.command()
+@click.option("--mix", "mixes", multiple=True, help="Repeatable; default: all.")
+@click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
+@click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
+              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+@click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1),
+              help="Of a step.")  # fmt: skip
+@click.option("--check/--no-check", default=True, help="Measure the lines first.")
+@click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
+@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+def main(
+    mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, repetitions: int,
+    seconds: float, microbatches: int, check: bool, mix_file: Path, out: Path,
+) -> None:  # fmt: skip
+    """Measure the swarm and its opponents over emulated lines."""
+    if warmup >= steps:
+        raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
+    # Asked to end, everything is torn down as after Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load_before = os.getloadavg()[0]
+    chosen = tuple(name for name in CONTENDERS if not only or name in only)
+    plan = Plan(chosen, steps, warmup, repetitions, seconds, check)
+    work = Path(tempfile.mkdtemp(prefix="swarm-bench-wan-"))
+    try:
+        file = read_mixes(mix_file)
+        templates = Templates(work / "templates", steps, microbatches)
+        server = file.link(SERVER)
+        found = {
+            name: measure_mix(file.mix(name), server, templates, plan, work / name)
+            for name in (mixes or tuple(file.mixes))
+        }
+    except (SwarmError, LabError) as error:
+        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        shutil.rmtree(work)
+        raise
+    model = templates.manifest(STAGES).model.model_dump()
+    shutil.rmtree(work)
+    document = {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "load_before": load_before,
+        "preset": PRESET, "changes": CHANGES, "model": model, "stages": STAGES,
+        "steps": steps, "warmup_steps": warmup, "repetitions": repetitions,
+        "microbatches_per_step": microbatches, "microbatch_seconds": seconds,
+        "contenders": {name: CONTENDERS[name].title for name in chosen},
+        "mixes": found,
+    }  # fmt: skip
+    click.echo(f"\n{render(document)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    click.echo(f"\nwritten to {out}")
+    _refuse_other_losses(document)
+
+
+def _refuse_other_losses(document: dict[str, Any]) -> None:
+    """A contender that computed something else has won nothing."""
+    found = [
+        f"{name}: {mix['loss_disagreement']}"
+        for name, mix in document["mixes"].items()
+        if mix["loss_disagreement"]
+    ]
+    if found:
+        click.echo(f"benchmark: the losses disagree: {'; '.join(found)}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

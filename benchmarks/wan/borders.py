@@ -1,0 +1,39 @@
+"""Bytes over every border between stages, as the swarm's volunteers count them themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.wan.fleet import Sizes
+from swarm_coordinator.history import History
+from swarm_shared.messages import STAGE_PROTOCOL
+
+
+def border_table(
+    history: History, stage_of: Mapping[str, int], sizes: Sizes
+) -> list[dict[str, Any]]:
+    """For each border: bytes of a step forwards and backwards, and the least that it takes.
+
+    `stage_of` volunteers by name. The counts are of the whole run, frames with their headers; what
+    came after a volunteer's last heartbeat, less than a second's, is missing. Token ids that go to
+    stage 0 are among a row's bytes where the trainer is a peer of the stage next to it.
+    """
+    stages = {one.peer: stage_of[one.name or ""] for one in history.peers if one.name in stage_of}
+    steps = max(1, len(history.steps))
+    sent = [[0] * sizes.stages for _ in range(sizes.stages)]
+    for link in history.links:
+        source, target = stages.get(link.reporter), stages.get(link.remote)
+        if link.protocol == STAGE_PROTOCOL and source is not None and target is not None:
+            sent[source][target] += link.sent
+    least = sizes.border_bytes * sizes.microbatches
+    return [
+        {
+            "from": stage, "to": stage + 1,
+            "activation_bytes_per_step": round(sent[stage][stage + 1] / steps),
+            "gradient_bytes_per_step": round(sent[stage + 1][stage] / steps),
+            "least_bytes_per_step_each_way": least,
+            "over_least": (sent[stage][stage + 1] + sent[stage + 1][stage]) / steps / (2 * least),
+        }
+        for stage in range(sizes.stages - 1)
+    ]  # fmt: skip

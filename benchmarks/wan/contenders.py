@@ -1,0 +1,178 @@
+"""The ways of training one run over the network. Each starts its programs on the machines, waits
+for them, and returns the times of its steps. None knows of the others."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run_data import TimedStep, read_steps
+from benchmarks.wan.borders import border_table
+from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
+from swarm_client.worker.pace import PACE_VARIABLE
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children, module_command
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a contender did."""
+
+    steps: Sequence[TimedStep]
+    details: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    """What it alone can tell, for the result file."""
+
+
+Run = Callable[[Field, Path], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    title: str
+    run: Run
+    exact: bool = True
+    """Its losses must equal those of one process."""
+    why_not: Callable[[Field], str | None] = lambda field: None
+    """Why it cannot train on this fleet; None when it can."""
+
+
+def swarm(field: Field, work: Path) -> Outcome:
+    """Ours: the programs that organisers and volunteers start."""
+    run_dir = work / "run"
+    shutil.copytree(field.run_folder(), run_dir)
+    with Children() as children:
+        local = LocalSwarm(run_dir, children)
+        local.prefix = field.network.hosts[COORDINATOR].prefix
+        invite = local.start_coordinator()
+        for member in field.members:
+            local.prefix = field.host(member).prefix
+            local.environment = {PACE_VARIABLE: repr(member.flops_per_second)}
+            local.start_volunteer(invite, stage=member.stage)
+        finished = local.watch(lambda seen, status: None)
+        local.wait_for_goodbye()
+    # Bytes of the links are written last of all.
+    told = local.history() or finished
+    steps = [
+        TimedStep(step.step, step.loss, step.tokens, step.seconds, step.written_at)
+        for step in finished.steps
+    ]
+    # Volunteers were started, and so named, in the order of the members.
+    stage_of = {f"volunteer-{n}": one.stage for n, one in enumerate(field.members, 1)}
+    return Outcome(steps, {"borders": border_table(told, stage_of, field.sizes)})
+
+
+def torch_single(field: Field, work: Path) -> Outcome:
+    """One process as fast as all machines together, and no network."""
+    out = work / "steps.jsonl"
+    words = [str(field.run_folder()), "--steps", str(field.steps)]
+    words += ["--threads", "2", "--out", str(out)]
+    fleet = sum(member.flops_per_second for member in field.members)
+    with Children() as children:
+        children.start(
+            "torch", module_command("benchmarks.torch_single", *words), work / "torch.out",
+            {**field.environment(fleet), "OMP_NUM_THREADS": "2"},
+        )  # fmt: skip
+        wait_for_all(children, "the torch process")
+    return Outcome(read_steps(out))
+
+
+def pipeline(field: Field, work: Path, chunks: int = 1) -> Outcome:
+    """torch.distributed.pipelining over gloo: 1F1B, or interleaved with chunks of each rank."""
+    out = work / "steps.jsonl"
+    template = field.run_folder(chunks)
+    taken = [0] * field.stages
+    with Children() as children:
+        for member in field.members:
+            # Machines of one stage are in different pipelines.
+            rank = taken[member.stage] * field.stages + member.stage
+            taken[member.stage] += 1
+            words = [str(template), "--rank", str(rank), "--steps", str(field.steps)]
+            words += ["--threads", "1", "--store", str(work / "store"), "--out", str(out)]
+            words += ["--chunks", str(chunks), "--pipelines", str(field.pipelines)]
+            command = module_command("benchmarks.torch_pipeline", *words)
+            children.start(
+                f"rank {rank}", (*field.host(member).prefix, *command), work / f"rank-{rank}.out",
+                field.environment(member.flops_per_second),
+            )  # fmt: skip
+        wait_for_all(children, "the pipeline")
+    return Outcome(read_steps(out))
+
+
+def interleaved(field: Field, work: Path) -> Outcome:
+    return pipeline(field, work, chunks=2)
+
+
+def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
+    """Stages behind hivemind's MoE servers, and a trainer through which everything goes."""
+    out = work / "steps.jsonl"
+    template = str(field.run_folder())
+    precision = "--fp16" if fp16 else "--fp32"
+    with Children() as children:
+        for member in field.members:
+            host = field.host(member)
+            words = [template, "--stage", str(member.stage), "--address", host.ipv4]
+            command = module_command(
+                "benchmarks.wan.expert_server", *words, "--folder", str(work), precision
+            )
+            server = children.start(
+                f"server {member.stage}", (*host.prefix, *command),
+                work / f"server-{member.stage}.out", field.environment(member.flops_per_second),
+            )  # fmt: skip
+            children.excused.append(server)
+        host = field.network.hosts[TRAINER]
+        words = [template, "--address", host.ipv4, "--folder", str(work)]
+        words += ["--steps", str(field.steps), "--out", str(out)]
+        command = module_command("benchmarks.wan.expert_trainer", *words)
+        trainer = children.start(
+            "trainer", (*host.prefix, *command), work / "trainer.out", field.environment(1e15)
+        )
+        wait_for(trainer, children, "the trainer")
+    return Outcome(read_steps(out))
+
+
+def data_parallel(field: Field, work: Path) -> Outcome:
+    """The whole model on every machine, averaged by hivemind.Optimizer."""
+    out = work / "steps.jsonl"
+    with Children() as children:
+        started = []
+        for index, member in enumerate(field.members):
+            host = field.host(member)
+            words = [str(field.run_folder()), "--member", str(index)]
+            words += ["--members", str(len(field.members)), "--address", host.ipv4]
+            words += ["--folder", str(work), "--steps", str(field.steps), "--out", str(out)]
+            command = module_command("benchmarks.wan.data_parallel", *words)
+            started.append(
+                children.start(
+                    f"member {index}", (*host.prefix, *command), work / f"member-{index}.out",
+                    field.environment(member.flops_per_second),
+                )
+            )  # fmt: skip
+        children.excused.extend(started[1:])
+        wait_for(started[0], children, "the first member")
+    return Outcome(read_steps(out))
+
+
+def one_pipeline(field: Field) -> str | None:
+    return None if field.pipelines == 1 else "it has no averaging inside a stage"
+
+
+CONTENDERS: dict[str, Contender] = {
+    "torch": Contender("one torch process as fast as all together", torch_single),
+    "swarm": Contender("swarm", swarm),
+    "1f1b": Contender("torch 1F1B over gloo", pipeline),
+    "interleaved": Contender("torch interleaved 1F1B over gloo", interleaved),
+    "expert": Contender(
+        "trainer in the middle, RemoteExpert fp32", partial(experts, fp16=False),
+        why_not=one_pipeline,
+    ),
+    "expert-fp16": Contender(
+        "trainer in the middle, RemoteExpert fp16", partial(experts, fp16=True),
+        exact=False, why_not=one_pipeline,
+    ),
+    "data-parallel": Contender("hivemind.Optimizer, whole model each", data_parallel, exact=False),
+}  # fmt: skip

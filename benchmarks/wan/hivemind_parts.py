@@ -1,0 +1,75 @@
+"""hivemind as its users have it: its DHT, its server of experts, its optimizer.
+
+The one module of the benchmarks that imports hivemind. Its handlers are forked processes: a
+program imports this first of all, before it has threads.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hivemind import DHT, Optimizer
+from hivemind.moe.client.expert import RemoteExpert
+from hivemind.moe.client.remote_expert_worker import RemoteExpertWorker
+from hivemind.moe.expert_uid import ExpertInfo
+from hivemind.moe.server.module_backend import ModuleBackend
+from hivemind.moe.server.server import Server
+from hivemind.p2p import PeerID
+from hivemind.proto.runtime_pb2 import CompressionType
+from hivemind.utils.tensor_descr import BatchTensorDescriptor
+
+__all__ = [
+    "DHT",
+    "BatchTensorDescriptor",
+    "CompressionType",
+    "ModuleBackend",
+    "Optimizer",
+    "Server",
+    "find_expert",
+    "open_dht",
+    "publish",
+    "wait_for_files",
+]  # fmt: skip
+
+PORT = 4600
+WAIT_SECONDS = 120.0
+
+
+def open_dht(address: str, initial_peers: Sequence[str]) -> Any:
+    """A DHT node on this address. TCP only: replies get lost over p2pd's QUIC."""
+    return DHT(
+        initial_peers=list(initial_peers),
+        start=True,
+        host_maddrs=[f"/ip4/{address}/tcp/{PORT}"],
+        announce_maddrs=[f"/ip4/{address}/tcp/{PORT}"],
+    )
+
+
+def publish(path: Path, dht: Any) -> None:
+    """Where the others of this benchmark find this one."""
+    document = {
+        "peer": dht.peer_id.to_base58(),
+        "addresses": [str(address) for address in dht.get_visible_maddrs()],
+    }
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(document))
+    temporary.replace(path)
+
+
+def wait_for_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > deadline:
+            missing = [path.name for path in paths if not path.exists()]
+            raise TimeoutError(f"waited {WAIT_SECONDS:.0f} s in vain for {', '.join(missing)}")
+        time.sleep(0.1)
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def find_expert(dht: Any, uid: str, peer: str) -> Any:
+    p2p = RemoteExpertWorker.run_coroutine(dht.replicate_p2p())
+    return RemoteExpert(ExpertInfo(uid, PeerID.from_base58(peer)), p2p)

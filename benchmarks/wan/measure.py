@@ -1,0 +1,91 @@
+"""One mix of machines: builds its network, checks it, and lets the contenders take turns."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.wan.check import LinkCheck, check_links
+from benchmarks.wan.check import render as render_checks
+from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.field import COORDINATOR, TRAINER, Field
+from benchmarks.wan.fleet import assign, sizes_of
+from benchmarks.wan.mixes import Link, Mix
+from benchmarks.wan.network import Network, wide_area_network
+from benchmarks.wan.report import mix_document, result_row
+from benchmarks.wan.templates import Templates, parameter_counts
+from benchmarks.wan.traffic import Recorder
+from swarm_shared.errors import SwarmError
+
+STAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is measured in every mix."""
+
+    contenders: tuple[str, ...]
+    steps: int
+    warmup: int
+    repetitions: int
+    microbatch_seconds: float
+    """An ordinary machine computes a stage's microbatch for so long."""
+    check: bool
+
+
+def measure_mix(
+    mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
+) -> dict[str, Any]:
+    """`server` is the coordinator's line."""
+    manifest = templates.manifest(STAGES)
+    sizes = sizes_of(manifest, parameter_counts(manifest))
+    members = assign(mix, STAGES, sizes.work_flops, plan.microbatch_seconds)
+    links = {member.name: member.peer.link for member in members}
+    links[COORDINATOR] = server
+    links[TRAINER] = max((peer.link for peer in mix.peers), key=lambda link: link.up_mbit)
+    click.echo(f"\n{mix.name}: {len(members)} machines")
+    with wide_area_network(links, work) as network:
+        checks = _checked(network) if plan.check else []
+        ordered = tuple(sorted(members, key=lambda one: (one.stage, one.name)))
+        field = Field(network, ordered, templates, sizes, plan.steps)
+        rows = _take_turns(field, plan, work)
+    return mix_document(mix, members, sizes, checks, rows, network.forwarder_counts())
+
+
+def _checked(network: Network) -> list[LinkCheck]:
+    checks = check_links(network)
+    click.echo(render_checks(checks))
+    if wrong := [text for one in checks for text in one.complaints()]:
+        raise SwarmError(
+            f"the emulated network is not as asked: {'; '.join(wrong)}. Is something else running "
+            "on this machine?"
+        )
+    return checks
+
+
+def _take_turns(field: Field, plan: Plan, work: Path) -> dict[str, list[dict[str, Any]]]:
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for name in plan.contenders:
+        if (reason := CONTENDERS[name].why_not(field)) is None:
+            rows[name] = []
+        else:
+            click.echo(f"{CONTENDERS[name].title}: left out, {reason}")
+    for repetition in range(1, plan.repetitions + 1):
+        for name, runs in rows.items():
+            place = work / f"{name}-{repetition}"
+            place.mkdir(parents=True)
+            with Recorder(field.network) as recorder:
+                outcome = CONTENDERS[name].run(field, place)
+            field.network.end_programs()
+            row = result_row(outcome, plan.warmup, recorder.samples)
+            runs.append(row)
+            shutil.rmtree(place)
+            click.echo(
+                f"{repetition}/{plan.repetitions}  {CONTENDERS[name].title:<42}"
+                f"{row['tokens_per_second']:>8,.0f} tokens/s  loss {row['losses'][-1]:.4f}"
+            )
+    return rows

@@ -1,0 +1,139 @@
+"""From steps and bytes to the result file, and from that to the table for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.wan.check import LinkCheck
+from benchmarks.wan.contenders import CONTENDERS, Outcome
+from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pipeline_bound
+from benchmarks.wan.mixes import Mix
+from benchmarks.wan.network import Sample
+from benchmarks.wan.traffic import busy_cores, bytes_between
+from swarm_coordinator.summary import table
+
+LOSS_TOLERANCE = 1e-4
+"""Relative; contenders that compute the same differ by the order of float32 additions only."""
+OURS = "swarm"
+
+
+def result_row(outcome: Outcome, warmup: int, samples: Sequence[Sample]) -> dict[str, Any]:
+    """One run of one contender. Seconds are between the ends of steps, so nothing is left out."""
+    timed = outcome.steps
+    begin, end = timed[warmup - 1].ended_at, timed[-1].ended_at
+    seconds = end - begin
+    steps = len(timed) - warmup
+    sent, received = bytes_between(samples, begin, end)
+    return {
+        "tokens_per_second": sum(one.tokens for one in timed[warmup:]) / seconds,
+        "step_seconds": seconds / steps,
+        "all_step_seconds": [one.seconds for one in timed],
+        "sent_bytes_per_step": {name: round(count / steps) for name, count in sent.items()},
+        "received_bytes_per_step": {name: round(count / steps) for name, count in received.items()},
+        "losses": [one.loss for one in timed],
+        "busy_cores": busy_cores(samples, begin, end),
+        **outcome.details,
+    }
+
+
+def mix_document(
+    mix: Mix, members: Sequence[Member], sizes: Sizes, checks: Sequence[LinkCheck],
+    rows: Mapping[str, Sequence[Mapping[str, Any]]], forwarder: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """Everything about one mix; `rows` are the runs of each contender."""
+    bound = pipeline_bound(sizes, members)
+    fleet = compute_bound(sizes, members)
+    least = minimum_bytes(sizes, members)
+    return {
+        "name": mix.name,
+        "machines": [
+            {
+                "name": member.name, "link": member.peer.link_name, "stage": member.stage,
+                "speed": member.peer.speed, "flops_per_second": member.flops_per_second,
+            }
+            for member in members
+        ],
+        "checks": [one.document() for one in checks],
+        "bound_tokens_per_second": bound.tokens_per_second,
+        "bound_stage": bound.stage,
+        "compute_tokens_per_second": fleet,
+        "minimum_bytes_per_step": least,
+        "forwarder": dict(forwarder),
+        "contenders": {
+            name: _summary(runs, bound.tokens_per_second, fleet, least)
+            for name, runs in rows.items()
+        },
+        "loss_disagreement": loss_disagreement(rows),
+    }  # fmt: skip
+
+
+def _summary(
+    runs: Sequence[Mapping[str, Any]], bound: float, fleet: float, least: int
+) -> dict[str, Any]:
+    rates = [run["tokens_per_second"] for run in runs]
+    moved = [sum(run["sent_bytes_per_step"].values()) for run in runs]
+    return {
+        "tokens_per_second_median": median(rates),
+        "tokens_per_second_all": rates,
+        "step_seconds_median": median(run["step_seconds"] for run in runs),
+        "of_bound": median(rates) / bound,
+        "compute_share": median(rates) / fleet,
+        "bytes_per_step_median": median(moved),
+        "bytes_over_minimum": median(moved) / least if least else None,
+        "busy_cores_median": median(run["busy_cores"] for run in runs),
+        "runs": list(runs),
+    }
+
+
+def loss_disagreement(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Which exact contender lies how far from the first exact one; empty if none."""
+    exact = [name for name in rows if CONTENDERS[name].exact and rows[name]]
+    if not exact:
+        return ""
+    base = rows[exact[0]][0]["losses"]
+    for name in exact:
+        for run in rows[name]:
+            for step, (mine, theirs) in enumerate(zip(run["losses"], base, strict=True), 1):
+                if abs(mine - theirs) > LOSS_TOLERANCE * abs(theirs):
+                    return f"step {step}: {name} has {mine:.6f}, {exact[0]} has {theirs:.6f}"
+    return ""
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """One table per mix."""
+    parts = []
+    for mix in document["mixes"].values():
+        contenders = mix["contenders"]
+        ours = contenders.get(OURS)
+        rows = [_cells(document["contenders"][name], one, ours) for name, one in contenders.items()]
+        header = (
+            f"{mix['name']}", "tokens/s", "spread", "s/step", "of bound", "compute",
+            "MB/step", "/ least", "swarm /", "busy cores",
+        )  # fmt: skip
+        bound = mix["bound_tokens_per_second"]
+        parts.append(
+            table(header, rows, right=tuple(range(1, 10)))
+            + f"\n  bound {bound:,.0f} tokens/s (stage {mix['bound_stage']}), all machines' "
+            f"computing {mix['compute_tokens_per_second']:,.0f} tokens/s"
+        )
+    return "\n\n".join(parts)
+
+
+def _cells(title: str, one: Mapping[str, Any], ours: Mapping[str, Any] | None) -> tuple[str, ...]:
+    rates = one["tokens_per_second_all"]
+    rate = one["tokens_per_second_median"]
+    over = one["bytes_over_minimum"]
+    return (
+        title,
+        f"{rate:,.0f}",
+        f"{min(rates):,.0f} to {max(rates):,.0f}",
+        f"{one['step_seconds_median']:.2f}",
+        f"{one['of_bound']:.2f}",
+        f"{one['compute_share']:.2f}",
+        f"{one['bytes_per_step_median'] / 1e6:.1f}",
+        "" if over is None else f"{over:.2f}",
+        "" if ours is None else f"{ours['tokens_per_second_median'] / rate:.2f}",
+        f"{one['busy_cores_median']:.1f}",
+    )

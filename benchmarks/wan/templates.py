@@ -1,0 +1,56 @@
+"""Run folders that contenders copy or read: one model, cut into more or fewer stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_shared.manifest import Manifest
+from swarm_shared.model.gradients import FlatLayout
+from swarm_shared.model.initialise import build_stage
+
+PRESET = "tiny"
+CHANGES = {
+    "model.layers": 8, "training.sequences_per_microbatch": 4,
+    "training.evaluation_microbatches": 0, "network.listen_host": "0.0.0.0",
+    "rebalancing.rule": "none",
+}  # fmt: skip
+"""Eight layers, so that each of four machines can hold two chunks (interleaved 1F1B)."""
+
+
+class Templates:
+    """Made when they are first asked for."""
+
+    def __init__(self, folder: Path, steps: int, microbatches: int) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._microbatches = microbatches
+        self._made: dict[tuple[int, int], tuple[Path, Manifest]] = {}
+
+    def folder(self, stages: int, peers_per_stage: int) -> Path:
+        """The first step waits for so many peers of each stage."""
+        return self._make(stages, peers_per_stage)[0]
+
+    def manifest(self, stages: int) -> Manifest:
+        return self._make(stages, 1)[1]
+
+    def _make(self, stages: int, peers: int) -> tuple[Path, Manifest]:
+        key = (stages, peers)
+        if key not in self._made:
+            path = self._folder / f"{stages}-stages-{peers}-peers"
+            changes = {
+                **CHANGES, "run.name": "wan", "training.steps": self._steps,
+                "training.microbatches_per_step": self._microbatches,
+                "checkpoint.every_steps": self._steps, "limits.starting_peers_per_stage": peers,
+            }  # fmt: skip
+            manifest = initialise_run(path, PRESET, stages=stages, overrides=changes)
+            self._made[key] = (path, manifest)
+        return self._made[key]
+
+
+def parameter_counts(manifest: Manifest) -> list[int]:
+    """Of each stage; counted without taking their memory."""
+    return [
+        FlatLayout.of(build_stage(manifest, index, "meta")).count
+        for index in range(manifest.stage_count)
+    ]

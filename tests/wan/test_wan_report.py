@@ -1,0 +1,94 @@
+"""From steps and counters to figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.readme_figures import wan_markdown
+from benchmarks.run_data import TimedStep
+from benchmarks.wan.check import LinkCheck, one_of_each
+from benchmarks.wan.contenders import Outcome
+from benchmarks.wan.mixes import Link
+from benchmarks.wan.network import Sample
+from benchmarks.wan.report import loss_disagreement, result_row
+from benchmarks.wan.traffic import bytes_between
+
+CABLE = Link(up_mbit=20, down_mbit=200, rtt_ms=40, jitter_ms=2)
+
+
+def sample(at: float, sent: int) -> Sample:
+    return Sample(at, {"a": sent}, {"a": 2 * sent}, at / 2)
+
+
+def test_bytes_between_two_moments_are_interpolated() -> None:
+    samples = [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500)]
+    assert bytes_between(samples, 1.5, 3.0) == ({"a": 250.0}, {"a": 500.0})
+    assert bytes_between(samples, 0.0, 9.0) == ({"a": 500.0}, {"a": 1000.0})
+
+
+def test_steps_are_timed_from_the_end_of_the_last_warm_up_step() -> None:
+    timed = [TimedStep(n, 1.0, 70, 0.1, at) for n, at in ((1, 1.0), (2, 2.0), (3, 4.0))]
+    row = result_row(Outcome(timed), 1, [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500)])
+    assert row["tokens_per_second"] == pytest.approx(140 / 3)
+    assert row["step_seconds"] == pytest.approx(1.5)
+    assert row["sent_bytes_per_step"] == {"a": 250}
+    assert row["received_bytes_per_step"] == {"a": 500}
+    assert row["busy_cores"] == pytest.approx(0.5)
+
+
+def test_another_loss_is_found_and_named() -> None:
+    def runs(*losses: float) -> list[dict[str, Any]]:
+        return [{"losses": list(losses)}]
+
+    alike = {"torch": runs(2.0, 1.0), "swarm": runs(2.00001, 1.0)}
+    assert loss_disagreement(alike) == ""
+    apart = {**alike, "1f1b": runs(2.0, 1.001)}
+    assert loss_disagreement(apart).startswith("step 2: 1f1b has 1.001")
+
+
+@pytest.mark.parametrize(
+    ("up", "rtt", "complaints"),
+    [(19.0, 41.0, 0), (17.9, 41.0, 1), (22.1, 41.0, 1), (20.0, 43.0, 1), (20.0, 37.0, 1)],
+)
+def test_a_line_that_is_not_as_asked_is_complained_about(
+    up: float, rtt: float, complaints: int
+) -> None:
+    found = LinkCheck("m", CABLE, up, 200.0, rtt, 1.0).complaints()
+    assert len(found) == complaints, found
+
+
+def test_one_machine_of_each_kind_of_line_is_measured() -> None:
+    other = Link(up_mbit=1, down_mbit=1)
+    assert one_of_each({"a": CABLE, "b": CABLE, "c": other}) == ["a", "c"]
+
+
+def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
+    summary = {
+        "tokens_per_second_median": 100.0, "tokens_per_second_all": [90.0, 110.0],
+        "of_bound": 0.5, "compute_share": 0.4, "bytes_over_minimum": 1.02,
+        "busy_cores_median": 1.5,
+    }  # fmt: skip
+    check = LinkCheck("peer-1", CABLE, 20.04, 199.0, 41.0, 1.0).document()
+    slow = {**summary, "tokens_per_second_median": 50.0}
+    text = wan_markdown(
+        {
+            "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 5,
+            "warmup_steps": 2, "stages": 4, "microbatches_per_step": 16, "microbatch_seconds": 0.25,
+            "machine": {"cpu_count": 2, "processor": "one"},
+            "model": {"hidden_size": 128, "layers": 8},
+            "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
+            "mixes": {
+                "cable": {
+                    "name": "cable", "machines": [{"link": "cable"}] * 4, "checks": [check],
+                    "bound_tokens_per_second": 200.0,
+                    "contenders": {"swarm": summary, "1f1b": slow},
+                }
+            },
+        }
+    )  # fmt: skip
+    assert "4 with cable" in text
+    assert "20.0 up (20), 199.0 down (200) Mbit/s, RTT 41.0 ms (40)" in text
+    assert "| torch 1F1B | 50 (90 to 110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
+    assert "| *the bound* | 200 |" in text
