@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import schemathesis
 import trio
-from http_kit import pages_of, run_with_pages
+from http_kit import pages_of, run_with_pages, write_status
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
@@ -27,6 +28,8 @@ EXAMPLES = 50
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Where pages are served, in a thread of their own, and the organiser's token."""
     folder = run_with_pages(tmp_path_factory.mktemp("schema") / "run")
+    # Not old for as long as all this takes: a silent coordinator is answered with 503.
+    write_status(folder, time=time.time() + 3600.0)
     found: list[tuple[str, str]] = []
     ready, done = threading.Event(), threading.Event()
     thread = threading.Thread(target=trio.run, args=(_serve, folder, found, ready, done))
