@@ -58,7 +58,11 @@ class SocketVolunteer(SimulatedVolunteer):
         stamp = LinkBytes(
             remote=self._coordinator, protocol=STAMP_PROTOCOL, sent=time.monotonic_ns(), received=0
         )
-        self.say(Heartbeat(microbatches_per_second=1.0, queued=0, links=(stamp,)))
+        self.say(
+            Heartbeat(
+                microbatches_per_second=1.0, queued=0, links=(stamp,), computed=1, busy_seconds=0.9
+            )
+        )
 
 
 class Outbox:

@@ -41,7 +41,15 @@ from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, Stage
 from swarm_shared.wire import Frame
 
 HEARTBEATS = [
-    encode(Heartbeat(microbatches_per_second=1.0 + 0.01 * tenth, queued=tenth % 4))
+    encode(
+        Heartbeat(
+            microbatches_per_second=1.0 + 0.01 * tenth,
+            queued=tenth % 4,
+            computed=1,
+            busy_seconds=0.9,
+            up_bytes_per_second=2.5e6,
+        )
+    )
     for tenth in range(20)
 ]
 STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
