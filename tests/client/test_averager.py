@@ -375,6 +375,7 @@ def hasty_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart_policy, "LOST_RELAY_SECONDS", 3.0)
 
 
+@pytest.mark.attacks  # of its "other slow tests"
 @pytest.mark.usefixtures("hasty_restarts")
 async def test_p2pd_takes_a_relay_that_is_given_later_and_keeps_its_name_and_its_port(
     tmp_path: Path,

@@ -400,7 +400,11 @@ class WatchedChannel(MemoryChannel):
         return await super().receive(max_bytes)
 
 
-def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(run: Any) -> None:
+def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is turned away after that, and the test waits for it in real time.
+    monkeypatch.setattr("swarm_client.averaging.waiting_room.STRANGER_SECONDS", 0.2)
     group = Group((A, B), 5_000)
     mallory = PeerId("mallory")
 
