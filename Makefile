@@ -47,7 +47,7 @@ demo: setup
 	@$(PY) -m swarm_coordinator.cli demo $(ARGS)
 
 test: setup-dev
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n auto --dist loadfile $(ARGS)
 
 test-runs: setup-dev
 	@$(PY) -m pytest -m runs $(ARGS)

@@ -57,6 +57,8 @@ from swarm_shared.signed_manifest import run_id_of
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 JOINS_AT_ONCE = 50
+SOCKET_PROCESSES = 4
+"""One alone cannot keep a thousand connections alive: they take it a core and more."""
 CHURN_SECONDS = 3.0
 
 
@@ -241,9 +243,9 @@ def profiled() -> Iterator[None]:
 async def measure_sockets(
     folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float
 ) -> dict[str, Any]:
-    """All volunteers in another process, each with a connection of its own over loopback.
+    """All volunteers in other processes, each with a connection of its own over loopback.
 
-    Their heartbeats say when they were said; the machine's two cores serve the two processes.
+    Their heartbeats say when they were said; the machine's cores serve all the processes.
     """
     # A thousand behind one address are this benchmark's doing.
     many = functools.partial(open_node, max_connections_per_address=2 * volunteers)
@@ -251,14 +253,20 @@ async def measure_sockets(
     async with serving(folder, manifest, time.monotonic) as served:
         path = folder / "manifest.json"
         path.write_text(manifest.model_dump_json())
-        command = [
-            sys.executable, "-m", "benchmarks.coordinator_sockets", served.invite.encode(),
-            str(volunteers), str(path), str(step_seconds),
-        ]  # fmt: skip
         began = time.monotonic()
-        process = await trio.lowlevel.open_process(command)
+        processes = [
+            await trio.lowlevel.open_process(
+                [
+                    sys.executable, "-m", "benchmarks.coordinator_sockets", served.invite.encode(),
+                    str(count), str(path), str(step_seconds),
+                ]
+            )
+            for count in shares(volunteers, SOCKET_PROCESSES)
+        ]  # fmt: skip
         try:
-            while served.coordinator.attached < volunteers and process.poll() is None:
+            while served.coordinator.attached < volunteers:
+                if any(process.poll() is not None for process in processes):
+                    raise click.ClickException("volunteers have ended while others still came")
                 await trio.sleep(0.1)
             joined_seconds = time.monotonic() - began
             click.echo(f"{volunteers:,} joined over sockets in {joined_seconds:.0f} s")
@@ -278,8 +286,15 @@ async def measure_sockets(
                 "heartbeats": percentiles(waited),
             }
         finally:
-            process.kill()
-            await process.wait()
+            for process in processes:
+                process.kill()
+                await process.wait()
+
+
+def shares(whole: int, parts: int) -> list[int]:
+    """As equal as they can be; none is nothing."""
+    found = [whole // parts + (part < whole % parts) for part in range(parts)]
+    return [share for share in found if share]
 
 
 def percentiles(waited: list[float]) -> dict[str, float]:

@@ -29,8 +29,8 @@ from swarm_shared.signed_manifest import run_id_of
 from swarm_shared.types import PeerId
 
 STAMP_PROTOCOL = "stamp"
-JOINING = 8
-"""At once."""
+JOIN_SECONDS = 0.5
+"""Between two that join from this process: people do not come all at once."""
 LOOK_SECONDS = 120.0
 """A node looks at its machine's addresses every two seconds. A thousand nodes that live on one
 machine by this benchmark's doing would do nothing else."""
@@ -114,8 +114,7 @@ async def main(text: str, volunteers: int, manifest_path: str, step_seconds: flo
             volunteer = SocketVolunteer(world, identity, invite.coordinator)
             everybody.append(volunteer)
             nursery.start_soon(live, node, invite, volunteer)
-            while sum(one.stage is None for one in everybody[-JOINING:]) == JOINING:
-                await trio.sleep(0.005)
+            await trio.sleep(JOIN_SECONDS)
         print("joined", flush=True)
         await trio.sleep_forever()
 

@@ -155,6 +155,8 @@ class SimulatedVolunteer:
         """When those were said that the coordinator has not acted on yet: beats overtake."""
         self.beat_seconds = world.manifest.limits.heartbeat_seconds
         self.alive = True
+        self.attached = False
+        """It has said hello, and its heart beats from then on."""
         self._world = world
         self._pace = world.rng.randrange(len(HEARTBEATS) - 2)
         self._attempt = 0
@@ -169,6 +171,7 @@ class SimulatedVolunteer:
 
     def attach(self) -> None:
         self.stream.push(encode(self.hello()))
+        self.attached = True
 
     def say(self, message: FrozenModel) -> None:
         self._say(encode(message), self.words)
@@ -325,6 +328,6 @@ async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:
                 heapq.heappop(due)
                 continue
             heapq.heapreplace(due, (at + volunteer.beat_seconds, number))
-            if volunteer.stage is not None:
+            if volunteer.attached:
                 volunteer.beat()
         await trio.sleep(0.005)
