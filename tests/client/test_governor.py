@@ -250,7 +250,7 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
 
 
 async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
-    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 1"
+    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 6"
     rig = Rig(tmp_path, text, devices=2)
     rig.told.memory_bytes = rig.others_told[0].memory_bytes = -1
     assert await rig.look() is None
@@ -258,7 +258,7 @@ async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> 
     cores = min(2, rig.governor._binding.available_cores)
     assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
     total = rig.governor.machine().memory_total_bytes
-    assert one.memory_bytes == other.memory_bytes == min(10**9, int(total / 100) // 2)
+    assert one.memory_bytes == other.memory_bytes == min(10**9, int(total * 6 / 100) // 2)
     assert rig.bandwidth.up.bytes_per_second == 100_000
 
 

@@ -152,6 +152,7 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        await s.until(lambda: s.volunteer.attachment.session is not None)
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
         await s.until(lambda: s.volunteer.attachment.session is None)
         await s.until(lambda: s.volunteer.pause.awaited)
@@ -165,6 +166,7 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
 
 async def test_a_volunteer_can_leave_in_the_middle_of_a_long_pause(tmp_path: Path) -> None:
     async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        await s.until(lambda: s.volunteer.attachment.session is not None)
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
         await s.until(lambda: s.volunteer.attachment.session is None)
         s.volunteer.leave()

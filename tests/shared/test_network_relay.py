@@ -440,7 +440,11 @@ async def test_nonsense_ends_its_stream_and_nothing_else(protocol: str, garbage:
         assert relay.handler_errors == {}
 
 
-@pytest.mark.parametrize("peer", [b"", b"\x00", b"x" * 4000, Identity.generate().public_key_bytes])
+@pytest.mark.parametrize(
+    "peer",
+    [b"", b"\x00", b"x" * 4000, Identity.generate().public_key_bytes],
+    ids=["nothing", "one byte", "far too long", "a bare key"],
+)
 async def test_a_target_that_is_no_peer_id_is_refused(peer: bytes) -> None:
     async with a_relay() as relay, a_node() as attacker:
         request = HopMessage(type=HopMessage.CONNECT, peer=PeerMessage(id=peer))
