@@ -6,6 +6,8 @@
 PY := .venv/bin/python
 # Extra arguments for demo, test and bench.
 ARGS ?=
+# Tests of two files at a time: most wait for something now and then, and two cores are enough.
+TWO = -n 2 --dist loadfile
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
@@ -47,13 +49,13 @@ demo: setup
 	@$(PY) -m swarm_coordinator.cli demo $(ARGS)
 
 test: setup-dev
-	@$(PY) -m pytest -n auto --dist loadfile $(ARGS)
+	@$(PY) -m pytest $(TWO) $(ARGS)
 
 test-runs: setup-dev
-	@$(PY) -m pytest -m runs $(ARGS)
+	@$(PY) -m pytest -m runs $(TWO) $(ARGS)
 
 test-attacks: setup-dev
-	@$(PY) -m pytest -m attacks $(ARGS)
+	@$(PY) -m pytest -m attacks $(TWO) $(ARGS)
 
 # The seed of a failing run is printed: KILL_SEED=N make test-durability repeats it.
 test-durability: setup-dev
