@@ -12,6 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec, encoded_bytes
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig
 
 MANIFEST_FORMAT = 1
@@ -80,6 +81,17 @@ class OptimizerConfig(FrozenModel):
     """Bound on the gradient norm of the whole model."""
 
 
+class CodecsConfig(FrozenModel):
+    """How tensors are written on every border between stages, one way for all peers.
+
+    Part of what the run computes: a receiver goes on with what it decoded, so whoever computes
+    something again must have decoded the same (docs/decisions, number 0021).
+    """
+
+    activation: ActivationCodec = "none"
+    gradient: GradientCodec = "none"
+
+
 class LimitsConfig(FrozenModel):
     """Bounds every peer enforces, so that no remote decides how much memory is taken."""
 
@@ -112,6 +124,7 @@ class Manifest(FrozenModel):
     training: TrainingConfig
     optimizer: OptimizerConfig
     limits: LimitsConfig = LimitsConfig()
+    codecs: CodecsConfig = CodecsConfig()
     checkpoint_steps: int = Field(default=50, ge=1)
 
     @model_validator(mode="after")
@@ -137,6 +150,20 @@ class Manifest(FrozenModel):
     @property
     def tokens_per_microbatch(self) -> int:
         return self.training.sequences_per_microbatch * self.model.sequence_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """On the wire, for one microbatch at one border."""
+        return self._border_bytes(self.codecs.activation)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """On the wire, for one microbatch at one border: of what was its activation."""
+        return self._border_bytes(self.codecs.gradient)
+
+    def _border_bytes(self, codec: GradientCodec) -> int:
+        elements = self.tokens_per_microbatch * self.model.hidden_size
+        return encoded_bytes(codec, elements, self.training.dtype)
 
     @property
     def tokens_per_step(self) -> int:

@@ -205,7 +205,9 @@ class ComputeLoop:
         tokens = self._runner.manifest.tokens_per_microbatch
         match result:
             case ForwardResult():
-                nbytes = self._write(result.output, request.slot)
+                host = self._runner.copier.to_host(result.output)
+                slot = self._memory.slot(request.slot)
+                nbytes = self._runner.codec.write_output(host, slot)
                 self._spoil(Phase.FORWARD, request.slot, nbytes)
                 return protocol.ForwardDone(
                     request=request.request, nbytes=nbytes, seconds=self._seconds(started)
@@ -213,7 +215,9 @@ class ComputeLoop:
             case BackwardResult():
                 nbytes = 0
                 if result.input_gradient is not None:
-                    nbytes = self._write(result.input_gradient, request.slot)
+                    host = self._runner.copier.to_host(result.input_gradient)
+                    slot = self._memory.slot(request.slot)
+                    nbytes = self._runner.codec.write_input_gradient(host, slot)
                     self._spoil(Phase.BACKWARD, request.slot, nbytes)
                 return protocol.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
@@ -227,10 +231,6 @@ class ComputeLoop:
 
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
-
-    def _write(self, tensor: Tensor, slot: int) -> int:
-        host = self._runner.copier.to_host(tensor)
-        return self._runner.codec.write(host, self._memory.slot(slot))
 
     def _spoil(self, phase: Phase, slot: int, nbytes: int) -> None:
         if faults.active is not None:

@@ -356,7 +356,7 @@ class MicrobatchPlane:
             own = node.count(parcel)
             if own is not None:
                 receipts = (*receipts, own)
-            size = self._swarm.sizes[stage].input_bytes if stage else 0
+            size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
             answer(Answer("ok", receipts, service_seconds, total), size)
 
