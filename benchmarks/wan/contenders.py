@@ -18,6 +18,7 @@ from swarm_client.stage_links import EQUAL_SHARES_VARIABLE
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, module_command
+from swarm_shared.codecs.sizes import ActivationCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,12 @@ class Contender:
     """Why it cannot train on this fleet; None when it can."""
 
 
-def swarm(field: Field, work: Path, *, equal_shares: bool = False) -> Outcome:
+def swarm(
+    field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False
+) -> Outcome:
     """Ours: the programs that organisers and volunteers start."""
     run_dir = work / "run"
-    shutil.copytree(field.run_folder(), run_dir)
+    shutil.copytree(field.run_folder(codec=codec), run_dir)
     with Children() as children:
         local = LocalSwarm(run_dir, children)
         local.prefix = field.network.hosts[COORDINATOR].prefix
@@ -171,6 +174,10 @@ def one_pipeline(field: Field) -> str | None:
 CONTENDERS: dict[str, Contender] = {
     "torch": Contender("one torch process as fast as all together", torch_single),
     "swarm": Contender("swarm", swarm),
+    "swarm-fp16": Contender(
+        "swarm, float16 on the wire", partial(swarm, codec="float16"), exact=False
+    ),
+    "swarm-int8": Contender("swarm, int8 on the wire", partial(swarm, codec="int8"), exact=False),
     "swarm-equal": Contender(
         "swarm, routing by equal shares", partial(swarm, equal_shares=True),
         why_not=several_to_choose_from,
