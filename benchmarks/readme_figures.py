@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from benchmarks.rebalancing import table
+from benchmarks.wire_bytes.page import wire_bytes_markdown
 
 ROOT = Path(__file__).parents[1]
 
@@ -326,6 +327,7 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
     "views": ("docs/top.md", "view figures", views_markdown),
+    "wire-bytes": ("docs/benchmarks.md", "wire figures", wire_bytes_markdown),
     "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
     "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
