@@ -89,7 +89,7 @@ class Instrument:
     def counting(self) -> Iterator[None]:
         """Everything that this process sends. What is sent behind a relay has no socket."""
         wrapped: Sequence[tuple[type, str, Callable[..., Any]]] = (
-            (BufferedTcpStream, "write", self._wrap_socket),
+            (BufferedTcpStream, "write_pieces", self._wrap_socket),
             (NoiseChannel, "write", self._wrap_noise),
             (YamuxConnection, "__init__", self._wrap_muxer),
             (FramedStream, "send", self._wrap_frames),
@@ -104,11 +104,11 @@ class Instrument:
                 setattr(owner, name, original)
 
     def _wrap_socket(self, write: Callable[..., Any]) -> Callable[..., Any]:
-        async def counted(stream: BufferedTcpStream, data: bytes) -> None:
+        async def counted(stream: BufferedTcpStream, pieces: Sequence[bytes]) -> None:
             if id(stream) not in self._socket_bytes:
                 self._alive.append(stream)
-            await write(stream, data)
-            self._socket_bytes[id(stream)] += len(data)
+            await write(stream, pieces)
+            self._socket_bytes[id(stream)] += sum(map(len, pieces))
 
         return counted
 
