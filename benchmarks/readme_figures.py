@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.codec_figures import codecs_markdown, quality_markdown
 from benchmarks.rebalancing import table
 
 ROOT = Path(__file__).parents[1]
@@ -327,6 +328,8 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
     "views": ("docs/top.md", "view figures", views_markdown),
     "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
+    "codecs": ("docs/benchmarks.md", "codec figures", codecs_markdown),
+    "quality": ("docs/benchmarks.md", "quality figures", quality_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
     "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
 }
