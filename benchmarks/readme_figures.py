@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.codec_figures import codecs_markdown, quality_markdown
 from benchmarks.copies.page import copies_markdown
 from benchmarks.rebalancing import table
 from benchmarks.wire_bytes.page import wire_bytes_markdown
@@ -331,6 +332,8 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "copies": ("docs/tensor-path.md", "copies figures", copies_markdown),
     "wire-bytes": ("docs/benchmarks.md", "wire figures", wire_bytes_markdown),
     "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
+    "codecs": ("docs/benchmarks.md", "codec figures", codecs_markdown),
+    "quality": ("docs/benchmarks.md", "quality figures", quality_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
     "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
 }
