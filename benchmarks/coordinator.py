@@ -8,6 +8,8 @@ in the figures, but for signing. Then a smaller number does so over sockets, fro
 Somebody dies and somebody joins every three seconds. The latency of a word is the time from when
 it was said until the core has acted on it. In memory, time is that of a core of its own
 (`dedicated_clock`), since the machine may be shared; over sockets it is what a clock shows.
+`heartbeats_since_due` counts from when they were to be said: in memory the coordinator may have
+held the core that its volunteers need for it. `--holds` names what held it.
 
 Writes benchmarks/results/coordinator.json.
 """
@@ -39,6 +41,7 @@ import swarm_coordinator.transition as core
 from benchmarks.coordinator_sockets import STAMP_PROTOCOL
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
 from benchmarks.dedicated_clock import DedicatedCoreClock
+from benchmarks.loop_holds import LoopHolds
 from benchmarks.machine import describe_machine
 from swarm_coordinator.events import Command, Event, HeartbeatsHeard
 from swarm_coordinator.initialise_run import initialise_run
@@ -85,6 +88,8 @@ class Latencies:
     def __init__(self, clock: Clock) -> None:
         self.volunteers: dict[str, SimulatedVolunteer] = {}
         self.found: list[tuple[float, float, str]] = []
+        self.since_due: list[float] = []
+        self.holds: LoopHolds | None = None
         self.events = 0
         self._clock = clock
         self._transition = core.transition
@@ -92,10 +97,12 @@ class Latencies:
     def transition(self, run: RunState, event: Event, now: float) -> list[Command]:
         commands = self._transition(run, event, now)
         self.events += 1
+        if self.holds is not None:
+            self.holds.does(type(event).__name__)
         moment = self._clock()
         if isinstance(event, HeartbeatsHeard):
             for beat in event.beats:
-                for link in beat.message.links:
+                for link in beat.message.changed_links:
                     if link.protocol == STAMP_PROTOCOL:
                         self.found.append((moment, moment - link.sent / 1e9, "heartbeat"))
                 self._acted_on(beat.peer, "heartbeat", moment)
@@ -108,9 +115,13 @@ class Latencies:
         volunteer = self.volunteers.get(peer)
         if volunteer is None:
             return
-        said = volunteer.beats if kind == "heartbeat" else volunteer.words
-        if said:
-            self.found.append((moment, moment - said.popleft(), kind))
+        if kind != "heartbeat":
+            if volunteer.words:
+                self.found.append((moment, moment - volunteer.words.popleft(), kind))
+        elif volunteer.beats:
+            due, said = volunteer.beats.popleft()
+            self.found.append((moment, moment - said, kind))
+            self.since_due.append(moment - due)
 
 
 @dataclass(frozen=True)
@@ -195,19 +206,21 @@ class Fleet:
 
 async def measure_memory(
     folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
-    profile: bool, clock: DedicatedCoreClock,
+    profile: bool, clock: DedicatedCoreClock, holds: LoopHolds | None,
 ) -> dict[str, Any]:  # fmt: skip
     """All volunteers on the coordinator's core, and no network."""
     async with serving(folder, manifest, clock.current_time) as served:
         coordinator, latencies = served.coordinator, served.latencies
-        world = World(run_id_of(manifest), manifest, step_seconds, clock)
+        world = World(run_id_of(manifest), manifest, step_seconds, clock, volunteers)
         fleet = Fleet(served, world, clock)
         joined_seconds = await fleet.join_all(volunteers)
         await trio.sleep(3.0)
         latencies.found.clear()
+        latencies.since_due.clear()
+        latencies.holds = holds
         first_step, said, events = world.applied, world.said, latencies.events
         began, cpu = clock.current_time(), time.thread_time() - clock.elsewhere_seconds
-        with profiled() if profile else nullcontext():
+        with profiled() if profile else holds.watched() if holds else nullcontext():
             await fleet.churn(volunteers, seconds)
         elapsed = clock.current_time() - began
         used = time.thread_time() - clock.elsewhere_seconds - cpu
@@ -223,6 +236,7 @@ async def measure_memory(
             "refused": world.refused,
             "sessions_ended": dict(coordinator.control.ended),
             **percentiles([waited for _, waited, _ in words]),
+            "heartbeats_since_due": percentiles(latencies.since_due),
             "of_each_kind": {
                 kind: percentiles([waited for _, waited, k in words if k == kind])
                 for kind in sorted({k for _, _, k in words})
@@ -258,7 +272,7 @@ async def measure_sockets(
             await trio.lowlevel.open_process(
                 [
                     sys.executable, "-m", "benchmarks.coordinator_sockets", served.invite.encode(),
-                    str(count), str(path), str(step_seconds),
+                    str(count), str(path), str(step_seconds), str(volunteers),
                 ]
             )
             for count in shares(volunteers, SOCKET_PROCESSES)
@@ -319,10 +333,11 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 @click.option("--seconds", default=60.0)
 @click.option("--step-seconds", default=20.0, help="Until the last microbatch of a step is done.")
 @click.option("--profile", is_flag=True)
+@click.option("--holds", is_flag=True, help="Name what takes the loop's time; nothing is written.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(
     volunteers: int, sockets: int, stages: int, microbatches: int, seconds: float,
-    step_seconds: float, profile: bool, out: Path,
+    step_seconds: float, profile: bool, holds: bool, out: Path,
 ) -> None:  # fmt: skip
     logging.basicConfig(level=logging.ERROR)
     document: dict[str, Any] = {
@@ -333,7 +348,7 @@ def main(
         "microbatches_per_step": microbatches,
     }
     # First: what ten thousand leave behind would slow it down.
-    if sockets and not profile:
+    if sockets and not (profile or holds):
         with tempfile.TemporaryDirectory() as name:
             manifest = make_run(Path(name), sockets, stages, microbatches)
             document["sockets"] = trio.run(
@@ -344,13 +359,15 @@ def main(
         with tempfile.TemporaryDirectory() as name:
             manifest = make_run(Path(name), volunteers, stages, microbatches)
             clock = DedicatedCoreClock()
+            watch = LoopHolds(clock.current_time) if holds else None
             document["clock"] = "dedicated core" if clock.exact else "monotonic"
             document["memory"] = trio.run(
                 measure_memory, Path(name), manifest, volunteers, seconds, step_seconds, profile,
-                clock, clock=clock,
+                clock, watch, clock=clock, instruments=[watch] if watch else [],
             )  # fmt: skip
+        click.echo("\n".join(watch.lines() if watch else ()))
         click.echo(json.dumps(document["memory"], indent=1))
-    if not profile:
+    if not (profile or holds):
         write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
 
 

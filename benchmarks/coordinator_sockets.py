@@ -1,6 +1,6 @@
 """The same volunteers, each with a connection of its own to the coordinator, in another process.
 
-    python -m benchmarks.coordinator_sockets INVITE VOLUNTEERS MANIFEST STEP_SECONDS
+    python -m benchmarks.coordinator_sockets INVITE VOLUNTEERS MANIFEST STEP_SECONDS MEMBERS
 
 Started by `benchmarks.coordinator --sockets`. Each is a libp2p host with an identity of its own:
 TCP, Noise and yamux over loopback. A heartbeat carries the moment at which it was said, in
@@ -18,12 +18,13 @@ from pathlib import Path
 
 import trio
 
+from benchmarks.coordinator_heartbeats import Heart
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
 from swarm_shared.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import Manifest
-from swarm_shared.messages import CONTROL_PROTOCOL, Heartbeat, LinkBytes
+from swarm_shared.messages import CONTROL_PROTOCOL, LinkBytes
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, watch
 from swarm_shared.signed_manifest import run_id_of
 from swarm_shared.types import PeerId
@@ -54,15 +55,13 @@ class SocketVolunteer(SimulatedVolunteer):
         self.stream = Outbox()
         self._coordinator = coordinator
 
-    def beat(self) -> None:
+    def beat(self, due: float) -> None:
         stamp = LinkBytes(
             remote=self._coordinator, protocol=STAMP_PROTOCOL, sent=time.monotonic_ns(), received=0
         )
-        self.say(
-            Heartbeat(
-                microbatches_per_second=1.0, queued=0, links=(stamp,), computed=1, busy_seconds=0.9
-            )
-        )
+        said = self.heart.beats[Heart.place(self.beaten)]
+        self.beaten += 1
+        self.say(said.model_copy(update={"changed_links": (*said.changed_links, stamp)}))
 
 
 class Outbox:
@@ -99,10 +98,12 @@ async def live(node: Node, invite: Invite, volunteer: SocketVolunteer) -> None:
         print(f"a volunteer has lost its link: {errors.exceptions[0]}", file=sys.stderr)
 
 
-async def main(text: str, volunteers: int, manifest_path: str, step_seconds: float) -> None:
+async def main(
+    text: str, volunteers: int, manifest_path: str, step_seconds: float, members: int
+) -> None:
     invite = Invite.decode(text)
     manifest = Manifest.model_validate_json(Path(manifest_path).read_bytes())
-    world = World(run_id_of(manifest), manifest, step_seconds, OwnTime())
+    world = World(run_id_of(manifest), manifest, step_seconds, OwnTime(), members)
     everybody: list[SocketVolunteer] = []
     setattr(watch, "LOOK_SECONDS", LOOK_SECONDS)  # noqa: B010
     async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
@@ -120,4 +121,4 @@ async def main(text: str, volunteers: int, manifest_path: str, step_seconds: flo
 
 
 if __name__ == "__main__":
-    trio.run(main, sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+    trio.run(main, sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), int(sys.argv[5]))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import trio
 
+from benchmarks.coordinator_heartbeats import Heart, hearts
 from swarm_shared.credentials import Receipt, sign_receipt
 from swarm_shared.errors import LinkClosed
 from swarm_shared.identity import Identity
@@ -26,7 +27,6 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     SOFTWARE_VERSION,
     Applied,
-    Heartbeat,
     Hello,
     LeaseResult,
     Ready,
@@ -40,18 +40,6 @@ from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 from swarm_shared.wire import Frame
 
-HEARTBEATS = [
-    encode(
-        Heartbeat(
-            microbatches_per_second=1.0 + 0.01 * tenth,
-            queued=tenth % 4,
-            computed=1,
-            busy_seconds=0.9,
-            up_bytes_per_second=2.5e6,
-        )
-    )
-    for tenth in range(20)
-]
 STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
 CLOSE_SECONDS = 1.0
 DOWNLOAD_SECONDS = 2.0
@@ -119,9 +107,13 @@ class World:
         manifest: Manifest,
         step_seconds: float,
         clock: Times,
+        members: int,
     ) -> None:
         self.run = run
         self.clock = clock
+        limits = manifest.limits
+        # As those of a large run are asked to beat; who comes to a small one speaks the same.
+        self.hearts = hearts(members, max(limits.heartbeat_seconds, limits.dead_after_seconds / 2))
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self.manifest = manifest
@@ -150,15 +142,17 @@ class SimulatedVolunteer:
         self.identity = identity
         self.peer = identity.peer_id
         self.stage: StageIndex | None = None
-        self.beats: deque[float] = deque()
+        self.beats: deque[tuple[float, float]] = deque()
+        """When those were due and when they were said that the coordinator has not acted on yet."""
         self.words: deque[float] = deque()
-        """When those were said that the coordinator has not acted on yet: beats overtake."""
+        """The same of all others: beats overtake."""
         self.beat_seconds = world.manifest.limits.heartbeat_seconds
         self.alive = True
         self.attached = False
         """It has said hello, and its heart beats from then on."""
         self._world = world
-        self._pace = world.rng.randrange(len(HEARTBEATS) - 2)
+        self.heart: Heart = world.rng.choice(world.hearts)
+        self.beaten = 0
         self._attempt = 0
         self._unreported: list[str] = []
         self.stream: Any = MemoryStream(self.peer, self.hear)
@@ -174,16 +168,18 @@ class SimulatedVolunteer:
         self.attached = True
 
     def say(self, message: FrozenModel) -> None:
-        self._say(encode(message), self.words)
-
-    def _say(self, header: bytes, stamps: deque[float]) -> None:
         if self.alive:
-            self._world.said += 1
-            stamps.append(self._world.clock.current_time())
-            self.stream.push(header)
+            self.words.append(self._world.clock.current_time())
+            self._push(encode(message))
 
-    def beat(self) -> None:
-        self._say(HEARTBEATS[self._pace + self._world.said % 3], self.beats)
+    def _push(self, header: bytes) -> None:
+        self._world.said += 1
+        self.stream.push(header)
+
+    def beat(self, due: float) -> None:
+        self.beats.append((due, self._world.clock.current_time()))
+        self._push(self.heart.encoded[Heart.place(self.beaten)])
+        self.beaten += 1
 
     def die(self) -> None:
         self.alive = False
@@ -329,5 +325,5 @@ async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:
                 continue
             heapq.heapreplace(due, (at + volunteer.beat_seconds, number))
             if volunteer.attached:
-                volunteer.beat()
+                volunteer.beat(at)
         await trio.sleep(0.005)

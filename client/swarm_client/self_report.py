@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from swarm_client.engine.holding import Holding
 from swarm_client.membership import Membership
+from swarm_client.telling import Present, Telling
 from swarm_client.traversal import Position
 from swarm_client.volunteer_options import VolunteerOptions
 from swarm_shared.invite import Invite
@@ -18,9 +19,6 @@ from swarm_shared.messages import (
 )
 from swarm_shared.network import Node
 from swarm_shared.types import Version
-
-MOST_PATHS = 1024
-"""Reported with a heartbeat; a peer that has more links is a relay."""
 
 
 def hello(
@@ -57,18 +55,22 @@ def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
 
 
 def heartbeat(
-    holding: Holding | None, node: Node, links: tuple[LinkBytes, ...], *, paused: bool
-) -> Heartbeat:
+    telling: Telling, members: int, holding: Holding | None, node: Node,
+    links: tuple[LinkBytes, ...], *, paused: bool,
+) -> Heartbeat:  # fmt: skip
     computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
-    return Heartbeat(
-        microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
-        queued=holding.in_flight if holding else 0,
-        up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,
-        links=links,
-        paths=tuple(node.paths()[:MOST_PATHS]),
-        paused=paused,
-        computed=computed,
-        busy_seconds=busy_seconds,
+    return telling.heartbeat(
+        Present(
+            microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
+            queued=holding.in_flight if holding else 0,
+            up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,
+            links=links,
+            paths=tuple(node.paths()),
+            paused=paused,
+            computed=computed,
+            busy_seconds=busy_seconds,
+        ),
+        members,
     )
 
 

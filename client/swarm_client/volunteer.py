@@ -30,6 +30,7 @@ from swarm_client.pausing import Pause
 from swarm_client.stage_links import StageLinks
 from swarm_client.suspension import Suspension
 from swarm_client.sync import Snapshots, fetch_data
+from swarm_client.telling import Telling
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
 from swarm_client.volunteer_options import VolunteerOptions
@@ -97,6 +98,7 @@ class Volunteer:
         self.membership: Membership | None = None
         self.attachment = Attachment(self, node, invite, report)
         self.roster = RosterView()
+        self._telling = Telling(beat_seconds=1.0)
         self.news: RunNews | None = None
         self.on_admitted: Callable[[Manifest], None] = lambda manifest: None
         self.contribution = Contribution()
@@ -209,6 +211,7 @@ class Volunteer:
         manifest, before = membership.manifest, self.membership
         self.gate.attached(welcome.generation)
         self.membership = membership
+        self._telling = Telling(welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds)
         if before is None:
             # It asks for a certificate itself: a newcomer's may be here before the roster is.
             self.node.serve(
@@ -251,7 +254,9 @@ class Volunteer:
 
     def heartbeat(self) -> Heartbeat:
         paused = self.suspended is not None
-        return self_report.heartbeat(self.holding, self.node, self.links(), paused=paused)
+        return self_report.heartbeat(
+            self._telling, len(self.roster), self.holding, self.node, self.links(), paused=paused
+        )
 
     def take_receipts(self) -> tuple[str, ...]:
         return self.holding.receipts.take_unreported() if self.holding is not None else ()

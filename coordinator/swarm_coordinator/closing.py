@@ -13,7 +13,15 @@ from collections import Counter
 from swarm_coordinator import membership, progress, rebalancing, syncing
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.figures import Rejection
-from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, short
+from swarm_coordinator.state import (
+    Closing,
+    PeerPhase,
+    PeerState,
+    RunPhase,
+    RunState,
+    StepState,
+    short,
+)
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId, StageIndex, Version
@@ -52,17 +60,34 @@ def start_close(run: RunState, now: float) -> None:
     reductions = {stage: _reductions(run, groups, stage) for stage in groups}
     run.phase = RunPhase.CLOSING
     step.closing = Closing(members, now, switching=switching)
-    for peer, stage in members.items():
-        run.send(
-            peer,
-            Close(
-                step=step.step,
-                attempt=step.attempt,
-                committed=tuple(sorted(microbatch for microbatch, _ in step.table.held_by(peer))),
-                reductions=reductions[stage],
-                moving=reductions[switching[peer]] if peer in switching else (),
-            ),
-        )
+    for stage in groups:
+        _tell_to_close(run, step, stage, reductions)
+
+
+def _tell_to_close(
+    run: RunState, step: StepState, stage: StageIndex,
+    reductions: dict[StageIndex, tuple[Reduction, ...]],
+) -> None:  # fmt: skip
+    """Each member hears what it holds, and those that hold nothing all hear the same."""
+    assert step.closing is not None
+    switching = step.closing.switching
+    bare = Close(
+        step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
+    )  # fmt: skip
+    idle: list[PeerId] = []
+    for member in run.ready_peers(stage):
+        peer = member.peer
+        held, goes_to = step.table.held_by(peer), switching.get(peer)
+        if not held and goes_to is None:
+            idle.append(peer)
+            continue
+        committed = tuple(sorted(microbatch for microbatch, _ in held))
+        # Not checked again, of thousands: its parts were when they were made.
+        told = {**bare.__dict__, "committed": committed}
+        if goes_to is not None:
+            told["moving"] = reductions[goes_to]
+        run.send(peer, Close.model_construct(**told))
+    run.broadcast(idle, bare)
 
 
 def _reductions(
@@ -193,9 +218,10 @@ def abort(run: RunState, reason: str, now: float, *, of_death: bool = False) -> 
     step = run.step
     assert step is not None
     assert step.closing is not None
-    for member in step.closing.members:
-        if member in run.peers:
-            run.send(member, AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]))
+    run.broadcast(
+        [member for member in step.closing.members if member in run.peers],
+        AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]),
+    )
     if not of_death:
         rebalancing.not_switched(run, step.closing.switching)
     pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5))
@@ -244,16 +270,15 @@ def _decide(run: RunState, now: float) -> None:
     run.phase = RunPhase.APPLYING
     step.closing.decided_at = now
     rebalancing.switch(run, step.closing)
-    for member in step.closing.members:
-        run.send(
-            member,
-            Apply(
-                step=step.step,
-                attempt=step.attempt,
-                global_norm=applied.global_norm,
-                learning_rate=applied.learning_rate,
-            ),
-        )
+    run.broadcast(
+        step.closing.members,
+        Apply(
+            step=step.step,
+            attempt=step.attempt,
+            global_norm=applied.global_norm,
+            learning_rate=applied.learning_rate,
+        ),
+    )
 
 
 def _mark_the_odd(run: RunState, stage: StageIndex) -> None:

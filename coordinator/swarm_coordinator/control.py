@@ -27,6 +27,7 @@ from swarm_coordinator.events import (
     ReceiptsVerified,
     SessionLost,
 )
+from swarm_coordinator.events import Session as SessionNumber
 from swarm_coordinator.sessions import Session, Sessions
 from swarm_shared.credentials import Receipt, open_receipt
 from swarm_shared.errors import (
@@ -120,7 +121,7 @@ class Control:
         admission: Admission,
         sessions: Sessions,
         put: Callable[[Event], Awaitable[None]],
-        heard: Callable[[PeerId, Heartbeat], None],
+        heard: Callable[[SessionNumber, PeerId, Heartbeat], None],
     ) -> None:
         self._admission = admission
         self._sessions = sessions
@@ -209,7 +210,7 @@ class Control:
 
     async def _beat(self, session: Session, message: Heartbeat) -> None:
         """One event for all that are heard before the core's turn to take them."""
-        self._heard(session.peer, message)
+        self._heard(session.number, session.peer, message)
         self._beats.append(Beat(session.number, session.peer, message))
         if len(self._beats) == 1:
             await self._put(HeartbeatsHeard(()))

@@ -30,6 +30,7 @@ class EventQueue:
     def __init__(self) -> None:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
         self._awaited: dict[int, _CarriedOut] = {}
+        self._tick_waits = False
 
     async def put(self, event: Event) -> None:
         """Waits for room only when there is none: its callers have just given others a turn."""
@@ -58,21 +59,23 @@ class EventQueue:
             event = await self._events.receive()
             # Everybody who waits gets a turn between two events that are waited for; a few that
             # lie ready are taken together, or ten thousand clients wait for ten thousand turns.
-            for _ in range(EVENTS_AT_ONCE):
+            for left in range(EVENTS_AT_ONCE, -1, -1):
+                if isinstance(event, Tick):
+                    self._tick_waits = False
                 if await act_on(event):
                     return
+                if not left:
+                    break
                 try:
                     event = self._events.receive_nowait()
                 except trio.WouldBlock:
                     break
-            else:
-                if await act_on(event):
-                    return
 
     async def tick(self) -> None:
         """Put a Tick now and then."""
         while True:
             await trio.sleep(TICK_SECONDS)
-            # When the core is behind, a waiting tick more would only put it further behind.
-            if not self._events.statistics().current_buffer_used:
+            # When the core is behind, a second tick that waits would only put it further behind.
+            if not self._tick_waits:
+                self._tick_waits = True
                 await self._put.send(Tick())

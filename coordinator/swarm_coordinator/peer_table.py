@@ -99,6 +99,8 @@ class PeerState:
     like_the_majority: bool = False
     """Its parameters were once equal, to the bit, to those of most replicas of its stage."""
     moving: Moving | None = None
+    told_microbatches_per_second: float = 0.0
+    """What it computes, as it said last; a heartbeat says it again only when it has changed."""
     last_beat: LastBeat = field(default_factory=LastBeat)
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """As it was published last, unless something in it has changed since."""
@@ -123,6 +125,33 @@ class PeerState:
             name == "microbatches_per_second"
             and self.record is not None
             and not rates_alike(self.record.microbatches_per_second, self.microbatches_per_second)
+        ):
+            table.unrecorded(self)
+
+    def beat(
+        self, now: float, queued: int, microbatches_per_second: float, flops_per_second: float,
+        up_bytes_per_second: float, line_flops_per_second: float,
+    ) -> None:  # fmt: skip
+        """All that a heartbeat changes of it, thousands of times a second: past the look at each
+        field by itself, and the table hears of the whole once."""
+        put = object.__setattr__
+        put(self, "last_heard", now)
+        put(self, "queued", queued)
+        put(self, "up_bytes_per_second", up_bytes_per_second)
+        measured = (
+            flops_per_second != self.flops_per_second
+            or line_flops_per_second != self.line_flops_per_second
+        )
+        put(self, "flops_per_second", flops_per_second)
+        put(self, "line_flops_per_second", line_flops_per_second)
+        put(self, "microbatches_per_second", microbatches_per_second)
+        table, record = self.table, self.record
+        if table is None:
+            return
+        if measured:
+            table.measured(self)
+        if record is not None and not rates_alike(
+            record.microbatches_per_second, microbatches_per_second
         ):
             table.unrecorded(self)
 
@@ -179,6 +208,9 @@ class PeerTable(dict[PeerId, PeerState]):
         """Stages whose peers have changed since `_unheld` and `_idle` were true of them."""
         self._tallies: dict[StageIndex, StageTally] = {}
         self._version = NO_VERSION
+        self._carriers: dict[str, set[PeerId]] = {}
+        """Whose p2pd has this ID. Nobody proves that it is theirs: there may be several."""
+        self._carrier_of: dict[PeerId, str] = {}
 
     # ---- questions
 
@@ -243,6 +275,10 @@ class PeerTable(dict[PeerId, PeerState]):
         """Those that hold the stage or download it, and that will: who moves counts there only."""
         return self._bound_for.get(stage, {}).values()
 
+    def admits(self, peer: PeerId) -> bool:
+        """Whether it is a member, by its own ID or by that of its p2pd."""
+        return peer in self or peer in self._carriers
+
     # ---- changes
 
     def __setitem__(self, key: PeerId, peer: PeerState) -> None:
@@ -264,6 +300,7 @@ class PeerTable(dict[PeerId, PeerState]):
             self.untold,
         ):  # fmt: skip
             some.pop(key, None)
+        self._carried_by(key, None)
 
     def clear(self) -> None:
         for key in list(self):
@@ -287,6 +324,20 @@ class PeerTable(dict[PeerId, PeerState]):
         _keep(self.movers, peer, moving is not None)
         _keep(self.leavers, peer, peer.leaving)
         _keep(self.with_carrier, peer, peer.carrier is not None)
+        self._carried_by(peer.peer, None if peer.carrier is None else peer.carrier.peer)
+
+    def _carried_by(self, member: PeerId, carrier: str | None) -> None:
+        before = self._carrier_of.get(member)
+        if carrier == before:
+            return
+        if before is not None:
+            del self._carrier_of[member]
+            self._carriers[before].discard(member)
+            if not self._carriers[before]:
+                del self._carriers[before]
+        if carrier is not None:
+            self._carrier_of[member] = carrier
+            self._carriers.setdefault(carrier, set()).add(member)
 
     def leave(self, peer: PeerState) -> None:
         """A peer goes, or is about to go to another stage."""

@@ -52,21 +52,27 @@ def heard(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> Non
         # Senders are to know before anything else is sent to it.
         peer.paused = message.paused
         run.roster_dirty = True
-    computed, peer.queued = message.microbatches_per_second, message.queued
-    peer.up_bytes_per_second = message.up_bytes_per_second or math.inf
-    sent = math.inf
+    computed, up = message.microbatches_per_second, message.up_bytes_per_second
+    if computed is None:
+        computed = peer.told_microbatches_per_second
+    elif computed != peer.told_microbatches_per_second:
+        peer.told_microbatches_per_second = computed
+    up_bytes_per_second = peer.up_bytes_per_second if up is None else up or math.inf
+    sent, flops_per_second = math.inf, peer.flops_per_second
+    line_flops_per_second = peer.line_flops_per_second
     if peer.phase is PeerPhase.READY and peer.stage is not None:
         stage = run.rebalancing.stages[peer.stage]
         if stage.sent_bytes:
-            sent = peer.up_bytes_per_second / stage.sent_bytes
-        if (line_flops_per_second := sent * stage.work_flops) != peer.line_flops_per_second:
-            peer.line_flops_per_second = line_flops_per_second
+            sent = up_bytes_per_second / stage.sent_bytes
+        line_flops_per_second = sent * stage.work_flops
         if computed > 0:
             told = computed * stage.work_flops
-            known = peer.flops_per_second or told
-            if (flops_per_second := known + RATE_WEIGHT * (told - known)) != peer.flops_per_second:
-                peer.flops_per_second = flops_per_second
-    peer.microbatches_per_second = min(computed, sent)
+            known = flops_per_second or told
+            flops_per_second = known + RATE_WEIGHT * (told - known)
+    peer.beat(
+        now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
+        line_flops_per_second,
+    )  # fmt: skip
     _figure(run, peer, message, now)
 
 

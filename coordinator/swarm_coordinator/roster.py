@@ -143,7 +143,8 @@ def _can_wait(run: RunState, now: float) -> bool:
     if len(run.peers) <= SMALL_RUN:
         return False
     return now - run.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
-        isinstance(command, Send) and isinstance(command.message, Close) for command in run.commands
+        isinstance(command, Send | Broadcast) and isinstance(command.message, Close)
+        for command in run.commands
     )
 
 

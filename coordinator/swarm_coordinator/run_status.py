@@ -5,6 +5,8 @@ Part of the pure core: reads a RunState, changes nothing. `status` writes it to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swarm_coordinator import figures, rebalancing
 from swarm_coordinator.state import PeerState, RunPhase, RunState
 from swarm_shared.types import Step
@@ -12,6 +14,10 @@ from swarm_shared.types import Step
 
 def status_of(run: RunState, now: float) -> dict[str, object]:
     """What `status` shows: plain JSON values only."""
+    return {**status_but_peers(run, now), "peers": peer_rows(run, list(run.peers.values()), now)}
+
+
+def status_but_peers(run: RunState, now: float) -> dict[str, object]:
     step = run.step
     done = len(step.table) if step is not None else 0
     last = run.last_applied
@@ -46,26 +52,30 @@ def status_of(run: RunState, now: float) -> dict[str, object]:
         ],
         "figures": figures.told(run.figures),
         "rebalancing": rebalancing.told(run, now),
-        "peers": [
-            {
-                "peer": peer.peer,
-                "name": peer.name,
-                "stage": peer.stage,
-                "phase": peer.phase.value,
-                "version": peer.version,
-                "leaving": peer.leaving,
-                "paused": peer.paused,
-                "device": peer.device,
-                "reachability": peer.reachability.value,
-                "offers_relay": peer.offers_relay,
-                "microbatches_per_second": peer.microbatches_per_second,
-                "queued": peer.queued,
-                "silent_seconds": round(now - peer.last_heard, 1),
-                **_mark_of(run, peer),
-            }
-            for peer in run.peers.values()
-        ],
     }
+
+
+def peer_rows(run: RunState, peers: Sequence[PeerState], now: float) -> list[dict[str, object]]:
+    """Some of the rows of `peers`: ten thousand at once keep everybody waiting."""
+    return [
+        {
+            "peer": peer.peer,
+            "name": peer.name,
+            "stage": peer.stage,
+            "phase": peer.phase.value,
+            "version": peer.version,
+            "leaving": peer.leaving,
+            "paused": peer.paused,
+            "device": peer.device,
+            "reachability": peer.reachability.value,
+            "offers_relay": peer.offers_relay,
+            "microbatches_per_second": peer.microbatches_per_second,
+            "queued": peer.queued,
+            "silent_seconds": round(now - peer.last_heard, 1),
+            **_mark_of(run, peer),
+        }
+        for peer in peers
+    ]
 
 
 def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:

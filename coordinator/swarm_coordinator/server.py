@@ -155,7 +155,7 @@ class Coordinator:
             try:
                 await self._run_tasks(showing, signals)
             finally:
-                showing.save_links(everything=True)
+                showing.save_links()
                 with trio.CancelScope(shield=True):
                     await showing.write_status(running=False)
 
@@ -216,10 +216,7 @@ class Coordinator:
 
     def _may_use_relay(self, peer: PeerId) -> bool:
         """Members, by their own peer ID or by that of their p2pd."""
-        return peer in self._state.peers or any(
-            member.carrier is not None and member.carrier.peer == peer
-            for member in self._state.peers.values()
-        )
+        return self._state.peers.admits(peer)
 
     async def _count_contributions(self) -> None:
         """In a thread: a long run has many steps to sum up."""
@@ -257,10 +254,14 @@ class Coordinator:
             return False
         commands = transition(self._state, event, self._service.clock())
         for command in commands:
-            if isinstance(command, Stopped):
+            if isinstance(command, Send):
+                # By far the most; nothing about it waits.
+                self._sessions.send(command.peer, command.message)
+            elif isinstance(command, Stopped):
                 await self._sessions.finish_all(FLUSH_SECONDS)
                 return True
-            await self._carry_out(command)
+            else:
+                await self._carry_out(command)
         self._tell_news(event)
         self._queue.carried_out(event, commands)
         return False
@@ -283,9 +284,7 @@ class Coordinator:
                 log.info("the connection to %s did not close in order: %s", peer, error)
 
     async def _carry_out(self, command: Command) -> None:
-        if isinstance(command, Send):
-            self._sessions.send(command.peer, command.message)
-        elif isinstance(command, Broadcast):
+        if isinstance(command, Broadcast):
             self._sessions.broadcast(command.peers, command.message)
         elif isinstance(command, Persist):
             if isinstance(command.record, RolledBack):

@@ -12,14 +12,22 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import trio
 
 from swarm_coordinator.events import Session as SessionNumber
 from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.messages import CoordinatorMessage, PeerRecord, Refused, Roster, encode
+from swarm_shared.messages import (
+    Close,
+    CoordinatorMessage,
+    PeerRecord,
+    Reduction,
+    Refused,
+    Roster,
+    encode,
+)
 from swarm_shared.network import FramedStream
 from swarm_shared.types import PeerId
 
@@ -45,6 +53,7 @@ class Session:
     stream: FramedStream
     certified_at: float = 0.0
     """When its certificate was made, in Unix seconds."""
+    encode: Callable[[CoordinatorMessage], bytes] = encode
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     cut_reason: str | None = None
     written: trio.Event = field(default_factory=trio.Event)
@@ -99,7 +108,7 @@ class Session:
                 if isinstance(message, bytes):
                     self._outbox_bytes -= len(message)
                 else:
-                    message = encode(message)
+                    message = self.encode(message)
                 await self.stream.send(message, timeout_seconds=SEND_SECONDS)
             await self.stream.close()
         except LinkClosed as error:
@@ -122,6 +131,7 @@ class Sessions:
         """They have a message that their writers have not been woken for."""
         self._some_asleep = trio.Event()
         self._rosters = RosterEncoder()
+        self._closes = CloseEncoder()
         self._last: tuple[CoordinatorMessage, bytes] | None = None
 
     def __len__(self) -> int:
@@ -139,7 +149,9 @@ class Sessions:
     def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> Session:
         """A new attachment; nobody's target yet."""
         self._counter += 1
-        session = Session(SessionNumber(self._counter), peer, stream, certified_at)
+        session = Session(
+            SessionNumber(self._counter), peer, stream, certified_at, self._closes.encode
+        )
         self._open[session.number] = session
         return session
 
@@ -236,4 +248,29 @@ class RosterEncoder:
         revoked = json.dumps(roster.revoked, separators=(",", ":")).encode()
         return b'{"kind":"roster","serial":%d,"peers":[%b],"revoked":%b}' % (
             roster.serial, peers, revoked,
+        )  # fmt: skip
+
+
+class CloseEncoder:
+    """In a large run a close names hundreds of members of the stage, to each of them the same."""
+
+    def __init__(self) -> None:
+        self._attempt = -1
+        self._tails: dict[int, tuple[tuple[Reduction, ...], bytes]] = {}
+
+    def encode(self, message: CoordinatorMessage) -> bytes:
+        """What `encode` gives; of a close, for the price of what is one member's own."""
+        if not isinstance(message, Close) or message.moving:
+            return encode(message)
+        if message.attempt != self._attempt:
+            self._attempt = message.attempt
+            self._tails.clear()
+        known = self._tails.get(id(message.reductions))
+        if known is None:
+            whole = encode(message)
+            tail = whole[whole.index(b',"reductions"') :]
+            known = self._tails[id(message.reductions)] = message.reductions, tail
+        committed = b",".join(b"%d" % microbatch for microbatch in message.committed)
+        return b'{"kind":"close","step":%d,"attempt":%d,"committed":[%b]%b' % (
+            message.step, message.attempt, committed, known[1],
         )  # fmt: skip

@@ -54,8 +54,8 @@ class Showing:
             await trio.sleep(LINKS_SECONDS)
             self.save_links()
 
-    def save_links(self, everything: bool = False) -> None:
-        for reporter, links in self.reports.unsaved_links(everything).items():
+    def save_links(self) -> None:
+        for reporter, links in self.reports.unsaved_links().items():
             self.store.post(LinksSeen(reporter, links))
 
     def _seen(self) -> Seen:

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from swarm_coordinator.events import (
     AppliedStep,
+    Broadcast,
     CheckpointRecord,
     Command,
     Note,
@@ -221,6 +222,10 @@ class RunState:
 
     def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
         self.commands.append(Send(peer, message))
+
+    def broadcast(self, peers: Collection[PeerId], message: CoordinatorMessage) -> None:
+        if peers:
+            self.commands.append(Broadcast(tuple(peers), message))
 
     def note(self, text: str, peer: PeerId | None = None) -> None:
         self.commands.append(Note(text, peer))

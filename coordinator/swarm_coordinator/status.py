@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio.lowlevel
 import anyio.to_thread
 
-from swarm_coordinator.run_status import status_of
+from swarm_coordinator.run_status import peer_rows, status_but_peers
 from swarm_coordinator.state import RunState
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.clock import Clock
@@ -28,6 +29,8 @@ from swarm_shared.types import PeerId
 STATUS_FORMAT = 1
 MAX_LINKS = 500
 """The largest ones; all of them are in the database."""
+ROWS_AT_ONCE = 100
+"""Of a table, between two turns of everybody else: less than a millisecond of work."""
 DECISIONS_SHOWN = 3
 """The newest; the others are in the run's log."""
 PATHS_SHOWN = 4
@@ -70,29 +73,49 @@ class StatusFile:
             "time": self._wall_clock(),
             "addresses": self._addresses,
             "coordinator": self._state.coordinator.peer,
-            **status_of(self._state, seen.now),
+            **status_but_peers(self._state, seen.now),
             "admission": seen.admission,
             "sessions": seen.sessions,
             "sessions_ended": seen.sessions_ended,
             "http": seen.http,
-            "paths": path_table(seen.paths),
-            "links": link_table(seen.links),
         }
+        document["peers"] = await self._peer_rows(seen.now)
         try:
-            await anyio.to_thread.run_sync(partial(_write, self._path, document))
+            await anyio.to_thread.run_sync(partial(_write, self._path, document, seen))
         except StorageError:
             # A full disk must not stop a run that can still train; the file just gets old.
             self.failures += 1
 
+    async def _peer_rows(self, now: float) -> list[dict[str, object]]:
+        """A few at a time, as they are then; one that has gone meanwhile as it was."""
+        peers, rows = list(self._state.peers.values()), []
+        for begin in range(0, len(peers), ROWS_AT_ONCE):
+            rows += peer_rows(self._state, peers[begin : begin + ROWS_AT_ONCE], now)
+            await anyio.lowlevel.checkpoint()
+        return rows
 
-def _write(path: Path, document: Mapping[str, Any]) -> None:
+
+def _write(path: Path, document: dict[str, Any], seen: Seen) -> None:
     """In a thread: a large run's status takes longer than its volunteers' words should wait."""
+    tables = {"paths": path_table(seen.paths), "links": link_table(seen.links)}
+    write_atomically(path, encoded({**document, **tables}).encode())
+
+
+def encoded(document: Mapping[str, Any]) -> str:
+    """As JSON, whose text is the same as if it were made in one go. A thread that is inside C code
+    lets no other one run: long lists are made there a few rows at a time."""
+    return "{" + ", ".join(f"{json.dumps(k)}: {_value(v)}" for k, v in document.items()) + "}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and len(value) > ROWS_AT_ONCE:
+        parts = (value[at : at + ROWS_AT_ONCE] for at in range(0, len(value), ROWS_AT_ONCE))
+        return "[" + ", ".join(_value(part)[1:-1] for part in parts) + "]"
     try:
         # Without an indent json runs in C.
-        content = json.dumps(document, allow_nan=False)
+        return json.dumps(value, allow_nan=False)
     except ValueError:
-        content = json.dumps(finite(document))
-    write_atomically(path, content.encode())
+        return json.dumps(finite(value))
 
 
 def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, Any]]:

@@ -121,16 +121,28 @@ def begin(
 
 def transition(run: RunState, event: Event, now: float) -> list[Command]:
     """Advance the run by one event at `now` (monotonic seconds)."""
+    phase = run.phase
     _dispatch(run, event, now)
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most words are of work done. They change the table and the leases, nothing else.
         _advance_step(run, now)
-    elif not isinstance(event, HeartbeatsHeard):
+    elif not isinstance(event, HeartbeatsHeard) and not (
+        run.phase is phase and _one_of_many(run, event)
+    ):
         _advance(run, now)
     if roster.publish(run, now):
         _order_roster_first(run)
     commands, run.commands = run.commands, []
     return commands
+
+
+def _one_of_many(run: RunState, event: Event) -> bool:
+    """Everybody answers a close and an apply, within a second. Nothing follows from any answer
+    before the last one, with which the phase changes, or before the next tick."""
+    if run.phase not in (RunPhase.CLOSING, RunPhase.APPLYING):
+        return False
+    message = event.message if isinstance(event, MessageReceived) else None
+    return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
 
 
 _ROSTERS = frozenset({"roster", "roster_change"})
@@ -186,7 +198,6 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
         for beat in event.beats:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
-                peer.last_heard = now
                 progress.heard(run, peer, beat.message, now)
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)

@@ -104,6 +104,8 @@ class Script:
         """Whether it hangs up on whoever comes."""
         self.paused: list[bool] = []
         """As each heartbeat said it."""
+        self.heard: list[list[Heartbeat]] = []
+        """By session."""
 
     async def handle(self, stream: FramedStream) -> None:
         frame = await stream.receive()
@@ -120,12 +122,15 @@ class Script:
         await stream.send(encode(welcome))
         self.streams.append(stream)
         self.hellos.append(hello)
+        heard: list[Heartbeat] = []
+        self.heard.append(heard)
         while True:
             frame = await stream.receive()
             message = parse(client_messages, frame.header)
             if isinstance(message, Heartbeat):
                 self.beats += 1
                 self.paused.append(message.paused)
+                heard.append(message)
             elif isinstance(message, Leaving):
                 await stream.send(encode(Goodbye(reason="as you like")))
 
@@ -205,6 +210,22 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         beats = s.script.beats
         await s.until(lambda: s.script.beats > beats)
         assert len(s.script.hellos) == 1
+
+
+async def test_after_every_loss_of_the_coordinator_everything_is_told_anew(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        coordinator = ORGANISER.peer_id
+        for session in range(1, 3):
+            await s.script.sessions(session)
+            await s.until(lambda: len(s.script.heard[-1]) >= 3)
+            first, *later = s.script.heard[-1]
+            assert (first.microbatches_per_second, first.up_bytes_per_second) == (0.0, 0.0)
+            assert [path.remote for path in first.changed_paths] == [coordinator]
+            assert coordinator in {link.remote for link in first.changed_links}
+            assert all(beat.microbatches_per_second is None for beat in later)
+            await s.script.streams[-1].reset()
 
 
 async def test_a_certificate_that_fails_is_not_taken_and_another_is_fetched(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from swarm_checks import one_by_one
 from swarm_facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 
 from swarm_coordinator.events import (
@@ -85,7 +86,7 @@ class Bench:
     # ---- events in
 
     def event(self, event: Event) -> list[Command]:
-        self.last = transition(self.run, event, self.now)
+        self.last = one_by_one(transition(self.run, event, self.now))
         self.log.extend(self.last)
         return self.last
 

@@ -17,6 +17,7 @@ from swarm_peer_base import PeerBase
 
 from swarm_coordinator.events import (
     AppliedStep,
+    Broadcast,
     CheckpointRecord,
     Command,
     EvaluationRecord,
@@ -25,7 +26,7 @@ from swarm_coordinator.events import (
     Send,
 )
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import Apply, AssignStage, Lease, Roster
+from swarm_shared.messages import Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.schedule import learning_rate
 
 if TYPE_CHECKING:
@@ -33,6 +34,17 @@ if TYPE_CHECKING:
 
 REVOCATION_SECONDS = 5.0
 """Within these a revocation has reached everybody who is attached."""
+
+
+def one_by_one(commands: list[Command]) -> list[Command]:
+    """What is said to many at once as the words that each of them gets."""
+    found: list[Command] = []
+    for command in commands:
+        if isinstance(command, Broadcast) and not isinstance(command.message, RosterChange):
+            found += [Send(peer, command.message) for peer in command.peers]
+        else:
+            found.append(command)
+    return found
 
 
 def check_batch(commands: list[Command]) -> None:

@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm_checks import check_batch, check_record, check_send, check_state
+from swarm_checks import check_batch, check_record, check_send, check_state, one_by_one
 from swarm_facts import (
     CERTIFICATE_SECONDS,
     COORDINATOR,
@@ -214,7 +214,7 @@ class World(Network):
     def deliver(self, event: Event) -> None:
         if self.run_state is None or self.stopped:
             return
-        commands = transition(self.run_state, event, self.now)
+        commands = one_by_one(transition(self.run_state, event, self.now))
         check_batch(commands)
         for command in commands:
             if self.crash_countdown is not None:

@@ -164,5 +164,7 @@ def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:
     bench.say("a", beat)
     assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
     assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
-    bench.say("a", Heartbeat(microbatches_per_second=1.0, queued=0))
+    bench.say("a", Heartbeat())
+    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25, "nothing new was said"
+    bench.say("a", Heartbeat(up_bytes_per_second=0.0))
     assert bench.run.stage_rows()[0].microbatches_per_second == 3.0

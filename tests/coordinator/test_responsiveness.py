@@ -8,7 +8,13 @@ import weakref
 
 import trio
 
-from swarm_coordinator.responsiveness import collect_garbage, responsive
+from swarm_coordinator.responsiveness import (
+    FOUND_WORTH_A_LOOK,
+    MOST_LEFT_OUT,
+    collect_garbage,
+    looks_to_leave_out,
+    responsive,
+)
 
 
 class Knot:
@@ -38,3 +44,12 @@ def test_what_lives_is_set_aside_only_while_the_service_runs() -> None:
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     assert sys.getswitchinterval() == turn
+
+
+def test_looks_that_find_nothing_become_rare_and_one_that_does_brings_them_back() -> None:
+    left_out = [0]
+    for _ in range(8):
+        left_out.append(looks_to_leave_out(left_out[-1], FOUND_WORTH_A_LOOK - 1))
+    assert left_out[:4] == [0, 1, 3, 7]
+    assert left_out[-1] == MOST_LEFT_OUT
+    assert looks_to_leave_out(MOST_LEFT_OUT, FOUND_WORTH_A_LOOK) == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from swarm_coordinator.sessions import WRITERS_AT_ONCE, RosterEncoder, Sessions
-from swarm_shared.messages import Goodbye, Mask, PeerRecord, Roster, encode
+from swarm_coordinator.sessions import WRITERS_AT_ONCE, CloseEncoder, RosterEncoder, Sessions
+from swarm_shared.messages import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 
@@ -70,3 +70,21 @@ def test_a_roster_is_encoded_in_parts_as_it_would_be_whole() -> None:
     for number, peers in enumerate(((), (first,), (first, second), (second, other))):
         roster = Roster(serial=number, peers=peers, revoked=("x", "y")[:number])
         assert encoder.encode(roster) == encode(roster)
+
+
+def test_a_close_is_encoded_in_parts_as_it_would_be_whole() -> None:
+    def reductions(*members: str) -> tuple[Reduction, ...]:
+        return (Reduction(part="own", members=tuple(PeerId(member) for member in members)),)
+
+    encoder = CloseEncoder()
+    first, second = reductions("a", 'quoted "b"'), reductions("c")
+    for attempt, group, committed, moving in (
+        (1, first, (), ()), (1, second, (3, 14), ()), (1, first, (5,), ()),
+        (2, second, (), ()), (2, second, (7,), first), (2, first, (0, 9), ()),
+    ):  # fmt: skip
+        close = Close(
+            step=Step(4), attempt=attempt, reductions=group, moving=moving,
+            committed=tuple(MicrobatchIndex(one) for one in committed),
+        )  # fmt: skip
+        assert encoder.encode(close) == encode(close)
+    assert encoder.encode(Goodbye(reason="as usual")) == encode(Goodbye(reason="as usual"))

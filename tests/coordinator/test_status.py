@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 
-from swarm_coordinator.status import PATHS_SHOWN, status_lines
+from swarm_coordinator.status import PATHS_SHOWN, ROWS_AT_ONCE, encoded, finite, status_lines
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 11}" for name in ("anna", "bert", "carl", "self"))
 
@@ -118,3 +120,12 @@ def test_that_nobody_moves_is_explained_too() -> None:
 
 def test_a_run_that_moves_nobody_says_nothing_of_moves() -> None:
     assert not [line for line in shown(rebalancing=rebalancing(rule="none")) if "move" in line]
+
+
+def test_long_tables_are_encoded_in_parts_as_they_would_be_whole() -> None:
+    rows = [{"n": n, "of": [None, "\N{SNOWMAN}", 'a "b"']} for n in range(3 * ROWS_AT_ONCE + 7)]
+    whole = {
+        "rows": rows, "none": [], "few": (1, 2), "deep": {"rows": rows},
+        "not numbers": [{"x": math.nan}, {"x": math.inf}] * ROWS_AT_ONCE, "text": "it's",
+    }  # fmt: skip
+    assert encoded(whole) == json.dumps(finite(whole))

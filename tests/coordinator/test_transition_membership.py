@@ -21,9 +21,11 @@ from swarm_shared.messages import (
     Applied,
     Apply,
     AssignStage,
+    CarrierAddress,
     Heartbeat,
     Lease,
     Leaving,
+    Reachability,
     Ready,
     Refused,
     Roster,
@@ -33,6 +35,7 @@ from swarm_shared.messages import (
     StageRequest,
     SyncFailed,
     Welcome,
+    Whereabouts,
 )
 from swarm_shared.types import PeerId, StageIndex, Step, Version
 
@@ -339,6 +342,58 @@ def test_words_of_an_older_session_are_not_listened_to() -> None:
     assert not bench.run.peers[PeerId("b0")].leaving
     assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
+
+
+def test_a_rate_holds_until_another_one_is_told_and_not_beyond_its_session() -> None:
+    bench = training()
+    told = bench.run.peers[PeerId("b0")]
+    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.say("b0", Heartbeat(queued=2))
+    assert (told.microbatches_per_second, told.queued) == (3.0, 2)
+    for _ in range(40):
+        bench.say("b0", Heartbeat())
+    work = bench.run.rebalancing.stages[0].work_flops
+    assert told.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
+    bench.attach("b0", stage=0, version=1)
+    bench.say("b0", Heartbeat())
+    assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
+
+
+def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
+    bench = training()
+    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
+    before, row = bench.run.roster()[0], bench.run.stage_rows()[0]
+    bench.say("b0", Heartbeat(microbatches_per_second=9.0))
+    after = {record.peer: record.microbatches_per_second for record in bench.run.roster()[0]}
+    assert after["b0"] == 9.0
+    assert bench.run.roster()[0] != before
+    assert bench.run.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
+
+
+def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> None:
+    bench = training()
+    peers = bench.run.peers
+    assert peers.admits(PeerId("p2pd-b0"))
+    assert peers.admits(PeerId("b0"))
+    assert not peers.admits(PeerId("p2pd-nobody"))
+
+    def moves_to(peer: str, carrier: str | None) -> None:
+        address = CarrierAddress(peer=carrier, addresses=(), binding="b") if carrier else None
+        bench.say(
+            peer,
+            Whereabouts(
+                addresses=(), carrier=address, reachability=Reachability.UNKNOWN,
+                offers_relay=False,
+            ),
+        )  # fmt: skip
+
+    moves_to("b0", "another")
+    assert not peers.admits(PeerId("p2pd-b0"))
+    moves_to("a0", "another")
+    bench.lose("b0")
+    assert peers.admits(PeerId("another")), "two have said that it is theirs"
+    moves_to("a0", None)
+    assert not peers.admits(PeerId("another"))
 
 
 def test_a_peer_that_only_lost_its_link_keeps_its_stage_and_its_part_of_the_step() -> None:

@@ -94,5 +94,8 @@ class RosterView:
         """Members of a stage that accept new microbatches."""
         return {p: r for p, r in self._peers.items() if r.stage == stage and r.accepts_work}
 
+    def __len__(self) -> int:
+        return len(self._peers)
+
     def __contains__(self, peer: PeerId) -> bool:
         return peer in self._peers

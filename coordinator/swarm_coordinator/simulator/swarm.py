@@ -53,6 +53,7 @@ from swarm_shared.messages import (
     PeerRecord,
     Refused,
     Roster,
+    RosterChange,
     SaveSnapshot,
     Welcome,
 )
@@ -278,7 +279,11 @@ class Swarm:
             self.stopped = True
 
     def _tell_all(self, command: Broadcast) -> None:
-        """Changes of the roster, which say what the whole one says."""
+        """Changes of the roster, which say what the whole one says; and what closes a step."""
+        if not isinstance(command.message, RosterChange):
+            for peer in command.peers:
+                self._carry_out(Send(peer, command.message))
+            return
         assert self.run.published is not None
         if self.plane.FOLLOWS_ROSTERS:
             for peer in command.peers:

@@ -34,6 +34,8 @@ from swarm_shared.messages.common import (
 )
 from swarm_shared.messages.control import (
     CONTROL_PROTOCOL,
+    MOST_LINKS,
+    MOST_PATHS,
     AbortRound,
     Applied,
     Apply,
@@ -124,6 +126,8 @@ __all__ = [
     "DOCTOR_PROTOCOL",
     "MAX_CANDIDATES",
     "MAX_RATE_BYTES",
+    "MOST_LINKS",
+    "MOST_PATHS",
     "RATE_CHUNK_BYTES",
     "SOFTWARE_VERSION",
     "STAGE_PROTOCOL",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
 from swarm_shared.messages.common import (
     Address,
@@ -28,6 +28,10 @@ from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
+
+MOST_LINKS = 4096
+"""Of one peer, that it says and that is remembered of it."""
+MOST_PATHS = 1024
 
 # ---------------------------------------------------------------- client to coordinator
 
@@ -67,20 +71,41 @@ class StageRequest(FrozenModel):
 
 
 class Heartbeat(FrozenModel):
+    """That a peer lives, and what has changed since its last one in the same session.
+
+    None, or nothing, means: as it was said last. A session begins with nothing said, so that
+    after every loss of the link, of the coordinator or of the client everything is told anew.
+    """
+
     kind: Literal["heartbeat"] = "heartbeat"
-    microbatches_per_second: Rate
+    microbatches_per_second: Rate | None = None
     """What it computes; sending them may take longer."""
-    queued: Count
-    up_bytes_per_second: Rate = 0.0
+    queued: Count = 0
+    up_bytes_per_second: Rate | None = None
     """What its line takes; 0 when the line has not held it up lately."""
-    links: tuple[LinkBytes, ...] = Field(default=(), max_length=4096)
-    paths: tuple[LinkPath, ...] = Field(default=(), max_length=1024)
+    changed_links: tuple[LinkBytes, ...] = Field(default=(), max_length=MOST_LINKS)
+    changed_paths: tuple[LinkPath, ...] = Field(default=(), max_length=MOST_PATHS)
+    gone_paths: tuple[PeerId, ...] = Field(default=(), max_length=MOST_PATHS)
+    """Remotes that it has no connection to any more."""
+    links: tuple[LinkBytes, ...] | None = Field(default=None, max_length=MOST_LINKS)
+    """All of them, from a client that does not know how to say what has changed."""
+    paths: tuple[LinkPath, ...] | None = Field(default=None, max_length=MOST_PATHS)
     paused: bool = False
     """It gets no new work. What it has counted stays, and it closes steps with the others."""
     computed: Count = 0
     """Microbatches since the last heartbeat, and how long they took to compute."""
     busy_seconds: Seconds | None = None
     """None: it does not say."""
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_said(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Thousands beat every second, and most of what they could say is not."""
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in whole(self).items()
+            if name == "kind" or getattr(self, name) != fields[name].default
+        }
 
 
 class Whereabouts(FrozenModel):

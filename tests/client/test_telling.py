@@ -1,0 +1,111 @@
+"""What heartbeats say: only what is new, a bounded share of it, and in the end everything."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swarm_client.telling import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
+from swarm_shared.messages import Heartbeat, LinkBytes, LinkPath, PathKind, encode
+from swarm_shared.types import PeerId
+
+SMALL_RUN, LARGE_RUN = 4, 10_000
+
+
+def link(remote: str, sent: int) -> LinkBytes:
+    return LinkBytes(remote=PeerId(remote), protocol="/a/1", sent=sent, received=0)
+
+
+def path(remote: str, kind: PathKind = PathKind.DIRECT, rtt: float = 0.05) -> LinkPath:
+    return LinkPath(remote=PeerId(remote), kind=kind, rtt_seconds=rtt, bytes_per_second=1e5)
+
+
+def present(links: tuple[LinkBytes, ...] = (), paths: tuple[LinkPath, ...] = ()) -> Present:
+    return Present(
+        microbatches_per_second=1.25, queued=0, up_bytes_per_second=2e6, links=links, paths=paths,
+        paused=False, computed=0, busy_seconds=0.0,
+    )  # fmt: skip
+
+
+def test_the_first_word_of_a_session_says_everything() -> None:
+    now = present((link("b", 1), link("c", 2)), (path("b"), path("c")))
+    said = Telling(1.0).heartbeat(now, SMALL_RUN)
+    assert (said.microbatches_per_second, said.up_bytes_per_second) == (1.25, 2e6)
+    assert (said.changed_links, said.changed_paths) == (now.links, now.paths)
+
+
+def test_a_heartbeat_in_which_nothing_has_changed_has_a_few_dozen_bytes() -> None:
+    telling = Telling(1.0)
+    now = present((link("b", 1),), (path("b"),))
+    telling.heartbeat(now, SMALL_RUN)
+    assert encode(telling.heartbeat(now, SMALL_RUN)) == b'{"kind":"heartbeat","busy_seconds":0.0}'
+
+
+def test_only_what_has_changed_is_said_again_and_what_has_gone_is_said_once() -> None:
+    telling = Telling(1.0)
+    links, paths = (link("b", 1), link("c", 2)), (path("b"), path("c"))
+    telling.heartbeat(present(links, paths), SMALL_RUN)
+    now = present((links[0], link("c", 9)), (path("b", PathKind.PUNCHED),))
+    said = telling.heartbeat(now, SMALL_RUN)
+    assert (said.changed_links, said.changed_paths) == ((link("c", 9),), now.paths)
+    assert said.gone_paths == ("c",)
+    assert telling.heartbeat(now, SMALL_RUN).gone_paths == ()
+    back = telling.heartbeat(present(now.links, (*now.paths, paths[1])), SMALL_RUN)
+    assert back.changed_paths == (paths[1],), "a way that comes back is a new one"
+
+
+def test_a_rate_and_a_line_are_said_when_they_are_other_than_before() -> None:
+    telling, now = Telling(1.0), present()
+    telling.heartbeat(now, SMALL_RUN)
+    free = replace(now, up_bytes_per_second=0.0, microbatches_per_second=1.2501)
+    said = telling.heartbeat(free, SMALL_RUN)
+    assert said.up_bytes_per_second == 0.0, "that the line is free again is news"
+    assert said.microbatches_per_second is None, "nobody could tell the difference"
+    assert '"up_bytes_per_second":0.0' in encode(said).decode()
+    parsed = Heartbeat.model_validate_json(encode(said))
+    assert parsed == said
+
+
+def test_a_path_is_said_again_when_a_person_would_learn_something() -> None:
+    told = path("b")
+    assert alike(told, path("b", rtt=0.0535))
+    assert not alike(told, path("b", rtt=0.06))
+    assert not alike(told, path("b", PathKind.RELAYED))
+    assert alike(path("b", rtt=0.0001), path("b", rtt=0.001)), "over a short way it is never alike"
+
+
+def test_in_a_large_run_each_says_little_and_in_turn_everything() -> None:
+    beat_seconds = 2.2
+    telling = Telling(beat_seconds)
+    remotes = [f"peer-{number}" for number in range(20)]
+    said: list[str] = []
+    beats = 200
+    for beat in range(beats):
+        links = tuple(link(remote, beat + 1) for remote in remotes)
+        ways = tuple(path(remote, rtt=0.01 * (1 + beat % 7)) for remote in remotes)
+        heartbeat = telling.heartbeat(present(links, ways), LARGE_RUN)
+        assert len(heartbeat.changed_links) <= 1
+        assert len(heartbeat.changed_paths) <= 1
+        said += [one.remote for one in heartbeat.changed_links]
+    assert len(said) <= 1 + beats * beat_seconds * LINKS_PER_SECOND / LARGE_RUN
+    assert said[:20] == remotes, "those that were never told come first"
+    assert said[20:40] == remotes, "and then those that were told longest ago"
+
+
+def test_that_a_way_is_another_one_is_said_before_how_fast_the_others_are() -> None:
+    telling = Telling(2.2)
+    before = tuple(path(f"peer-{number}") for number in range(5))
+    for _ in range(40):
+        telling.heartbeat(present(paths=before), LARGE_RUN)
+    after = (*(path(one.remote, rtt=0.2) for one in before[:4]), path("peer-4", PathKind.PUNCHED))
+    said = [telling.heartbeat(present(paths=after), LARGE_RUN) for _ in range(40)]
+    told = [one for heartbeat in said for one in heartbeat.changed_paths]
+    assert told[0] == after[4]
+    assert set(told) == set(after)
+
+
+def test_one_heartbeat_is_never_large() -> None:
+    links = tuple(link(f"peer-{number}", 1) for number in range(3 * MOST_AT_ONCE))
+    telling, said = Telling(1.0), []
+    for _ in range(4):
+        said.append(len(telling.heartbeat(present(links), 1).changed_links))
+    assert said == [MOST_AT_ONCE, MOST_AT_ONCE, MOST_AT_ONCE, 0]

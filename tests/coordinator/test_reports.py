@@ -1,0 +1,167 @@
+"""What the coordinator knows of links and paths, from clients that say only what has changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarm_client.telling import Present, Telling, alike
+from swarm_coordinator import reports as module
+from swarm_coordinator.events import Session
+from swarm_coordinator.reports import LEAST_REMEMBERED, Reports
+from swarm_shared.messages import (
+    Heartbeat,
+    LinkBytes,
+    LinkPath,
+    PathKind,
+    client_messages,
+    encode,
+    parse,
+)
+from swarm_shared.types import PeerId
+
+ANNA, BERT = PeerId("anna"), PeerId("bert")
+OWN = PeerId("the coordinator")
+
+
+class OwnNode:
+    """A node without links."""
+
+    peer_id = OWN
+
+    def link_bytes(self) -> tuple[LinkBytes, ...]:
+        return ()
+
+    def paths(self) -> list[LinkPath]:
+        return []
+
+
+def reports() -> Reports:
+    return Reports(OwnNode())  # type: ignore[arg-type]
+
+
+def link(remote: str, sent: int) -> LinkBytes:
+    return LinkBytes(remote=PeerId(remote), protocol="/a/1", sent=sent, received=0)
+
+
+def path(remote: str, **changes: Any) -> LinkPath:
+    said = {"kind": PathKind.DIRECT, "rtt_seconds": 0.05, **changes}
+    return LinkPath(remote=PeerId(remote), **said)
+
+
+def hear(into: Reports, session: int, peer: PeerId = ANNA, **said: Any) -> None:
+    into.heard(Session(session), peer, Heartbeat(**said))
+
+
+def paths_of(told: Reports, peer: PeerId = ANNA) -> tuple[LinkPath, ...]:
+    return told.paths({ANNA, BERT}).get(peer, ())
+
+
+def test_what_did_not_change_is_still_known() -> None:
+    told = reports()
+    ways = (path("b"), path("c"))
+    hear(told, 1, changed_links=(link("b", 1), link("c", 2)), changed_paths=ways)
+    hear(told, 1)
+    hear(told, 1, changed_links=(link("b", 5),), changed_paths=(path("b", rtt_seconds=0.1),))
+    assert set(told.links()[ANNA]) == {link("b", 5), link("c", 2)}
+    assert set(paths_of(told)) == {path("b", rtt_seconds=0.1), path("c")}
+    hear(told, 1, gone_paths=("b",))
+    assert paths_of(told) == (path("c"),)
+
+
+def test_a_new_session_begins_with_nothing_known() -> None:
+    told = reports()
+    hear(told, 1, changed_links=(link("b", 7),), changed_paths=(path("b"),))
+    hear(told, 2)
+    assert paths_of(told) == ()
+    assert ANNA not in told.links(), "a client that was started again counts from nothing"
+
+
+def test_an_attachment_that_was_replaced_adds_nothing() -> None:
+    told = reports()
+    hear(told, 2, changed_paths=(path("b"),))
+    hear(told, 1, changed_paths=(path("c"),), changed_links=(link("c", 9),), gone_paths=("b",))
+    assert paths_of(told) == (path("b"),)
+    assert told.unsaved_links() == {OWN: ()}
+
+
+def test_a_client_that_always_says_everything_is_understood() -> None:
+    told = reports()
+    hear(told, 1, links=(link("b", 1),), paths=(path("b"), path("c")))
+    hear(told, 1, links=(link("b", 2),), paths=(path("c"),))
+    assert told.links()[ANNA] == (link("b", 2),)
+    assert paths_of(told) == (path("c"),)
+    words = b'{"kind":"heartbeat","microbatches_per_second":1.0,"queued":0,"links":[],"paths":[]}'
+    told.heard(Session(1), ANNA, parse(client_messages, words))  # type: ignore[arg-type]
+    assert paths_of(told) == ()
+
+
+def test_what_was_heard_is_saved_once() -> None:
+    told = reports()
+    hear(told, 1, changed_links=(link("b", 1), link("c", 2)))
+    hear(told, 1, changed_links=(link("b", 3),))
+    saved = told.unsaved_links()
+    assert set(saved[ANNA]) == {link("b", 3), link("c", 2)}
+    hear(told, 1, changed_links=(link("c", 4),))
+    assert told.unsaved_links() == {ANNA: (link("c", 4),), OWN: ()}
+    assert told.unsaved_links() == {OWN: ()}
+
+
+def test_no_reporter_takes_more_memory_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_REMEMBERED", 4 * LEAST_REMEMBERED)
+    told = reports()
+    hear(told, 1, peer=BERT)
+    hear(told, 1, changed_paths=(path(OWN),))
+    for number in range(100):
+        name = f"made-up-{number}"
+        hear(told, 1, changed_links=(link(name, 1),), changed_paths=(path(name),))
+    newest = [f"made-up-{number}" for number in range(100 - 2 * LEAST_REMEMBERED, 100)]
+    assert [one.remote for one in told.links()[ANNA]] == newest
+    assert [one.remote for one in paths_of(told)] == [OWN, *newest[1:]], "its way to here is kept"
+
+
+def test_of_those_that_have_gone_the_last_ones_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MOST_GONE", 2)
+    told = reports()
+    for name in ("a", "b", "c", "d"):
+        hear(told, 1, peer=PeerId(name), changed_links=(link("x", 1),))
+    told.paths({PeerId("a")})
+    assert told.links().keys() == {"a", "c", "d", OWN}
+
+
+STATES = st.lists(
+    st.dictionaries(
+        st.sampled_from(["b", "c", "d", "e"]),
+        st.tuples(st.integers(0, 3), st.sampled_from(PathKind), st.sampled_from([0.01, 0.1])),
+    ),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(STATES, st.sampled_from([3, 2_000]), st.integers(0, 7))
+def test_whatever_changes_and_whenever_a_session_is_lost_everything_is_known_in_the_end(
+    states: list[dict[str, tuple[int, PathKind, float]]], members: int, lost_after: int
+) -> None:
+    told, telling, session = reports(), Telling(1.0), 1
+    for number, state in enumerate([*states, *(40 if members > 3 else 1) * [states[-1]]]):
+        if number == lost_after:
+            # The coordinator was started again: it knows nothing, and the client begins anew.
+            told, telling, session = reports(), Telling(1.0), session + 1
+        links = tuple(link(remote, sent) for remote, (sent, _, _) in state.items())
+        ways = tuple(path(remote, kind=k, rtt_seconds=r) for remote, (_, k, r) in state.items())
+        present = Present(1.0, 0, 0.0, links, ways, False, 0, 0.0)
+        said = parse(client_messages, encode(telling.heartbeat(present, members)))
+        assert isinstance(said, Heartbeat)
+        told.heard(Session(session), ANNA, said)
+        if members == 3:
+            assert {one.remote for one in paths_of(told)} == set(state), "all of it at once"
+    known = {one.remote: one for one in paths_of(told)}
+    assert known.keys() == {way.remote for way in ways}
+    assert all(alike(known[way.remote], way) for way in ways)
+    assert set(links) <= set(told.links().get(ANNA, ()))
