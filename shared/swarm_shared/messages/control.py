@@ -32,6 +32,10 @@ CONTROL_PROTOCOL = "/swarmtrain/control/1"
 # ---------------------------------------------------------------- client to coordinator
 
 
+OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
+"""An `OwnerBinding` in base64; one has about 500 characters."""
+
+
 class Hello(FrozenModel):
     """The first word of a client, again at every re-attachment."""
 
@@ -42,6 +46,8 @@ class Hello(FrozenModel):
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=40)] | None = None
     """For whom it wants its credit counted, too; whoever says the same word is in the same team."""
+    owner: OwnerEnvelope | None = None
+    """Signed by the key that this device belongs to; without it, it is its own owner."""
     addresses: tuple[Address, ...] = Field(max_length=32)
     carrier: CarrierAddress | None = None
     device: Text
@@ -357,9 +363,12 @@ class SaveSnapshot(FrozenModel):
 
 
 class NewsRow(FrozenModel):
-    """One volunteer of the leaderboard."""
+    """One person of the leaderboard."""
 
     peer: PeerId
+    """The key that its devices are bound to; of most people, that of the only device."""
+    devices: tuple[PeerId, ...] = Field(default=(), max_length=16)
+    """What else counts in this row; of more than so many, some."""
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=60)] | None = None
     tokens: Count
