@@ -41,9 +41,11 @@ from swarm_shared.credentials import (
     Receipt,
     check_certificate,
     open_carrier_binding,
+    open_owner_binding,
     open_receipt,
     sign_carrier_binding,
     sign_certificate,
+    sign_owner_binding,
     sign_receipt,
 )
 from swarm_shared.endpoint import Endpoint
@@ -339,6 +341,7 @@ RECEIPT = sign_receipt(
         tokens=8, loss_sum=1.5,
     ),
 )  # fmt: skip
+OWNED = sign_owner_binding(ORGANISER, PEER.peer_id)
 BINDING = sign_carrier_binding(
     PEER, CarrierBinding(peer=PEER.peer_id, carrier_peer_id=ORGANISER.peer_id, expires=NOW + 60)
 )
@@ -508,6 +511,9 @@ TARGETS: dict[str, Target] = {
     "receipt": Target(lambda data: void(open_receipt(data)), (RECEIPT, CERTIFICATE)),
     "binding": Target(
         lambda data: void(open_carrier_binding(data, PEER.peer_id, NOW)), (BINDING, RECEIPT)
+    ),
+    "owner_binding": Target(
+        lambda data: void(open_owner_binding(data, PEER.peer_id)), (OWNED, BINDING)
     ),
     "visitor_pass": Target(
         open_pass,
