@@ -87,7 +87,7 @@ def _slot_copies(run: Manifest, size: int) -> dict[str, Any]:
     with TorchCopies() as read:
         held = codec.read_input(slot)
     with TorchCopies() as written:
-        codec.write(held.inputs, slot)
+        codec.write_output(held.inputs, slot)
     return {
         "read_input": asdict(Copied(memory=read.bytes)),
         "write": asdict(Copied(memory=written.bytes)),

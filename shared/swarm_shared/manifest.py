@@ -99,9 +99,9 @@ class LimitsConfig(FrozenModel):
     dead_after_seconds: float = Field(default=4.5, gt=0)
     """Silence after which a peer counts as dead."""
     receipt_interval_seconds: float = Field(default=0.5, gt=0)
-    edge_credits: int = Field(default=4, ge=1, le=1024)
+    edge_credits: int = Field(default=16, ge=1, le=1024)
     """Microbatches one sender may have outstanding at one receiver."""
-    stage_queue: int = Field(default=8, ge=1, le=4096)
+    stage_queue: int = Field(default=16, ge=1, le=4096)
     """Microbatches one stage server holds at once, over all senders."""
     join_hold_seconds: float = Field(default=30.0, ge=0)
     """How long the close of a step waits for a newcomer that is downloading its stage."""

@@ -333,7 +333,9 @@ class Lease(FrozenModel):
     lease: Count
     mode: Literal["train", "evaluate"] = "train"
     window: Count
-    """Microbatches this trainer may have in flight at once."""
+    """Microbatches this trainer has in flight at least, as far as there are so many."""
+    largest_window: Count = 0
+    """And at most; between them it goes by what it measures (`swarm_shared.flight`)."""
     microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=65_536)
 
 
