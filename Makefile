@@ -13,7 +13,7 @@ TWO = -n 2 --dist loadfile
         test-installers fuzz \
         check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-counts bench-bytes \
-        bench-copies clean
+        bench-copies bench-gpu clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -41,6 +41,7 @@ help:
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in them"
 	@echo "make bench-copies how often a tensor's bytes are copied, hop by hop; needs a C compiler"
+	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -127,6 +128,9 @@ bench-bytes: setup-dev
 
 bench-copies: setup-dev
 	@$(PY) -m benchmarks.copies $(ARGS)
+
+bench-gpu: setup-dev
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

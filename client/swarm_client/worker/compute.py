@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from swarm_client.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.worker.compiling import compile_layers
+from swarm_client.worker.device_copier import device_copier
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.sizes import stage_sizes
 from swarm_client.worker.transfer import (
-    DeviceCopier,
     MicrobatchInput,
     PayloadCodec,
     all_finite,
@@ -98,18 +99,20 @@ class StageRunner:
 
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
-        graph_budget_bytes: int, kept_budget_bytes: int,
+        graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
         self._device = device
         self.sizes = stage_sizes(manifest, stage_index)
         self.stage: Stage = build_stage(manifest, stage_index, device)
+        if compile_backend is not None:
+            compile_layers(self.stage, compile_backend)
         self.layout = FlatLayout.of(self.stage)
         self.accumulator = Accumulator(self.layout, device, kept_budget_bytes)
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
-        self.copier = DeviceCopier(device, self.sizes.slot_bytes)
+        self.copier = device_copier(device, self.sizes.slot_bytes)
         self.graph_bytes: int | None = None
         """What one kept graph takes; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes

@@ -20,6 +20,7 @@ from swarm_client import faults, shared_memory
 from swarm_client.child import SyncLink
 from swarm_client.faults import Phase
 from swarm_client.worker import protocol
+from swarm_client.worker.compiling import backend_from_environment
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.duty import DutyCycle
 from swarm_client.worker.errors import RequestFailed
@@ -407,7 +408,7 @@ def _configure(
         )
     runner = StageRunner(
         manifest, request.stage, _device(request.device), request.graph_budget_bytes,
-        request.kept_budget_bytes,
+        request.kept_budget_bytes, backend_from_environment(),
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
         raise RequestFailed(
