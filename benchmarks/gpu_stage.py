@@ -124,6 +124,10 @@ def _between(begun: Moment, ended: Moment) -> float:
     return float(begun.elapsed_time(ended)) / 1000
 
 
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
 class StageAtWork:
     """Built once per way of computing; `measure` may be called again and again."""
 
@@ -135,10 +139,11 @@ class StageAtWork:
         self._times = DeviceTimes(device)
         self._runner.between_layers = self._times.begin
         self._step = 0
-        sizes = self._runner.sizes
-        drawn = torch.randn(sizes.input_bytes // 2, generator=torch.Generator().manual_seed(1))
-        dtype = self._runner.stage.compute_dtype
-        self._payload = drawn[: sizes.input_bytes // dtype.itemsize].to(dtype)
+        sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
+        # What the daemon would have put there meanwhile: the same for inputs and gradients.
+        self._payload = memoryview(bytearray(sizes.input_bytes))
+        drawn = torch.randn(sizes.input_bytes // dtype.itemsize, generator=_seeded())
+        torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
         self._slot = memoryview(bytearray(sizes.slot_bytes))
         self._gradients = torch.zeros(self._runner.layout.count)
 
@@ -164,19 +169,24 @@ class StageAtWork:
         return Timed(microbatches, computed - began, self._times.busy_seconds(), ended - computed)
 
     def _microbatch(self, index: int) -> None:
-        payload = self._filled()
-        forward = self._computed(
-            lambda: self._runner.forward(
-                index, Step(self._step), MicrobatchIndex(index), True, payload
+        number, step = self._number(index), Step(self._step)
+        if self._runner.on_gpu:  # as the worker's loop does
+            self._runner.while_computing = lambda: self._runner.prefetch(
+                self._number(index + 1), self._payload
             )
+        forward = self._computed(
+            lambda: self._runner.forward(number, step, MicrobatchIndex(index), True, self._payload)
         )
         assert isinstance(forward, ForwardResult)
         self._answer(forward.output)
-        gradient = self._filled()
-        backward = self._computed(lambda: self._runner.backward(index, gradient))
+        backward = self._computed(lambda: self._runner.backward(number, self._payload))
         assert isinstance(backward, BackwardResult)
         assert backward.input_gradient is not None
         self._answer(backward.input_gradient)
+
+    def _number(self, index: int) -> int:
+        """Of a request; each step's are others."""
+        return self._step * 1_000_000 + index
 
     def _computed(
         self, compute: Callable[[], ForwardResult | BackwardResult]
@@ -184,12 +194,6 @@ class StageAtWork:
         result = compute()
         self._times.end()
         return result
-
-    def _filled(self) -> memoryview:
-        """The slot with a payload in it, as the daemon would leave it."""
-        size = self._payload.nbytes
-        torch.frombuffer(self._slot[:size], dtype=self._payload.dtype).copy_(self._payload)
-        return self._slot[:size]
 
     def _answer(self, tensor: torch.Tensor) -> None:
         self._runner.codec.write(self._runner.copier.to_host(tensor), self._slot)

@@ -61,6 +61,22 @@ def test_compiled_layers_compute_the_same_and_still_let_the_worker_in_between() 
         torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_what_was_fetched_ahead_is_computed_with_and_forgotten_with_its_request() -> None:
+    manifest = stage_manifest(PRESETS["tiny"], 1, "float32")
+    runner = StageRunner(manifest, StageIndex(1), CPU, 2**40, 0)
+    size = runner.sizes.input_bytes
+    payload, zeros = memoryview(bytearray(torch.ones(size // 4).numpy().tobytes())), bytearray(size)
+    expected = runner.evaluate(payload)
+    assert isinstance(expected, ForwardResult)
+    for request, discarded in ((1, False), (2, True)):
+        runner.prefetch(request, payload)
+        if discarded:
+            runner.discard(request)
+        found = runner.forward(request, Step(1), MicrobatchIndex(0), True, memoryview(zeros))
+        assert isinstance(found, ForwardResult)
+        assert torch.equal(found.output, expected.output) is not discarded
+
+
 @pytest.mark.parametrize(
     ("value", "backend"),
     [("", None), ("0", None), ("1", "inductor"), ("aot_eager", "aot_eager")],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -107,6 +108,8 @@ class ComputeLoop:
         self._unread: deque[protocol.WorkerRequest | None] = deque()
         """What came while computing; None is the end of the link."""
         runner.between_layers = self._give_up_if_told
+        if runner.on_gpu:
+            runner.while_computing = self._fetch_next
 
     def run(self) -> None:
         """Return when the daemon has closed the link."""
@@ -160,6 +163,13 @@ class ComputeLoop:
             self._unread.append(message)
             if message is None:
                 return
+
+    def _fetch_next(self) -> None:
+        """The next input goes to the device while it computes something else."""
+        if self._forwards and isinstance(coming := self._forwards[0], protocol.Forward):
+            with suppress(RequestFailed):  # told when its turn has come
+                payload = self._memory.slot(coming.slot, coming.nbytes)
+                self._runner.prefetch(coming.request, payload)
 
     def _queued(self) -> bool:
         return bool(self._backwards or self._forwards)
