@@ -13,7 +13,7 @@ TWO = -n 2 --dist loadfile
         test-installers fuzz \
         check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-counts bench-bytes bench-copies clean
+        bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -43,6 +43,7 @@ help:
 	@echo "make bench-copies how often a tensor's bytes are copied, hop by hop; needs a C compiler"
 	@echo "make bench-codecs what codecs between stages take and give, beside hivemind's"
 	@echo "make bench-quality what they cost in loss, over several seeds"
+	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -135,6 +136,9 @@ bench-codecs: setup-dev
 
 bench-quality: setup-dev
 	@$(PY) -m benchmarks.quality $(ARGS)
+
+bench-gpu: setup-dev
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

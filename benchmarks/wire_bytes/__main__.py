@@ -35,7 +35,6 @@ from swarm_shared.model_config import PRESETS
 ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
-WIRE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @click.command()
@@ -93,8 +92,8 @@ def _document(
     missing = stage_of.keys() - {process["peer"] for process in processes}
     if missing or not stage_of:
         raise SwarmError(f"of {len(stage_of)} volunteers {len(missing)} left no counts")
-    width = WIRE_DTYPE_BYTES[manifest.training.dtype]
-    border_bytes = manifest.tokens_per_microbatch * manifest.model.hidden_size * width
+    # The presets' codecs are none: a gradient has as many.
+    border_bytes = manifest.activation_bytes
     steps = len(finished.steps)
     counted = steps * manifest.training.microbatches_per_step
     rows = boundaries(processes, stage_of, border_bytes, counted)

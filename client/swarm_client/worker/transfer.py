@@ -1,11 +1,8 @@
-"""Tensors between the bytes of a slot and the device that computes.
+"""Tensors between the bytes of a slot and host memory (`device_copier` takes them on from there).
 
-Owns the checks on what comes in (size, token ids, finiteness) and the copies; what activations
-and gradients look like on the wire is the manifest's codec. On a CPU a payload is copied once, out
-of the slot. For a GPU it also passes through pinned memory, which is what its copy engine can read
-directly; the buffers are made once.
-
-What is kept for computing a microbatch again is the decoded tensor: it is what was computed with.
+Owns the checks on what comes in (size, token ids, finiteness) and the copies in and out of slots;
+what activations and gradients look like on the wire is the manifest's codec. What is kept for
+computing a microbatch again is the decoded tensor: it is what was computed with.
 
 Shape suffixes: B sequences, T positions, D hidden size.
 """
@@ -28,7 +25,6 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.model import check_token_values
 
 __all__ = [
-    "DeviceCopier",
     "MicrobatchInput",
     "PayloadCodec",
     "all_finite",
@@ -118,32 +114,3 @@ class PayloadCodec:
         except CodecError as error:
             raise RequestFailed("bad_input", f"{what}: {error}") from error
 
-
-class DeviceCopier:
-    """Host to device and back; the identity on a CPU."""
-
-    def __init__(self, device: torch.device, largest_bytes: int) -> None:
-        self._device = device
-        self._pinned: Tensor | None = None
-        if device.type == "cuda":
-            self._pinned = torch.empty(largest_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def to_device(self, host: Tensor) -> Tensor:
-        if self._pinned is None:
-            return host
-        if host.nbytes > self._pinned.nbytes:
-            return host.to(self._device)
-        staged = self._pinned[: host.nbytes].view(host.dtype).view(host.shape)
-        staged.copy_(host)
-        # Waits for the copy: the buffer is used again at once.
-        return staged.to(self._device)
-
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """The tensor in host memory; on a GPU in the shared buffer, valid until the next call."""
-        if self._pinned is None:
-            return tensor
-        if tensor.nbytes > self._pinned.nbytes:
-            return tensor.to("cpu")
-        staged = self._pinned[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        staged.copy_(tensor.detach())
-        return staged
