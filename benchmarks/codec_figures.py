@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.codecs import HEAD, rows_of
+from benchmarks.codec_choice import choose, costs_of, pairs_of
+from benchmarks.codecs import HEAD, MEGABIT_BYTES, RESULTS, rows_of
+
+LINES_MBIT = (5, 20, 100, 1000, 10_000)
+BUDGETS = (0.0005, 0.005, 0.03)
 
 
 def codecs_markdown(document: Mapping[str, Any]) -> str:
@@ -54,5 +59,23 @@ def quality_markdown(document: Mapping[str, Any]) -> str:
         f"The noise, the standard deviation from seed to seed without codecs, is "
         f"{document['noise']:.4f}; the cheapest pair whose mean gap is within it is "
         f"**{document['cheapest_within_noise']}**.",
+        "",
+        *_choices(document, json.loads((RESULTS / "codecs.json").read_text())),
     ]
     return "\n".join(lines)
+
+
+def _choices(quality: Mapping[str, Any], codecs: Mapping[str, Any]) -> list[str]:
+    """The fastest pair per line and accepted loss."""
+    pairs, costs = pairs_of(quality), costs_of(codecs)
+    lines = [
+        "Fastest pair by the line's rate each way and by the largest gap that one accepts, from "
+        "both tables:",
+        "",
+        "| line | " + " | ".join(f"gap up to {budget:.2%}" for budget in BUDGETS) + " |",
+        "|---:|" + "---|" * len(BUDGETS),
+    ]
+    for rate in LINES_MBIT:
+        chosen = (choose(pairs, costs, rate * MEGABIT_BYTES, budget) for budget in BUDGETS)
+        lines.append(f"| {rate:,} Mbit/s | " + " | ".join(str(name) for name in chosen) + " |")
+    return lines

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from swarm_coordinator.summary import table
-from swarm_shared.codecs.sizes import GRADIENT_CODECS, encoded_bytes
+from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.model_config import preset
 
@@ -73,8 +73,11 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
     load = os.getloadavg()[0]
     try:
         tensor_BTD = hidden_state()
-        turns = {name: our_codec(name, tensor_BTD) for name in GRADIENT_CODECS}
-        turns |= {name: make(tensor_BTD) for name, make in others.items()}
+        turns: dict[str, RoundTrip] = {}
+        for codec in GRADIENT_CODECS:
+            turns[codec] = our_codec(codec, tensor_BTD)
+        for name, make in others.items():
+            turns[name] = make(tensor_BTD)
         seen: dict[str, list[tuple[int, float, float]]] = {name: [] for name in turns}
         errors: dict[str, float] = {}
         for _ in range(repetitions + 1):
@@ -96,7 +99,7 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
         }
         for name, times in seen.items()
     }
-    ours = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
+    ours: dict[str, Cost] = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
     return {
         "version": 1,
         "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -140,7 +143,7 @@ def hidden_state() -> Tensor:
     return tensor_BTD
 
 
-def our_codec(name: Any, tensor_BTD: Tensor) -> RoundTrip:
+def our_codec(name: CodecName, tensor_BTD: Tensor) -> RoundTrip:
     slot = memoryview(bytearray(encoded_bytes(name, tensor_BTD.numel(), "float32")))
 
     def turn() -> tuple[int, float, float, Tensor]:

@@ -7,8 +7,8 @@ the codecs where the model is cut, which is what a swarm of that manifest comput
 
 Runs of one seed have the same initial values and the same data in the same order: their gap to the
 run without codecs is the codecs' doing, and the chance of where any rounding leads training (what
-float16 is off by says how much that is). Against it stands the noise that nobody can choose away: how
-far the runs without codecs differ from seed to seed.
+float16 is off by says how much that is). Against it stands the noise that nobody can choose away:
+how far the runs without codecs differ from seed to seed.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ SETTINGS: dict[str, object] = {
     "training.microbatches_per_step": 2,
     "training.sequences_per_microbatch": 16,
     "training.evaluation_microbatches": 24,
-    # A rate at which training is smooth: at three times that even bfloat16 and float16 ended 0.03 apart,
-    # because any rounding leads elsewhere in the end.
+    # A rate at which training is smooth: at three times that even bfloat16 and float16 ended 0.03
+    # apart, because any rounding leads elsewhere in the end.
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 10,
 }

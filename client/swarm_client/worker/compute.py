@@ -112,7 +112,8 @@ class StageRunner:
         self.accumulator = Accumulator(self.layout, device, kept_budget_bytes)
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
-        self.copier = device_copier(device, self.sizes.slot_bytes)
+        largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
+        self.copier = device_copier(device, largest_bytes)
         self.graph_bytes: int | None = None
         """What one kept graph takes; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes

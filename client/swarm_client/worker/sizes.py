@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_shared.codecs.sizes import DTYPE_BYTES
 from swarm_shared.manifest import Manifest
 
 TOKEN_BYTES = 4
@@ -23,7 +24,7 @@ class StageSizes:
     input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which
     follow the input on the last stage only. input_gradient_bytes: what answers the input; 0 on
     stage 0. output_bytes, output_gradient_bytes: the activation_BTD that goes on and the gradient
-    that comes back; 0 on the last stage.
+    that comes back; 0 on the last stage. tensor_bytes: an activation_BTD that is not encoded.
     """
 
     input_bytes: int
@@ -32,6 +33,7 @@ class StageSizes:
     output_bytes: int
     output_gradient_bytes: int
     slot_bytes: int
+    tensor_bytes: int
 
     @property
     def request_bytes(self) -> int:
@@ -59,4 +61,7 @@ def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
         output_bytes=output_bytes,
         output_gradient_bytes=output_gradient_bytes,
         slot_bytes=-(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES,
+        tensor_bytes=manifest.tokens_per_microbatch
+        * manifest.model.hidden_size
+        * DTYPE_BYTES[manifest.training.dtype],
     )
