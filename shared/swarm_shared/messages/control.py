@@ -33,7 +33,7 @@ CONTROL_PROTOCOL = "/swarmtrain/control/1"
 
 
 OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
-"""An `OwnerBinding` in base64; one has about 500 characters."""
+"""An `OwnerBinding` in base64; one has about 340 characters."""
 
 
 class Hello(FrozenModel):
