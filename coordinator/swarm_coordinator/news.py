@@ -19,7 +19,7 @@ from swarm_coordinator.state import RunState
 from swarm_shared.credit import work_shares
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import NewsRow, RunNews
-from swarm_shared.owners import people, standing, word_of
+from swarm_shared.owners import standing, word_of
 from swarm_shared.types import PeerId, StageIndex, Version
 
 LEAST_SECONDS = 2.0
@@ -80,23 +80,28 @@ class Leaderboard:
         found.credit += tokens * self._shares[stage]
 
     def rows(self, most: int = ROWS) -> tuple[NewsRow, ...]:
-        """People, the most credit first."""
-        found = people(self._sums, standing(self._owners))
-        credits = {
-            person: math.fsum(self._sums[one].credit for one in devices)
-            for person, devices in found.items()
-        }
+        """People, the most credit first. Most have one device: only the others are looked up."""
+        credits = {peer: one.credit for peer, one in self._sums.items()}
+        devices: dict[PeerId, list[PeerId]] = {}
+        for device, owner in standing(self._owners).items():
+            if device in credits:
+                credits[owner] = credits.get(owner, 0.0) + credits.pop(device)
+                devices.setdefault(owner, []).append(device)
         first = heapq.nsmallest(most, credits.items(), key=lambda e: (-e[1], e[0]))
         return tuple(
-            NewsRow(
-                peer=person,
-                devices=tuple(one for one in found[person] if one != person)[:DEVICES],
-                name=word_of(person, found[person], self._names),
-                team=word_of(person, found[person], self._teams),
-                tokens=sum(self._sums[one].tokens for one in found[person]),
-                credit=credit,
-            )
-            for person, credit in first
+            self._row(peer, credit, sorted(devices.get(peer, ()))) for peer, credit in first
+        )
+
+    def _row(self, person: PeerId, credit: float, devices: list[PeerId]) -> NewsRow:
+        """`devices` are those beside the owner's own key."""
+        tokens = (self._sums[one].tokens for one in (person, *devices) if one in self._sums)
+        return NewsRow(
+            peer=person,
+            devices=tuple(devices[:DEVICES]),
+            name=word_of(person, devices, self._names),
+            team=word_of(person, devices, self._teams),
+            tokens=sum(tokens),
+            credit=credit,
         )
 
 

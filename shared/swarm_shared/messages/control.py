@@ -37,7 +37,7 @@ MOST_PATHS = 1024
 
 
 OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
-"""An `OwnerBinding` in base64; one has about 500 characters."""
+"""An `OwnerBinding` in base64; one has about 340 characters."""
 
 
 class Hello(FrozenModel):
