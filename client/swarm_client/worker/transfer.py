@@ -113,4 +113,3 @@ class PayloadCodec:
             return decode(codec, payload, self._shape_BTD, self._dtype)
         except CodecError as error:
             raise RequestFailed("bad_input", f"{what}: {error}") from error
-
