@@ -22,7 +22,7 @@ from swarm_coordinator.history import contributions
 from swarm_coordinator.http.reading import Reader
 from swarm_coordinator.news import Leaderboard
 from swarm_coordinator.owners import OwnerBook, named_owner
-from swarm_coordinator.places import Place
+from swarm_coordinator.places import Place, copy_to
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stores import open_store
@@ -107,7 +107,7 @@ def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
 
 
 def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
-    new_place: Callable[[], Place],
+    new_place: Callable[[], Place], tmp_path: Path
 ) -> None:
     at = new_place()
     store = open_store(at)
@@ -140,6 +140,8 @@ def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
     again = open_store(at)
     assert again.owners() == {SECOND.peer_id: VICTIM.peer_id}
     again.close()
+    copy_to(at, tmp_path / "as a backup holds it.sqlite3")
+    assert contributions(tmp_path / "as a backup holds it.sqlite3") == contributions(at)
 
 
 def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Path) -> None:

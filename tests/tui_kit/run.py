@@ -74,7 +74,8 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
             {"text": "dora \x1b[2J (stage 1) is gone: silent", "written_at": START - 60},
         ],
         "contributors": [
-            {"peer": CARL, "name": "carl", "stages": [1], "microbatches": 64, "tokens": 600_000},
+            {"peer": CARL, "name": "carl", "devices": 2, "stages": [1],
+             "microbatches": 64, "tokens": 600_000},
             {"peer": ANNA, "name": "anna", "stages": [0, 1], "microbatches": 9, "tokens": 300_000},
             {"peer": BERT, "name": None, "stages": [0], "microbatches": 32, "tokens": 300_000},
         ],
