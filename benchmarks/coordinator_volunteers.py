@@ -75,7 +75,8 @@ class MemoryStream:
         self._wake.set()
 
     async def receive(self, timeout_seconds: float | None = None) -> Frame:
-        await trio.lowlevel.checkpoint()
+        if self._frames or self._closed:
+            await trio.lowlevel.checkpoint()
         while not self._frames:
             if self._closed:
                 raise LinkClosed(f"{self.remote} is gone")

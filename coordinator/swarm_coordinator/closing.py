@@ -81,12 +81,16 @@ def _tell_to_close(
         if not held and goes_to is None:
             idle.append(peer)
             continue
-        committed = tuple(sorted(microbatch for microbatch, _ in held))
-        # Not checked again, of thousands: its parts were when they were made.
-        told = {**bare.__dict__, "committed": committed}
-        if goes_to is not None:
-            told["moving"] = reductions[goes_to]
-        run.send(peer, Close.model_construct(**told))
+        run.send(
+            peer,
+            Close(
+                step=step.step,
+                attempt=step.attempt,
+                committed=tuple(sorted(microbatch for microbatch, _ in held)),
+                reductions=reductions[stage],
+                moving=reductions[goes_to] if goes_to is not None else (),
+            ),
+        )
     run.broadcast(idle, bare)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from swarm_shared.credentials import Receipt
 from swarm_shared.messages import (
@@ -82,9 +82,8 @@ class MessageReceived:
     message: ClientMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """What one of them said."""
+class Beat(NamedTuple):
+    """What one of them said. Thousands are made every second."""
 
     session: Session
     peer: PeerId

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import trio
 import trio.testing
 
+from swarm_coordinator import sessions as module
 from swarm_coordinator.sessions import WRITERS_AT_ONCE, CloseEncoder, RosterEncoder, Sessions
 from swarm_shared.messages import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
@@ -56,6 +58,44 @@ async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
         nursery.start_soon(session.write_all)
         await sessions.finish_all(5.0)
     assert len(stream.sent) == 1
+
+
+async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_newcomers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "RECORDS_AT_ONCE", 2)
+    rosters = [
+        Roster(
+            serial=serial,
+            peers=tuple(
+                PeerRecord(
+                    peer=PeerId(f"peer-{number}"), stage=StageIndex(0), addresses=(),
+                    certificate="c", microbatches_per_second=serial * number,
+                )
+                for number in range(7)
+            ),
+        )
+        for serial in (1, 2)
+    ]  # fmt: skip
+    sessions, streams = Sessions(), [Stream(), Stream()]
+    async with trio.open_nursery() as nursery:
+        for number, stream in enumerate(streams):
+            peer = PeerId(f"peer-{number}")
+            session = sessions.open(peer, stream)  # type: ignore[arg-type]
+            sessions.make_current(session.number, peer)
+            nursery.start_soon(session.write_all)
+        nursery.start_soon(sessions.wake_writers)
+        for roster in rosters:
+            for number in range(2):
+                sessions.send(PeerId(f"peer-{number}"), roster)
+            sessions.broadcast([PeerId("peer-0")], Goodbye(reason="what came after it"))
+        await sessions.finish_all(5.0)
+        nursery.cancel_scope.cancel()
+    first, second = (encode(roster) for roster in rosters)
+    goodbye = encode(Goodbye(reason="what came after it"))
+    assert streams[0].sent == [first, goodbye, second, goodbye]
+    assert streams[1].sent == [first, second]
+    assert streams[0].sent[0] is streams[1].sent[0], "the work was shared"
 
 
 def test_a_roster_is_encoded_in_parts_as_it_would_be_whole() -> None:

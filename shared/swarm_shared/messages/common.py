@@ -107,7 +107,9 @@ MessageT = TypeVar("MessageT")
 def parse(adapter: TypeAdapter[MessageT], header: bytes | bytearray | memoryview) -> MessageT:
     """Parse a frame's header; anything that is not exactly one known message is a FrameError."""
     try:
-        return adapter.validate_json(bytes(header))
+        # What the adapter's own method does, less its options, which are looked at each time.
+        parsed: MessageT = adapter.validator.validate_json(bytes(header))
+        return parsed
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])

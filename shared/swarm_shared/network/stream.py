@@ -122,8 +122,9 @@ class FramedStream:
         nothing is lost and the stream can be used on.
         """
         with self._deadline(timeout_seconds, "receiving from"):
-            # Frames may lie ready in any number: give others a turn.
-            await trio.lowlevel.checkpoint()
+            # Frames may lie ready in any number: give others a turn. Who has to wait gives it so.
+            if self._frames or self._muxed.readable:
+                await trio.lowlevel.checkpoint()
             while not self._frames:
                 await self._read()
         frame = self._frames.popleft()

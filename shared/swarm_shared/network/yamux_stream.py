@@ -82,6 +82,11 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
             chunk = chunk[:n]
         return bytes(chunk)
 
+    @property
+    def readable(self) -> bool:
+        """Whether `read_chunk` has something to give, or to raise, without waiting."""
+        return bool(self._chunks) or self._fin_received or self._error is not None
+
     async def read_chunk(self) -> memoryview:
         """As `read`, without a copy. Does not yield to other tasks when there is something."""
         while not self._chunks:
