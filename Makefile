@@ -12,7 +12,8 @@ TWO = -n 2 --dist loadfile
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
         check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
-        bench-coordinator bench-prediction bench-views bench-yielding clean
+        bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
+        bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
 	@echo "make setup    virtual environment and packages into .venv"
@@ -37,6 +38,12 @@ help:
 	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
 	@echo "make bench-views how soon the terminal views are on the screen, and what they take then"
 	@echo "make bench-yielding how soon a machine is its user's again, after a key"
+	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
+	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in them"
+	@echo "make bench-copies how often a tensor's bytes are copied, hop by hop; needs a C compiler"
+	@echo "make bench-codecs what codecs between stages take and give, beside hivemind's"
+	@echo "make bench-quality what they cost in loss, over several seeds"
+	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
 setup:
@@ -114,6 +121,24 @@ bench-views: setup-dev
 
 bench-yielding: setup-dev
 	@$(PY) -m benchmarks.yielding $(ARGS)
+
+bench-counts: setup-dev
+	@$(PY) -m benchmarks.counts $(ARGS)
+
+bench-bytes: setup-dev
+	@$(PY) -m benchmarks.wire_bytes $(ARGS)
+
+bench-copies: setup-dev
+	@$(PY) -m benchmarks.copies $(ARGS)
+
+bench-codecs: setup-dev
+	@$(PY) -m benchmarks.codecs $(ARGS)
+
+bench-quality: setup-dev
+	@$(PY) -m benchmarks.quality $(ARGS)
+
+bench-gpu: setup-dev
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist

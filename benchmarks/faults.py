@@ -17,13 +17,9 @@ Nothing else should run on the machine meanwhile.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
-import shutil
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,13 +30,12 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Child, Children, wait_until
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
@@ -191,16 +186,9 @@ class Swarm:
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "faults.json")
 def main(kills: int, every: float, repetitions: int, out: Path) -> None:
     """Measure what killed, frozen and leaving peers and a killed coordinator cost."""
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-faults-"))
-    try:
-        with Children() as children:
-            document = measure(work, children, kills, every, repetitions)
-    except SwarmError as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(error.exit_code)
-    shutil.rmtree(work)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    with work_folder("faults") as work, Children() as children:
+        document = measure(work, children, kills, every, repetitions)
+    write_result(out, document)
     click.echo(f"\n{render(document)}\n\nwritten to {out}")
 
 
@@ -234,9 +222,7 @@ def measure(
     bench.swarm.stop()
     counted = max(1, work_counts["counted"])
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "stages": STAGES,
         "peers_per_stage": PEERS_PER_STAGE,
         "slowed_seconds_per_forward": SLOW_SECONDS,

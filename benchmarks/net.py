@@ -8,12 +8,7 @@ Repetitions are interleaved; medians. Nothing else should run meanwhile: `load_b
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import shutil
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -21,12 +16,11 @@ from typing import Any
 
 import click
 
-from benchmarks.machine import describe_machine
 from benchmarks.net_join import PRESET, make_template, seconds_to_first_receipt
 from benchmarks.net_links import FRAME_BYTES, SIZE_BYTES, link_lab
+from benchmarks.outcome import result_head, work_folder, write_result
 from network_lab import LabError, Nat, why_not_here
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
 
 RESULT = Path(__file__).parent / "results" / "net.json"
 PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")
@@ -46,18 +40,12 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
     if (reason := why_not_here()) is not None:
         raise click.ClickException(reason)
     load_before = os.getloadavg()[0]
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-net-"))
-    try:
+    with work_folder("net", LabError) as work:
         punched, transfers = measure_links(work, repetitions, pairs, with_p2pd=p2pd)
         joined = measure_joins(work, joins)
-    except (SwarmError, LabError) as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(1)
-    shutil.rmtree(work)
     document = {**make_document(punched, transfers, joined), "load_before": load_before}
     click.echo(f"\n{render(document)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
 
@@ -105,9 +93,7 @@ def make_document(
     }
     rates = {name: link["megabytes_per_second"] for name, link in links.items()}
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "frame_bytes": FRAME_BYTES,
         "bytes_per_transfer": SIZE_BYTES,
         "links": links,

@@ -15,7 +15,10 @@ from typing import Any
 
 import click
 
+from benchmarks.codec_figures import codecs_markdown, quality_markdown
+from benchmarks.copies.page import copies_markdown
 from benchmarks.rebalancing import table
+from benchmarks.wire_bytes.page import wire_bytes_markdown
 
 ROOT = Path(__file__).parents[1]
 
@@ -326,7 +329,11 @@ PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
     "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
     "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
     "views": ("docs/top.md", "view figures", views_markdown),
+    "copies": ("docs/tensor-path.md", "copies figures", copies_markdown),
+    "wire-bytes": ("docs/benchmarks.md", "wire figures", wire_bytes_markdown),
     "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
+    "codecs": ("docs/benchmarks.md", "codec figures", codecs_markdown),
+    "quality": ("docs/benchmarks.md", "quality figures", quality_markdown),
     "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
     "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
 }

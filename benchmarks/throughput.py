@@ -10,11 +10,8 @@ machine meanwhile.
 
 from __future__ import annotations
 
-import datetime
-import json
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -23,11 +20,10 @@ from typing import Any
 import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import TimedStep
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
 from swarm_shared.model_config import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
@@ -52,18 +48,12 @@ def main(
     if warmup >= steps:
         raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
     chosen = {name: CONTENDERS[name] for name in CONTENDERS if not only or name in only}
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-"))
-    try:
+    with work_folder("throughput") as work:
         results = _measure(chosen, work, steps, repetitions, preset)
-    except SwarmError as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(error.exit_code)
-    shutil.rmtree(work)
     document = _document(chosen, results, warmup, steps, preset)
     click.echo(f"\n{render(document)}")
     path = out or RESULTS / f"throughput-{preset}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(path, document)
     click.echo(f"\nwritten to {path}")
     if disagreement := document["loss_disagreement"]:
         click.echo(f"benchmark: the losses disagree: {disagreement}", err=True)
@@ -116,9 +106,7 @@ def _document(
         for name, runs in results.items()
     }
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "preset": preset,
         "model": PRESETS[preset].model.model_dump(),
         "microbatches_per_step": PRESETS[preset].microbatches_per_step,

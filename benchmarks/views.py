@@ -13,17 +13,13 @@ Nothing else should run on the machine meanwhile.
 
 from __future__ import annotations
 
-import datetime
 import fcntl
 import json
 import os
 import pty
 import select
-import shutil
 import struct
 import subprocess
-import sys
-import tempfile
 import termios
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +33,7 @@ import click
 import psutil
 
 from benchmarks.faults import SETTINGS, SLOW_SECONDS
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
@@ -183,9 +179,7 @@ def measure(work: Path, starts: int) -> dict[str, Any]:
                 click.echo(f"{name}: first frame after {found[name][-1].frame_seconds:.2f} s")
         shares = {name: share(command) for name, command in views.items()}
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "columns": COLUMNS,
         "rows": ROWS,
         "share_seconds": SHARE_SECONDS,
@@ -220,15 +214,9 @@ def render(document: dict[str, Any]) -> str:
 )
 def main(starts: int, out: Path) -> None:
     """Measure how soon both views are on the screen, and what they take while they are open."""
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-views-"))
-    try:
+    with work_folder("views") as work:
         document = measure(work, starts)
-    except SwarmError as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(error.exit_code)
-    shutil.rmtree(work)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(out, document)
     click.echo(f"\n{render(document)}\n\nmedians (slowest); written to {out}")
 
 

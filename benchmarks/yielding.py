@@ -14,13 +14,9 @@ Nothing else should run on the machine, and nobody type into a terminal of it.
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import random
-import shutil
-import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -29,7 +25,7 @@ from typing import Any
 import click
 import psutil
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from swarm_client.control.client import ask
 from swarm_client.governor.governor import LOOK_SECONDS
 from swarm_client.governor.probes.all import MachineProbes
@@ -132,16 +128,9 @@ class Volunteer:
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "yielding.json")
 def main(repetitions: int, out: Path) -> None:
     """Measure how soon a volunteer yields to somebody who comes back to the machine."""
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-yielding-"))
-    try:
-        with Children() as children:
-            document = measure(work, children, repetitions)
-    except SwarmError as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(error.exit_code)
-    shutil.rmtree(work)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    with work_folder("yielding") as work, Children() as children:
+        document = measure(work, children, repetitions)
+    write_result(out, document)
     click.echo(f"\n{render(document)}\n\nwritten to {out}")
 
 
@@ -174,9 +163,7 @@ def measure(work: Path, children: Children, repetitions: int) -> dict[str, Any]:
         volunteer.close()
     swarm.stop()
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "settings": SETTINGS,
         "preferences": PREFERENCES,
         "seconds_per_microbatch": microbatch,

@@ -9,26 +9,21 @@ run meanwhile. docs/benchmarks.md says what is compared and how.
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.measure import STAGES, Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from network_lab import LabError
-from swarm_shared.errors import SwarmError
 
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
@@ -61,8 +56,7 @@ def main(
     load_before = os.getloadavg()[0]
     chosen = tuple(name for name in CONTENDERS if not only or name in only)
     plan = Plan(chosen, steps, warmup, repetitions, seconds, check)
-    work = Path(tempfile.mkdtemp(prefix="swarm-bench-wan-"))
-    try:
+    with work_folder("wan", LabError) as work:
         file = read_mixes(mix_file)
         templates = Templates(work / "templates", steps, microbatches)
         server = file.link(SERVER)
@@ -70,18 +64,9 @@ def main(
             name: measure_mix(file.mix(name), server, templates, plan, work / name)
             for name in (mixes or tuple(file.mixes))
         }
-    except (SwarmError, LabError) as error:
-        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        shutil.rmtree(work)
-        raise
-    model = templates.manifest(STAGES).model.model_dump()
-    shutil.rmtree(work)
+        model = templates.manifest(STAGES).model.model_dump()
     document = {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "load_before": load_before,
         "preset": PRESET, "changes": CHANGES, "model": model, "stages": STAGES,
         "steps": steps, "warmup_steps": warmup, "repetitions": repetitions,
@@ -90,8 +75,7 @@ def main(
         "mixes": found,
     }  # fmt: skip
     click.echo(f"\n{render(document)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(out, document)
     click.echo(f"\nwritten to {out}")
     _refuse_other_losses(document)
 

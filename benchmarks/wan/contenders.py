@@ -14,9 +14,11 @@ from typing import Any
 from benchmarks.run_data import TimedStep, read_steps
 from benchmarks.wan.borders import border_table
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
+from swarm_client.stage_links import EQUAL_SHARES_VARIABLE
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, module_command
+from swarm_shared.codecs.sizes import ActivationCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,12 @@ class Contender:
     """Why it cannot train on this fleet; None when it can."""
 
 
-def swarm(field: Field, work: Path) -> Outcome:
+def swarm(
+    field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False
+) -> Outcome:
     """Ours: the programs that organisers and volunteers start."""
     run_dir = work / "run"
-    shutil.copytree(field.run_folder(), run_dir)
+    shutil.copytree(field.run_folder(codec=codec), run_dir)
     with Children() as children:
         local = LocalSwarm(run_dir, children)
         local.prefix = field.network.hosts[COORDINATOR].prefix
@@ -52,6 +56,8 @@ def swarm(field: Field, work: Path) -> Outcome:
         for member in field.members:
             local.prefix = field.host(member).prefix
             local.environment = {PACE_VARIABLE: repr(member.flops_per_second)}
+            if equal_shares:
+                local.environment[EQUAL_SHARES_VARIABLE] = "1"
             local.start_volunteer(invite, stage=member.stage)
         finished = local.watch(lambda seen, status: None)
         local.wait_for_goodbye()
@@ -157,6 +163,10 @@ def data_parallel(field: Field, work: Path) -> Outcome:
     return Outcome(read_steps(out))
 
 
+def several_to_choose_from(field: Field) -> str | None:
+    return None if field.pipelines > 1 else "each stage has one machine, there is nothing to route"
+
+
 def one_pipeline(field: Field) -> str | None:
     return None if field.pipelines == 1 else "it has no averaging inside a stage"
 
@@ -164,6 +174,14 @@ def one_pipeline(field: Field) -> str | None:
 CONTENDERS: dict[str, Contender] = {
     "torch": Contender("one torch process as fast as all together", torch_single),
     "swarm": Contender("swarm", swarm),
+    "swarm-fp16": Contender(
+        "swarm, float16 on the wire", partial(swarm, codec="float16"), exact=False
+    ),
+    "swarm-int8": Contender("swarm, int8 on the wire", partial(swarm, codec="int8"), exact=False),
+    "swarm-equal": Contender(
+        "swarm, routing by equal shares", partial(swarm, equal_shares=True),
+        why_not=several_to_choose_from,
+    ),
     "1f1b": Contender("torch 1F1B over gloo", pipeline),
     "interleaved": Contender("torch interleaved 1F1B over gloo", interleaved),
     "expert": Contender(

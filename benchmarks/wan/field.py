@@ -11,6 +11,7 @@ from benchmarks.wan.templates import Templates
 from network_lab import Host
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.processes import Child, Children, failure_text, wait_until
+from swarm_shared.codecs.sizes import ActivationCodec
 from swarm_shared.errors import SwarmError
 
 COORDINATOR = "coordinator"
@@ -34,9 +35,9 @@ class Field:
     def stages(self) -> int:
         return self.sizes.stages
 
-    def run_folder(self, chunks: int = 1) -> Path:
+    def run_folder(self, chunks: int = 1, codec: ActivationCodec = "none") -> Path:
         """Not to be written into. With so many stages for each machine."""
-        return self.templates.folder(self.stages * chunks, self.pipelines)
+        return self.templates.folder(self.stages * chunks, self.pipelines, codec)
 
     @property
     def pipelines(self) -> int:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from hivemind import DHT, Optimizer
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.moe.client.expert import RemoteExpert
 from hivemind.moe.client.remote_expert_worker import RemoteExpertWorker
 from hivemind.moe.expert_uid import ExpertInfo
@@ -20,6 +22,7 @@ from hivemind.moe.server.module_backend import ModuleBackend
 from hivemind.moe.server.server import Server
 from hivemind.p2p import PeerID
 from hivemind.proto.runtime_pb2 import CompressionType
+from hivemind.proto.runtime_pb2 import Tensor as TensorMessage
 from hivemind.utils.tensor_descr import BatchTensorDescriptor
 
 __all__ = [
@@ -29,6 +32,8 @@ __all__ = [
     "ModuleBackend",
     "Optimizer",
     "Server",
+    "compressed",
+    "decompressed",
     "find_expert",
     "open_dht",
     "publish",
@@ -73,3 +78,14 @@ def wait_for_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def find_expert(dht: Any, uid: str, peer: str) -> Any:
     p2p = RemoteExpertWorker.run_coroutine(dht.replicate_p2p())
     return RemoteExpert(ExpertInfo(uid, PeerID.from_base58(peer)), p2p)
+
+
+def compressed(tensor: torch.Tensor, kind: int) -> bytes:
+    """As hivemind sends it, in its own message."""
+    payload: bytes = serialize_torch_tensor(tensor, kind).SerializeToString()
+    return payload
+
+
+def decompressed(payload: bytes) -> torch.Tensor:
+    tensor: torch.Tensor = deserialize_torch_tensor(TensorMessage.FromString(payload))
+    return tensor

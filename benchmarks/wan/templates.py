@@ -1,10 +1,12 @@
-"""Run folders that contenders copy or read: one model, cut into more or fewer stages."""
+"""Run folders that contenders copy or read: one model, cut into more or fewer stages, its tensors
+written on the wire in one way or another."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from swarm_coordinator.initialise_run import initialise_run
+from swarm_shared.codecs.sizes import ActivationCodec
 from swarm_shared.manifest import Manifest
 from swarm_shared.model.gradients import FlatLayout
 from swarm_shared.model.initialise import build_stage
@@ -25,23 +27,24 @@ class Templates:
         self._folder = folder
         self._steps = steps
         self._microbatches = microbatches
-        self._made: dict[tuple[int, int], tuple[Path, Manifest]] = {}
+        self._made: dict[tuple[int, int, str], tuple[Path, Manifest]] = {}
 
-    def folder(self, stages: int, peers_per_stage: int) -> Path:
+    def folder(self, stages: int, peers_per_stage: int, codec: ActivationCodec = "none") -> Path:
         """The first step waits for so many peers of each stage."""
-        return self._make(stages, peers_per_stage)[0]
+        return self._make(stages, peers_per_stage, codec)[0]
 
     def manifest(self, stages: int) -> Manifest:
-        return self._make(stages, 1)[1]
+        return self._make(stages, 1, "none")[1]
 
-    def _make(self, stages: int, peers: int) -> tuple[Path, Manifest]:
-        key = (stages, peers)
+    def _make(self, stages: int, peers: int, codec: ActivationCodec) -> tuple[Path, Manifest]:
+        key = (stages, peers, codec)
         if key not in self._made:
-            path = self._folder / f"{stages}-stages-{peers}-peers"
+            path = self._folder / f"{stages}-stages-{peers}-peers-{codec}"
             changes = {
                 **CHANGES, "run.name": "wan", "training.steps": self._steps,
                 "training.microbatches_per_step": self._microbatches,
                 "checkpoint.every_steps": self._steps, "limits.starting_peers_per_stage": peers,
+                "codecs.activation": codec, "codecs.gradient": codec,
             }  # fmt: skip
             manifest = initialise_run(path, PRESET, stages=stages, overrides=changes)
             self._made[key] = (path, manifest)

@@ -92,8 +92,14 @@ def main() -> None:
         swarm_client.main(prog_name="swarm-client", standalone_mode=False)
     except click.exceptions.Exit as request:
         sys.exit(request.exit_code)
-    except click.ClickException as error:
+    except click.exceptions.NoArgsIsHelpError as error:
         error.show()
+        sys.exit(error.exit_code)
+    except click.ClickException as error:
+        hint = ""
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            hint = f" (see `{error.ctx.command_path} --help`)"
+        click.echo(f"swarm-client: error: {error.format_message()}{hint}", err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)

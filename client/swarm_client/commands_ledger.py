@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -27,8 +28,9 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
     """Recompute every number of the ledger in FILE; the first line that is wrong is named.
 
     `swarm-coordinator ledger export` writes one. It proves that the numbers follow from the steps,
-    that each step counts every microbatch exactly once in every stage, and that the organiser
-    stands by these lines. Whether a volunteer did what the organiser says is between those two.
+    that each step counts every microbatch exactly once in every stage, that whoever has a row has
+    signed for each device in it, and that the organiser stands by these lines. Whether a volunteer
+    did what the organiser says is between those two.
     """
     found = verify_ledger(_lines(file), None if organiser is None else PeerId(organiser))
     if as_json:
@@ -38,11 +40,12 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         f"every number is right: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
         f"signed by {found.organiser}"
     )
-    for total in found.totals:
-        name = "" if total.name is None else f"{_printable(total.name)} "
+    for person in found.people:
+        name = "" if person.name is None else f"{_printable(person.name)} "
+        devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
         click.echo(
-            f"  {name}(…{total.peer[-8:]}): {total.credit:.1f} credit, "
-            f"{total.credit_per_day:.1f} a day lately, {total.tokens} tokens"
+            f"  {name}(…{person.peer[-8:]}): {person.credit:.1f} credit, "
+            f"{person.credit_per_day:.1f} a day lately, {person.tokens} tokens{devices}"
         )
 
 
@@ -54,6 +57,7 @@ def _document(found: Verified) -> dict[str, object]:
         "as_of": found.as_of,
         "steps": found.steps,
         "totals": [total.model_dump(exclude={"line"}) for total in found.totals],
+        "people": [asdict(person) for person in found.people],
     }
 
 

@@ -30,6 +30,7 @@ def hello(
         token=invite.token,
         name=options.name,
         team=options.team,
+        owner=options.owner,
         addresses=position.addresses,
         carrier=position.carrier,
         reachability=position.reachability,

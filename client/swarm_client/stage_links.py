@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import trio
@@ -16,9 +17,14 @@ from swarm_client.membership import Membership
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, StageHello
 from swarm_shared.network import Node
+from swarm_shared.routing import EqualShares, InterleavedWeightedRoundRobin
 from swarm_shared.types import StageIndex
 
 log = logging.getLogger(__name__)
+
+EQUAL_SHARES_VARIABLE = "SWARM_EQUAL_SHARES"
+"""Set to anything: every peer of a stage gets as many microbatches as the others, for measurements
+beside routing by rates."""
 
 
 class StageLinks:
@@ -45,6 +51,7 @@ class StageLinks:
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
             depth=self._membership().manifest.stage_count - stage,
+            routing=_routing(),
         )  # fmt: skip
 
     def hello(self) -> StageHello:
@@ -67,3 +74,8 @@ class StageLinks:
             log.warning("this volunteer's own stage ended a link: %s", error)
         finally:
             await stream.reset()
+
+
+def _routing() -> InterleavedWeightedRoundRobin:
+    equal = os.environ.get(EQUAL_SHARES_VARIABLE)
+    return EqualShares() if equal else InterleavedWeightedRoundRobin()

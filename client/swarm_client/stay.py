@@ -8,6 +8,7 @@ then the network, then the run.
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,12 +36,13 @@ from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer
 from swarm_client.volunteer_options import VolunteerOptions
+from swarm_shared.credentials import sign_owner_binding
 from swarm_shared.credit import cleaned_team
 from swarm_shared.errors import NetworkError, SwarmError, UsageError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.network import Bandwidth, Node, open_node
-from swarm_shared.types import StageIndex
+from swarm_shared.types import PeerId, StageIndex
 
 AVERAGING_START_SECONDS = 30.0
 """Its imports take seconds on a machine whose cores are busy."""
@@ -143,10 +145,19 @@ def _berths(
             join.name,
             join.may_relay,
             team=cleaned_team(join.team) or None,
+            owner=None if number == 1 else owned(identity, key.peer_id),
             data_turn=turn,
         )
         berths.append(_Berth(key, own, listen_address(join.listen, number), options, say))
     return berths
+
+
+def owned(machine: Identity, device: PeerId) -> str:
+    """Told with each hello of a further device, so that one person has one row everywhere.
+
+    Made anew at each start: signatures of one value by one key are all alike.
+    """
+    return base64.b64encode(sign_owner_binding(machine, device)).decode("ascii")
 
 
 def _say_of(device: Device, report: Report, text: str) -> None:

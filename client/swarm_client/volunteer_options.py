@@ -20,5 +20,7 @@ class VolunteerOptions:
     may_relay: bool = True
     long_pause_seconds: float = LONG_SECONDS
     team: str | None = None
+    owner: str | None = None
+    """The machine's word that this device is its own, in base64; None for the machine itself."""
     data_turn: trio.Lock | None = None
     """Who shares a folder of data takes turns in filling it."""

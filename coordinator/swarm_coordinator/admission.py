@@ -18,6 +18,7 @@ from swarm_coordinator.admission_book import (
     AdmissionRecord,
     MemberAdmitted,
 )
+from swarm_coordinator.owners import OwnerBook, named_owner
 from swarm_shared.clock import Clock, wall
 from swarm_shared.credentials import (
     CLOCK_SKEW_SECONDS,
@@ -58,12 +59,14 @@ class Admission:
     book: AdmissionBook = field(default_factory=AdmissionBook)
     write: Write = _nowhere
     clock: Clock = wall
+    owners: OwnerBook = field(default_factory=OwnerBook)
 
     async def admit(self, peer: PeerId, hello: Hello) -> str:
         """A certificate for `peer` in base64; a token that it used is marked before, durably.
 
-        ProtocolError: it wants another run. VersionError: its software does not fit.
-        AdmissionError: the rules of the run keep it out. `peer` must come from the connection.
+        ProtocolError: it wants another run, or shows a binding to an owner that does not hold.
+        VersionError: its software does not fit. AdmissionError: the rules of the run keep it out.
+        `peer` must come from the connection.
         """
         if hello.run != self.run:
             raise ProtocolError(
@@ -75,11 +78,13 @@ class Admission:
                 f"this run needs swarmtrain {SOFTWARE_VERSION}, and this machine has "
                 f"{hello.software}; install {SOFTWARE_VERSION} and join again"
             )
+        owner = named_owner(peer, hello.owner)
         refusal = self.refusal(peer)
         if refusal is not None:
             if self.mode != "token" or peer in self.book.bans:
                 raise AdmissionError(refusal)
             await self._use_token(peer, hello.token)
+        self.owners.enter(peer, owner)
         return self.certificate(peer, "volunteer")
 
     def refusal(self, peer: PeerId) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.commands_run import RUN_DIR
+from swarm_coordinator.owners import read_bindings
 from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sql import Connection
@@ -15,7 +16,8 @@ from swarm_coordinator.stored_run import load_identity, load_manifest, place_of
 from swarm_shared.atomic_file import atomic_file
 from swarm_shared.clock import wall
 from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.ledger import StepLine, write_ledger
+from swarm_shared.ledger import write_ledger
+from swarm_shared.ledger_lines import StepLine
 from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES
 from swarm_shared.types import PeerId
 
@@ -57,8 +59,9 @@ def export_ledger_command(run_dir: Path, file: Path) -> None:
             "SELECT p.peer, p.name, t.team FROM peers p LEFT JOIN teams t ON t.peer = p.id"
         ).fetchall()
         names = {PeerId(peer): (name, team or None) for peer, name, team in rows}
+        bindings = {device: text for device, (_, text) in read_bindings(connection).items()}
         written = write_ledger(
-            load_identity(folder), envelope, _steps(connection), names, as_of=wall()
+            load_identity(folder), envelope, _steps(connection), names, wall(), bindings
         )
         with atomic_file(file) as out:
             for line in written:

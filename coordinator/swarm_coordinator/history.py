@@ -13,6 +13,7 @@ from typing import Any
 
 from swarm_coordinator.contributions import Contribution, read_contributions
 from swarm_coordinator.events import Restored
+from swarm_coordinator.owners import read_owners
 from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
 from swarm_coordinator.sql import Connection
@@ -116,10 +117,10 @@ def recent(place: Place, most_steps: int, most_notes: int) -> Recent:
     return Recent(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
 
 
-def contributions(place: Place) -> tuple[Contribution, ...]:
-    """Who counted what in which stage, over the whole run."""
+def contributions(place: Place) -> tuple[tuple[Contribution, ...], dict[PeerId, PeerId]]:
+    """Who counted what in which stage, over the whole run; and whose devices those are."""
     with reading(place) as connection:
-        return read_contributions(connection)
+        return read_contributions(connection), read_owners(connection)
 
 
 def steps_document(steps: tuple[HistoryStep, ...]) -> dict[str, Any]:

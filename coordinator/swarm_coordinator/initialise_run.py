@@ -133,6 +133,7 @@ def _manifest(
         training=settings.training_config,
         optimizer=settings.optimizer,
         limits=settings.limits,
+        codecs=settings.codecs,
         checkpoint_steps=settings.checkpoint.every_steps,
     )
 

@@ -19,6 +19,7 @@ from swarm_coordinator.state import RunState
 from swarm_shared.credit import work_shares
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import NewsRow, RunNews
+from swarm_shared.owners import standing, word_of
 from swarm_shared.types import PeerId, StageIndex, Version
 
 LEAST_SECONDS = 2.0
@@ -26,6 +27,8 @@ PER_PEER_SECONDS = 2e-3
 """Some kilobytes to each of 10,000 volunteers every twenty seconds are two megabytes a second."""
 
 ROWS = 50
+DEVICES = 16
+"""Told of one row: so many of its peers can be called by its name."""
 DECISIONS = 5
 
 
@@ -41,24 +44,35 @@ class Leaderboard:
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._sums: dict[PeerId, _Sum] = {}
-        self._names: dict[PeerId, tuple[str | None, str | None]] = {}
+        self._names: dict[PeerId, str | None] = {}
+        self._teams: dict[PeerId, str | None] = {}
+        self._owners: dict[PeerId, PeerId] = {}
 
     def begin(
-        self, contributions: Iterable[Contribution], teams: Mapping[PeerId, str] | None = None
+        self,
+        contributions: Iterable[Contribution],
+        teams: Mapping[PeerId, str] | None = None,
+        owners: Mapping[PeerId, PeerId] | None = None,
     ) -> None:
         """As the database has them: at a start, and after a fall back to a checkpoint."""
         self._sums.clear()
+        owners = owners or {}
         for part in contributions:
             self._add(part.peer, part.stage, part.tokens)
-            self.name(part.peer, part.name, (teams or {}).get(part.peer))
+            self.name(part.peer, part.name, (teams or {}).get(part.peer), owners.get(part.peer))
 
     def add(self, step: AppliedStep) -> None:
         for share in step.shares:
             self._add(share.peer, share.stage, share.tokens)
 
-    def name(self, peer: PeerId, name: str | None, team: str | None) -> None:
-        """The public name that it gives itself now, and its team."""
-        self._names[peer] = name or None, team or None
+    def name(
+        self, peer: PeerId, name: str | None, team: str | None, owner: PeerId | None = None
+    ) -> None:
+        """The public name that it gives itself now, its team, and whose device it proves to be."""
+        self._names[peer], self._teams[peer] = name or None, team or None
+        self._owners.pop(peer, None)
+        if owner is not None:
+            self._owners[peer] = owner
 
     def _add(self, peer: PeerId, stage: StageIndex, tokens: int) -> None:
         found = self._sums.setdefault(peer, _Sum())
@@ -66,11 +80,28 @@ class Leaderboard:
         found.credit += tokens * self._shares[stage]
 
     def rows(self, most: int = ROWS) -> tuple[NewsRow, ...]:
-        first = heapq.nsmallest(most, self._sums.items(), key=lambda e: (-e[1].credit, e[0]))
+        """People, the most credit first. Most have one device: only the others are looked up."""
+        credits = {peer: one.credit for peer, one in self._sums.items()}
+        devices: dict[PeerId, list[PeerId]] = {}
+        for device, owner in standing(self._owners).items():
+            if device in credits:
+                credits[owner] = credits.get(owner, 0.0) + credits.pop(device)
+                devices.setdefault(owner, []).append(device)
+        first = heapq.nsmallest(most, credits.items(), key=lambda e: (-e[1], e[0]))
         return tuple(
-            NewsRow(peer=peer, name=name, team=team, tokens=one.tokens, credit=one.credit)
-            for peer, one in first
-            for name, team in (self._names.get(peer, (None, None)),)
+            self._row(peer, credit, sorted(devices.get(peer, ()))) for peer, credit in first
+        )
+
+    def _row(self, person: PeerId, credit: float, devices: list[PeerId]) -> NewsRow:
+        """`devices` are those beside the owner's own key."""
+        tokens = (self._sums[one].tokens for one in (person, *devices) if one in self._sums)
+        return NewsRow(
+            peer=person,
+            devices=tuple(devices[:DEVICES]),
+            name=word_of(person, devices, self._names),
+            team=word_of(person, devices, self._teams),
+            tokens=sum(tokens),
+            credit=credit,
         )
 
 

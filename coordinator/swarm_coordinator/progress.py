@@ -117,11 +117,13 @@ def _new_step(run: RunState, now: float) -> StepState:
     return StepState(step=Step(run.version + 1), began_at=now, unsettled=microbatches)
 
 
-def window(run: RunState, trainers: int) -> int:
-    """Microbatches one trainer keeps in flight so that every stage has work and none overflows."""
+def windows(run: RunState, trainers: int) -> tuple[int, int]:
+    """Microbatches one trainer keeps in flight, at least and at most: every stage is to have work,
+    whatever the links' delays, and none is to overflow."""
     pipelines = max(1, len(run.working_peers(0)))
-    depth = run.manifest.stage_count + EXTRA_IN_FLIGHT
-    return max(1, -(-pipelines * min(depth, run.manifest.limits.stage_queue) // max(1, trainers)))
+    limit = run.manifest.limits.stage_queue
+    least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
+    return -(-pipelines * least // max(1, trainers)), -(-pipelines * limit // max(1, trainers))
 
 
 def microbatch_count(run: RunState) -> int:
@@ -379,6 +381,7 @@ def grant(
 ) -> int:  # fmt: skip
     """Tell a trainer to drive these; the number of its lease."""
     evaluating = run.phase is RunPhase.EVALUATING
+    least, most = windows(run, trainers)
     run.lease_counter += 1
     run.send(
         trainer,
@@ -386,7 +389,8 @@ def grant(
             step=step.step,
             lease=run.lease_counter,
             mode="evaluate" if evaluating else "train",
-            window=window(run, trainers),
+            window=least,
+            largest_window=most,
             microbatches=tuple(
                 LeasedMicrobatch(
                     microbatch=microbatch,

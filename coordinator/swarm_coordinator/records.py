@@ -23,6 +23,7 @@ from swarm_coordinator.events import (
     StageShare,
     StoredStage,
 )
+from swarm_coordinator.owners import write_binding
 from swarm_coordinator.sql import Connection
 from swarm_shared.messages import LinkBytes
 from swarm_shared.types import PeerId, StageIndex, Step, Version
@@ -36,6 +37,8 @@ class PeerSeen:
     name: str | None = None
     team: str | None = None
     """None: nothing was said of it; empty: it is in none."""
+    binding: str | None = None
+    """To its owner, signed and checked; None: nothing was said of it; empty: it is its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             connection.execute(
                 "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (known, text, now)
             )
-        case PeerSeen(peer, name, team):
+        case PeerSeen(peer, name, team, binding):
             connection.execute(
                 "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
                 "ON CONFLICT (peer) DO UPDATE SET last_seen = excluded.last_seen, "
@@ -110,6 +113,8 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
                     "ON CONFLICT (peer) DO UPDATE SET team = excluded.team",
                     (_peer_row(connection, peer, now), team),
                 )
+            if binding is not None:
+                write_binding(connection, _peer_row(connection, peer, now), peer, binding)
         case LinksSeen():
             _insert_links(connection, record, now)
         case _:

@@ -1,7 +1,9 @@
 """The same run in one plain torch process: what the swarm's losses are compared with.
 
-Owns the single-process training loop and the evaluation. Imports only the model and its
-schedule: no networking, no state machine, so that agreement with the swarm means something.
+Owns the single-process training loop and the evaluation. Imports only the model, its schedule
+and the codecs: no networking, no state machine, so that agreement with the swarm means something.
+Where the manifest cuts the model, activations and gradients pass the run's codecs as they do on
+the wire: what a lossy codec loses is part of what the run computes.
 
 Shape suffixes: B sequences, T positions.
 """
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from swarm_shared.clock import Clock, monotonic
+from swarm_shared.codecs.border import border
 from swarm_shared.errors import DataError
 from swarm_shared.manifest import Manifest
 from swarm_shared.model.gradients import FlatLayout, bind_gradients, global_norm, squared_norm
@@ -56,6 +59,7 @@ def train_reference(
     """
     with _compute_threads(threads):
         stage = build_whole(manifest, device)
+        put_borders(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         layout = FlatLayout.of(stage)
         gradient = layout.new_flat(stage.device)
@@ -75,6 +79,25 @@ def train_reference(
             gradient.zero_()
             on_step(StepRecord(step, loss_sum / tokens, tokens, clock() - started))
         return stage
+
+
+def put_borders(stage: Stage, manifest: Manifest) -> None:
+    """Have what passes from one stage of the manifest to the next go through its codecs."""
+    codecs = manifest.codecs
+    if codecs.activation == codecs.gradient == "none":
+        return
+    cross = border(codecs.activation, codecs.gradient)
+
+    def enter(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BTD, *rest = arguments
+        return (cross(x_BTD), *rest)
+
+    for cut in manifest.stages[1:]:
+        # The last stage may have no layer; it begins with the norm then.
+        layers, norm = stage.model.layers, stage.model.norm
+        first = layers[str(cut.first_layer)] if cut.first_layer < len(layers) else norm
+        assert first is not None, "the whole model has a norm"
+        first.register_forward_pre_hook(enter)
 
 
 def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:

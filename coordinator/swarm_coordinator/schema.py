@@ -179,13 +179,21 @@ CREATE TABLE teams (
 ) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4)
+_SCHEMA_5 = """
+CREATE TABLE owners (
+    peer INTEGER PRIMARY KEY REFERENCES peers,
+    owner TEXT NOT NULL, -- empty: it said that it is its own
+    binding TEXT NOT NULL -- signed by the owner, in base64
+) STRICT;
+"""
+
+MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5)
 """Migration i takes a database from format i to i + 1; never edit one that was released."""
 
 TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
-    "allowances", "bans", "journal", "teams",
+    "allowances", "bans", "journal", "teams", "owners",
 )  # fmt: skip
 """All of the newest format, each after those that it refers to."""
 

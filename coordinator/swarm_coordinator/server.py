@@ -41,6 +41,7 @@ from swarm_coordinator.events import (
     StopRequested,
 )
 from swarm_coordinator.news import Leaderboard, NewsDesk
+from swarm_coordinator.owners import OwnerBook
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.reports import Reports
 from swarm_coordinator.responsiveness import collect_garbage, responsive
@@ -133,7 +134,7 @@ class Coordinator:
         self._admission = Admission(
             service.identity, self._run_id, Generation(restored.generation),
             service.settings.admission.mode, service.store.admission(), service.store.write,
-            service.wall_clock,
+            service.wall_clock, OwnerBook(service.store.owners()),
         )  # fmt: skip
         self._desk = AdmissionDesk(
             service.folder, self._admission, service.store, self._sessions,
@@ -224,6 +225,7 @@ class Coordinator:
         self._news.leaderboard.begin(
             await anyio.to_thread.run_sync(store.contributions),
             await anyio.to_thread.run_sync(store.teams),
+            await anyio.to_thread.run_sync(store.owners),
         )
 
     # ------------------------------------------------------------ events and commands
@@ -241,9 +243,10 @@ class Coordinator:
                 return False
             self._sessions.make_current(event.session, event.peer)
             hello = event.hello
-            team = cleaned_team(hello.team)
-            self._service.store.post(PeerSeen(event.peer, hello.name, team))
-            self._news.leaderboard.name(event.peer, hello.name, team)
+            team, owner = cleaned_team(hello.team), self._admission.owners.of(event.peer)
+            binding = "" if owner is None else hello.owner
+            self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
+            self._news.leaderboard.name(event.peer, hello.name, team, owner)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._part_from, peer)

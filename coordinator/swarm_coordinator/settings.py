@@ -21,7 +21,13 @@ from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.places import SCHEMES
 from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import LimitsConfig, Manifest, OptimizerConfig, TrainingConfig
+from swarm_shared.manifest import (
+    CodecsConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Preset, preset
 
 FILE_NAME = "run.toml"
@@ -137,6 +143,7 @@ class RunSettings(FrozenModel):
     network: NetworkSection = NetworkSection()
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsConfig = LimitsConfig()
+    codecs: CodecsConfig = CodecsConfig()
     admission: AdmissionSection = AdmissionSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     rebalancing: RebalancingSection = RebalancingSection()
@@ -159,7 +166,8 @@ class RunSettings(FrozenModel):
 _SECTIONS: dict[str, type[FrozenModel]] = {
     "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
-    "checkpoint": CheckpointSection, "limits": LimitsConfig, "admission": AdmissionSection,
+    "checkpoint": CheckpointSection, "limits": LimitsConfig, "codecs": CodecsConfig,
+    "admission": AdmissionSection,
     "coordinator": CoordinatorSection,
     "rebalancing": RebalancingSection, "http": HttpSection,
 }  # fmt: skip
@@ -319,6 +327,7 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         ("training", settings.training_config, manifest.training),
         ("optimizer", settings.optimizer, manifest.optimizer),
         ("limits", settings.limits, manifest.limits),
+        ("codecs", settings.codecs, manifest.codecs),
     ):
         for field in type(now).model_fields:
             home = "run" if field == "seed" else section

@@ -33,6 +33,8 @@ _SECTIONS: dict[str, str] = {
     "network": "Where volunteers reach the coordinator.",
     "checkpoint": "Saved states, from which a run continues after everything is gone.",
     "limits": "Bounds that every peer keeps to, so that nobody decides over its memory. (fixed)",
+    "codecs": "How tensors are written between stages, for slow lines. What a codec loses is part "
+    "of what the run computes. (fixed)",
     "admission": "Who may join.",
     "coordinator": "Where it keeps what it must not forget.",
     "rebalancing": "Moving volunteers to the stage that holds the others up, while training goes "
@@ -90,6 +92,9 @@ _SETTINGS: dict[str, str] = {
     "limits.round_stall_seconds": "An all-reduce without progress for so long has failed.",
     "limits.lease_seconds": "Time a trainer has for a microbatch.",
     "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
+    "codecs.activation": '"none", "float16", "bfloat16", "int8" (a quarter of the bytes) or "int4" '
+    "(an eighth); docs/benchmarks.md has what each costs in loss.",
+    "codecs.gradient": 'The same, and "topk": the sixteenth of a gradient that is largest.',
     "coordinator.store": '"sqlite", in this folder; or "postgresql://user@host/database", a '
     "database of the run's own on a server, with which coordinators stand in for each other.",
     "coordinator.lease_seconds": "With PostgreSQL: a coordinator that is silent for so long has "

@@ -30,6 +30,7 @@ from swarm_coordinator.admission_records import read_admission, read_seen_since
 from swarm_coordinator.contributions import Contribution, read_contributions, read_teams
 from swarm_coordinator.database import open_for_writing, translate
 from swarm_coordinator.events import CheckpointRecord, Restored
+from swarm_coordinator.owners import read_owners
 from swarm_coordinator.records import (
     Record,
     begin_generation,
@@ -73,6 +74,9 @@ class Store(Protocol):
 
     def teams(self) -> dict[PeerId, str]:
         """Of those that have named one."""
+
+    def owners(self) -> dict[PeerId, PeerId]:
+        """Of those devices that are bound to another key."""
 
     def contributions(self) -> tuple[Contribution, ...]:
         """Of everybody, over all steps that belong to the run. Takes long in a long run."""
@@ -182,6 +186,9 @@ class WriterStore:
 
     def teams(self) -> dict[PeerId, str]:
         return self._ask(read_teams)
+
+    def owners(self) -> dict[PeerId, PeerId]:
+        return self._ask(read_owners)
 
     async def write(self, record: Record) -> None:
         await self._ask_soon(self._insertion(record))

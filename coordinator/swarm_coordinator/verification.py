@@ -2,7 +2,8 @@
 
 Owns our own invariants: the journal is whole and every decision in it reads as it was written,
 steps follow each other without a gap, generations only grow, what counts is what the journal
-comes to, and every microbatch of a step counts once in every stage. Reads, never writes.
+comes to, every microbatch of a step counts once in every stage, and owners have signed for their
+devices. Reads, never writes.
 SQLite's own integrity check is in `database`; files of the run are in `run_check`.
 """
 
@@ -20,9 +21,11 @@ from swarm_coordinator.events import (
     StoredStage,
 )
 from swarm_coordinator.journal import Decision, digest
+from swarm_coordinator.owners import named_owner
 from swarm_coordinator.records import number, read_step
 from swarm_coordinator.sql import Connection
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.errors import SwarmError
+from swarm_shared.types import PeerId, StageIndex, Version
 
 MOST_FINDINGS = 20
 """A database that is broken in a thousand places need not say so a thousand times."""
@@ -73,6 +76,7 @@ def _findings(connection: Connection, shape: Shape | None, newest: int | None) -
     yield from _check_journal(connection, newest)
     if newest is None:
         yield from _check_nothing_unjournaled(connection)
+        yield from _check_owners(connection)
     if shape is not None:
         yield from _check_shares(connection, shape, newest)
 
@@ -197,6 +201,22 @@ def _check_nothing_unjournaled(connection: Connection) -> Iterator[str]:
             parameters,
         ).fetchall():
             yield f"table {table}: row {row} was written by nobody we know (not in the journal)"
+
+
+def _check_owners(connection: Connection) -> Iterator[str]:
+    """Whose device a peer is follows from what the owner signed, and from nothing else."""
+    for peer, owner, binding in connection.execute(
+        "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
+        "ORDER BY o.peer"
+    ).fetchall():
+        try:
+            named = named_owner(PeerId(peer), binding or None) or ""
+        except SwarmError as error:
+            yield f"table owners: {error}"
+            continue
+        if named != owner:
+            told = f"{named or 'nobody'}, and the row says {owner or 'nobody'}"
+            yield f"table owners: {peer} is bound to {told}"
 
 
 def _check_shares(connection: Connection, shape: Shape, newest: int | None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What peers sign: membership certificates, receipts and carrier bindings (design: trust).
+"""What peers sign: membership certificates, receipts, carrier and owner bindings (design: trust).
 
 Owns the signed values and the rules by which they hold. Signing itself is in `signing`; who is
 let in is the coordinator's decision. All times are Unix seconds, passed in.
@@ -19,6 +19,7 @@ from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, Stage
 MEMBERSHIP_DOMAIN = "swarmtrain-membership-1"
 RECEIPT_DOMAIN = "swarmtrain-receipt-1"
 CARRIER_DOMAIN = "swarmtrain-carrier-1"
+OWNER_DOMAIN = "swarmtrain-owner-1"
 
 CLOCK_SKEW_SECONDS = 120.0
 """How far two clocks may be apart. Home machines without NTP drift by minutes; certificates
@@ -65,6 +66,16 @@ class CarrierBinding(FrozenModel):
     peer: PeerId
     carrier_peer_id: str = Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")
     expires: float = Field(ge=0, allow_inf_nan=False)
+
+
+class OwnerBinding(FrozenModel):
+    """`owner`'s word that what `device` does is its own doing.
+
+    It never expires and is of no run: who has both keys says it wherever the device takes part.
+    """
+
+    owner: PeerId
+    device: PeerId
 
 
 def sign_certificate(organiser: Identity, certificate: MembershipCertificate) -> bytes:
@@ -144,4 +155,26 @@ def open_carrier_binding(envelope: bytes, peer: PeerId, now: float) -> CarrierBi
         raise SignatureError(f"{peer} signed a carrier binding in the name of {binding.peer}")
     if now > binding.expires + CLOCK_SKEW_SECONDS:
         raise SignatureError(f"the carrier binding of {peer} has expired")
+    return binding
+
+
+def sign_owner_binding(identity: Identity, device: PeerId) -> bytes:
+    return sign_message(identity, OwnerBinding(owner=identity.peer_id, device=device), OWNER_DOMAIN)
+
+
+def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
+    """The binding of `device`, signed by the owner it names; FrameError or SignatureError.
+
+    Both agree only if `device` is proven beside it, as a connection does: anybody can sign that
+    somebody else's device is theirs.
+    """
+    binding, signer = open_message(
+        envelope, OwnerBinding, OWNER_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
+    )
+    if signer != binding.owner:
+        raise SignatureError(f"{signer} signed an owner binding in the name of {binding.owner}")
+    if binding.device != device:
+        raise SignatureError(f"{device} shows the owner binding of {binding.device}")
+    if binding.owner == device:
+        raise SignatureError(f"{device} is bound to itself; who is its own owner shows no binding")
     return binding

@@ -6,15 +6,21 @@ every line.
 
     head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
     step     one applied step: (peer, stage, microbatches) of everybody who counted in it
+    owner    that one peer is another key's device, signed by that key
     total    one peer's sums, with the name it gave itself, recomputable from the steps
     seal     number of lines, last digest, the organiser's envelope
 
+People have rows as well, without lines of their own: they are the totals of all peers bound to one
+key, added up by whoever reads.
+
 What it proves. That the numbers follow from the steps; that every step holds every microbatch once
-in every stage, no more and no fewer; and that the organiser stands by exactly these lines: whoever
-keeps a ledger can show that a later one tells another past. What it cannot prove is that the
-organiser told the truth about who counted a microbatch. Volunteers sign a receipt for each, which
-the coordinator checks and does not keep: half a kilobyte for every microbatch and stage comes to
-gigabytes in a run of ten thousand steps. A volunteer can hold its own count against the ledger's.
+in every stage, no more and no fewer; that whoever has a row has signed for each device in it; and
+that the organiser stands by exactly these lines: whoever keeps a ledger can show that a later one
+tells another past. What it cannot prove is that the organiser told the truth about who counted a
+microbatch, or that a device agreed to its owner, as its connection showed. Volunteers sign a
+receipt for each microbatch, which the coordinator checks and does not keep: half a kilobyte for
+every microbatch and stage comes to gigabytes in a run of ten thousand steps. A volunteer can hold
+its own count against the ledger's.
 """
 
 from __future__ import annotations
@@ -27,15 +33,27 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from swarm_shared.credit import MAX_TEAM_CHARACTERS, RecentCredit, credit_of, work_shares
+from swarm_shared.credentials import open_owner_binding
+from swarm_shared.credit import RecentCredit, credit_of, work_shares
 from swarm_shared.errors import ProtocolError, SignatureError
 from swarm_shared.identity import Identity
+from swarm_shared.ledger_lines import (
+    Head,
+    Line,
+    OwnerLine,
+    Seal,
+    SealLine,
+    StepLine,
+    TotalLine,
+    ledger_lines,
+)
 from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import FrozenModel
+from swarm_shared.owners import people, standing, word_of
 from swarm_shared.signed_manifest import (
     MANIFEST_DOMAIN,
     MAX_MANIFEST_BYTES,
@@ -50,7 +68,6 @@ from swarm_shared.signing import (
 )
 from swarm_shared.types import PeerId, RunId
 
-LEDGER_FORMAT = 1
 LEDGER_DOMAIN = "swarmtrain-ledger-1"
 MAX_LINE_BYTES = 16 * 2**20
 """A step of ten thousand peers has a megabyte."""
@@ -59,58 +76,6 @@ TOLERANCE = 1e-9
 
 Named = tuple[str | None, str | None]
 """A peer's name and its team."""
-Count = Annotated[int, Field(ge=0, lt=2**53)]
-Finite = Annotated[float, Field(ge=0, le=1e300, allow_inf_nan=False)]
-Hex = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Peer = Annotated[str, Field(min_length=1, max_length=100)]
-
-
-class Head(FrozenModel):
-    line: Literal["head"] = "head"
-    format: Literal[1] = 1
-    run: RunId
-    as_of: Finite
-    """Unix seconds: the recent averages are as of then."""
-    manifest: Annotated[str, Field(max_length=4 * 2**20)]
-    """The signed envelope, in base64."""
-
-
-class StepLine(FrozenModel):
-    line: Literal["step"] = "step"
-    step: Annotated[int, Field(ge=1, lt=2**53)]
-    applied_at: Finite
-    shares: Annotated[tuple[tuple[Peer, Count, Count], ...], Field(max_length=200_000)]
-    """(peer, stage, microbatches)."""
-
-
-class TotalLine(FrozenModel):
-    line: Literal["total"] = "total"
-    peer: Peer
-    name: Annotated[str, Field(max_length=60)] | None
-    """As the peer calls itself; nothing follows from it."""
-    team: Annotated[str, Field(max_length=MAX_TEAM_CHARACTERS)] | None
-    """That it is in now, by its own word."""
-    microbatches: Count
-    tokens: Count
-    credit: Finite
-    credit_per_day: Finite
-
-
-class Seal(FrozenModel):
-    """What the organiser signs."""
-
-    run: RunId
-    lines: Count
-    digest: Hex
-
-
-class SealLine(FrozenModel):
-    line: Literal["seal"] = "seal"
-    envelope: Annotated[str, Field(max_length=8_192)]
-
-
-Line = Annotated[Head | StepLine | TotalLine | SealLine, Field(discriminator="line")]
-_lines: TypeAdapter[Line] = TypeAdapter(Line)
 
 
 @dataclass(slots=True)
@@ -160,16 +125,30 @@ def write_ledger(
     steps: Iterable[StepLine],
     names: Mapping[PeerId, Named],
     as_of: float,
+    bindings: Mapping[PeerId, str] | None = None,
 ) -> Iterator[bytes]:
-    """The lines of a ledger, each with its line break. `envelope` is the signed manifest."""
+    """The lines of a ledger, each with its line break. `envelope` is the signed manifest.
+
+    `bindings` are devices' owner bindings in base64, without chains; of those that never counted
+    nothing is written.
+    """
+    bindings = bindings or {}
     manifest = open_manifest(envelope, organiser.peer_id)
     run = run_id_of(manifest)
     chain = _Chain()
-    yield chain.put(Head(run=run, as_of=as_of, manifest=base64.b64encode(envelope).decode()))
+    yield chain.put(
+        Head(
+            format=2 if bindings else 1, run=run, as_of=as_of,
+            manifest=base64.b64encode(envelope).decode(),
+        )
+    )  # fmt: skip
     sums = _Sums(manifest)
     for step in steps:
         sums.add(step)
         yield chain.put(step)
+    for peer in sorted(sums.of):
+        if PeerId(peer) in bindings:
+            yield chain.put(OwnerLine(peer=peer, binding=bindings[PeerId(peer)]))
     for peer in sorted(sums.of):
         yield chain.put(sums.total(peer, names.get(PeerId(peer), (None, None)), as_of))
     sealed = sign_message(
@@ -205,6 +184,20 @@ def _spelt(content: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class Person:
+    """The sums of all peers that are bound to one key; of most people it is one peer."""
+
+    peer: PeerId
+    name: str | None
+    team: str | None
+    devices: tuple[PeerId, ...]
+    microbatches: int
+    tokens: int
+    credit: float
+    credit_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
 class Verified:
     """A ledger in which every number is right."""
 
@@ -215,6 +208,8 @@ class Verified:
     steps: int
     totals: tuple[TotalLine, ...]
     """The most credit first."""
+    people: tuple[Person, ...]
+    """The same, by person."""
 
 
 def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Verified:
@@ -245,6 +240,7 @@ class _Check:
         self._chain = _Chain()
         self._head: Head | None = None
         self._steps = 0
+        self._owners: dict[PeerId, PeerId] = {}
         self._totals: dict[str, TotalLine] = {}
         self.sealed = False
 
@@ -257,6 +253,8 @@ class _Check:
             self._take_head(line)
         elif isinstance(line, StepLine):
             self._take_step(line)
+        elif isinstance(line, OwnerLine):
+            self._take_owner(line)
         elif isinstance(line, TotalLine):
             self._take_total(line)
         elif isinstance(line, SealLine):
@@ -272,7 +270,7 @@ class _Check:
             if not isinstance(found, dict):
                 raise ValueError("it is no object")
             told = found.pop("digest", None)
-            line = _lines.validate_json(json.dumps(found), strict=True)
+            line = ledger_lines.validate_json(json.dumps(found), strict=True)
         except ValidationError as error:
             raise ProtocolError(describe_validation_error(error)) from error
         except (ValueError, RecursionError) as error:
@@ -299,8 +297,8 @@ class _Check:
         self._sums = _Sums(self._manifest)
 
     def _take_step(self, line: StepLine) -> None:
-        if self._totals:
-            raise ProtocolError("a step follows totals, in which it is not counted")
+        if self._owners or self._totals:
+            raise ProtocolError("a step follows owners or totals, in which it is not counted")
         if line.step != self._steps + 1:
             raise ProtocolError(f"it is step {line.step}, and step {self._steps + 1} is next")
         counted: Counter[int] = Counter()
@@ -318,8 +316,30 @@ class _Check:
         self._steps = line.step
         self._sums.add(line)
 
+    def _take_owner(self, line: OwnerLine) -> None:
+        assert self._head is not None
+        if self._head.format < 2:
+            raise ProtocolError("a ledger of format 1 has no owners")
+        if self._totals:
+            raise ProtocolError("an owner follows totals, where nobody looks for it")
+        if line.peer not in self._sums.of:
+            raise ProtocolError(f"{line.peer} has an owner and counts in no step")
+        if self._owners and line.peer <= next(reversed(self._owners)):
+            raise ProtocolError(f"{line.peer} is not in its place, or there twice")
+        try:
+            envelope = base64.b64decode(line.binding, validate=True)
+        except binascii.Error as error:
+            raise ProtocolError(f"the owner binding of {line.peer} is not in base64") from error
+        device = PeerId(line.peer)
+        self._owners[device] = open_owner_binding(envelope, device).owner
+
     def _take_total(self, line: TotalLine) -> None:
         assert self._head is not None
+        if not self._totals and len(standing(self._owners)) < len(self._owners):
+            chained = next(d for d in self._owners if d in self._owners.values())
+            raise ProtocolError(
+                f"{chained} is the owner of others and has an owner; a row would be in another"
+            )
         if line.peer not in self._sums.of:
             raise ProtocolError(f"{line.peer} has a total and counts in no step")
         if self._totals and line.peer <= next(reversed(self._totals)):
@@ -353,8 +373,28 @@ class _Check:
         totals = sorted(self._totals.values(), key=lambda total: (-total.credit, total.peer))
         return Verified(
             self._head.run, self._manifest.name, self._signer, self._head.as_of, self._steps,
-            tuple(totals),
+            tuple(totals), self._people(),
         )  # fmt: skip
+
+    def _people(self) -> tuple[Person, ...]:
+        names = {PeerId(peer): total.name for peer, total in self._totals.items()}
+        teams = {PeerId(peer): total.team for peer, total in self._totals.items()}
+        found: list[Person] = []
+        for person, devices in people(names, self._owners).items():
+            parts = [self._totals[one] for one in devices]
+            found.append(
+                Person(
+                    peer=person,
+                    name=word_of(person, devices, names),
+                    team=word_of(person, devices, teams),
+                    devices=tuple(devices),
+                    microbatches=sum(part.microbatches for part in parts),
+                    tokens=sum(part.tokens for part in parts),
+                    credit=math.fsum(part.credit for part in parts),
+                    credit_per_day=math.fsum(part.credit_per_day for part in parts),
+                )
+            )
+        return tuple(sorted(found, key=lambda one: (-one.credit, one.peer)))
 
 
 def _named_organiser(envelope: bytes) -> PeerId:

@@ -12,6 +12,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec, encoded_bytes
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig
 
 MANIFEST_FORMAT = 1
@@ -80,6 +81,17 @@ class OptimizerConfig(FrozenModel):
     """Bound on the gradient norm of the whole model."""
 
 
+class CodecsConfig(FrozenModel):
+    """How tensors are written on every border between stages, one way for all peers.
+
+    Part of what the run computes: a receiver goes on with what it decoded, so whoever computes
+    something again must have decoded the same (docs/decisions, number 0021).
+    """
+
+    activation: ActivationCodec = "none"
+    gradient: GradientCodec = "none"
+
+
 class LimitsConfig(FrozenModel):
     """Bounds every peer enforces, so that no remote decides how much memory is taken."""
 
@@ -87,9 +99,9 @@ class LimitsConfig(FrozenModel):
     dead_after_seconds: float = Field(default=4.5, gt=0)
     """Silence after which a peer counts as dead."""
     receipt_interval_seconds: float = Field(default=0.5, gt=0)
-    edge_credits: int = Field(default=4, ge=1, le=1024)
+    edge_credits: int = Field(default=16, ge=1, le=1024)
     """Microbatches one sender may have outstanding at one receiver."""
-    stage_queue: int = Field(default=8, ge=1, le=4096)
+    stage_queue: int = Field(default=16, ge=1, le=4096)
     """Microbatches one stage server holds at once, over all senders."""
     join_hold_seconds: float = Field(default=30.0, ge=0)
     """How long the close of a step waits for a newcomer that is downloading its stage."""
@@ -112,6 +124,7 @@ class Manifest(FrozenModel):
     training: TrainingConfig
     optimizer: OptimizerConfig
     limits: LimitsConfig = LimitsConfig()
+    codecs: CodecsConfig = CodecsConfig()
     checkpoint_steps: int = Field(default=50, ge=1)
 
     @model_validator(mode="after")
@@ -137,6 +150,20 @@ class Manifest(FrozenModel):
     @property
     def tokens_per_microbatch(self) -> int:
         return self.training.sequences_per_microbatch * self.model.sequence_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """On the wire, for one microbatch at one border."""
+        return self._border_bytes(self.codecs.activation)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """On the wire, for one microbatch at one border: of what was its activation."""
+        return self._border_bytes(self.codecs.gradient)
+
+    def _border_bytes(self, codec: GradientCodec) -> int:
+        elements = self.tokens_per_microbatch * self.model.hidden_size
+        return encoded_bytes(codec, elements, self.training.dtype)
 
     @property
     def tokens_per_step(self) -> int:

@@ -111,3 +111,20 @@ class InterleavedWeightedRoundRobin:
         )
         candidate.failures += 1
         candidate.banned_until = now + ban_seconds
+
+
+class EqualShares(InterleavedWeightedRoundRobin):
+    """Each peer in its turn, however long it takes, and nobody before it while it has no room.
+
+    Not for training: what routing by rates is worth is measured against it.
+    """
+
+    def choose(self, now: float, among: Collection[PeerId]) -> PeerId | None:
+        peer = super().choose(now, self.peers)
+        if peer is not None and peer not in among:
+            self._candidates[peer].virtual_finish -= self.seconds_of(peer)
+            return None
+        return peer
+
+    def seconds_of(self, peer: PeerId) -> float:
+        return 1.0

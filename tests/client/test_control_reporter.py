@@ -38,6 +38,7 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
         assert (device.id, device.stage, device.phase) == ("cpu", None, "idle")
 
         me, other = s.volunteer.node.peer_id, Identity.generate().peer_id
+        others_second = Identity.generate().peer_id
         await s.script.say(
             Roster(
                 serial=1,
@@ -46,12 +47,12 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
                         peer=peer, stage=StageIndex(0), addresses=(), microbatches_per_second=rate,
                         certificate=certificate(peer),
                     )
-                    for peer, rate in ((other, 2.0), (me, 1.5))
+                    for peer, rate in ((other, 2.0), (me, 1.5), (others_second, 1.0))
                 ),
             )
         )  # fmt: skip
         rows = (
-            NewsRow(peer=other, name="B\x1bob", tokens=50, credit=25.0),
+            NewsRow(peer=other, devices=(others_second,), name="B\x1bob", tokens=50, credit=25.0),
             NewsRow(peer=me, tokens=20, credit=10.0),
         )
         await s.script.say(
@@ -62,9 +63,12 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
         assert status.run is not None
         assert (status.run.version, status.run.loss) == (1, 2.5)
         assert [(x.stage, x.peers, x.microbatches_per_second) for x in status.stages] == [
-            (0, 2, 3.5)
+            (0, 3, 4.5)
         ]
-        own, peer = status.peers
+        own, *those = status.peers
+        assert {one.peer for one in those} == {other, others_second}
+        assert {one.name for one in those} == {"B\N{REPLACEMENT CHARACTER}ob"}
+        [peer] = [one for one in those if one.peer == other]
         assert (own.peer, own.path) == (me, "own")
         assert (peer.peer, peer.path, peer.name) == (other, None, "B\N{REPLACEMENT CHARACTER}ob")
         assert [(row.name, row.tokens, row.you) for row in status.leaderboard] == [

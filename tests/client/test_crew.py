@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 
 from swarm_client.contribution import Contribution
 from swarm_client.control.documents import DeviceView, SuspendReason, Word
 from swarm_client.control.word import together
 from swarm_client.home import Home
-from swarm_client.stay import listen_address
+from swarm_client.stay import listen_address, owned
+from swarm_shared.credentials import open_owner_binding
+from swarm_shared.identity import Identity
+from swarm_shared.messages import Hello, client_messages, encode, parse
 from swarm_shared.types import RunId
 
 RUN = RunId("a" * 32)
@@ -49,6 +53,17 @@ def test_each_device_has_a_home_of_its_own_and_the_first_ones_data(tmp_path: Pat
     assert second.state_folder(RUN) != home.state_folder(RUN)
     assert second.identity_path == home.path / "devices" / "2" / "identity.key"
     assert second.log_folder.is_dir()
+
+
+def test_the_machines_key_signs_for_each_further_device_and_the_device_shows_it() -> None:
+    machine, device = Identity.generate(), Identity.generate()
+    binding = open_owner_binding(base64.b64decode(owned(machine, device.peer_id)), device.peer_id)
+    assert binding.owner == machine.peer_id
+    hello = Hello(
+        run=RUN, software="1", addresses=(), device="cpu", memory_bytes=1,
+        owner=owned(machine, device.peer_id),
+    )  # fmt: skip
+    assert parse(client_messages, encode(hello)) == hello
 
 
 def test_devices_listen_on_ports_beside_each_other() -> None:

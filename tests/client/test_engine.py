@@ -63,7 +63,7 @@ class RecordingWorker:
     entered: trio.Event = field(default_factory=trio.Event)
 
     def __post_init__(self) -> None:
-        self.sizes = SimpleNamespace(input_bytes=16, output_bytes=16)
+        self.sizes = SimpleNamespace(input_bytes=16, output_gradient_bytes=16)
         self._numbers = itertools.count(1)
         self._wants: dict[int, tuple[int, bool]] = {}
 
@@ -138,7 +138,8 @@ class World:
         self.missing: tuple[int, ...] = ()
         self.manifest = SimpleNamespace(
             tokens_per_microbatch=TOKENS,
-            model=SimpleNamespace(hidden_size=16),
+            activation_bytes=16,
+            gradient_bytes=16,
             limits=SimpleNamespace(edge_credits=2, stage_queue=3),
             training=SimpleNamespace(sequences_per_microbatch=1),
         )
@@ -496,13 +497,16 @@ async def test_who_does_not_read_its_answers_gives_its_places_back(
     monkeypatch.setattr("swarm_client.engine.stage_server.STALL_SECONDS", 0.5)
     big = 4 * 2**20
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
-        w.manifest.tokens_per_microbatch = big
+        w.manifest.tokens_per_microbatch = w.manifest.activation_bytes = big
         last.worker.sizes.input_bytes = big
         payload = bytes(5 * big)
         stream = await raw_edge(w, sender, last)
+        # Nothing is answered, and so nothing stalls, before all has been sent.
+        last.worker.hold = trio.Event()
         for request in range(3):
             changes = {"input_bytes": big, "target_bytes": 4 * big}
             await stream.send(forward(request, **changes), payload, timeout_seconds=20)
+        last.worker.hold.set()
         # The answers are as long as the inputs, and nobody takes them.
         with trio.fail_after(10):
             while len(last.worker.forwards) < 3 or last.holding.in_flight:

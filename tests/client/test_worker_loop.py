@@ -67,6 +67,7 @@ class Rig:
         self.link = SyncLink(ours, protocol.worker_answers)
         self._child_link = SyncLink(theirs, protocol.worker_requests)
         loop = ComputeLoop(self._child_link, self.runner, StepRunner(self.runner), self.memory)
+        self.loop = loop
         self._thread = threading.Thread(target=loop.run)
         self._thread.start()
 
@@ -178,6 +179,34 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
     assert accumulated.microbatches == ()
     assert isinstance(misfit, protocol.Failed)
     assert misfit.code == "bad_input"
+
+
+def test_the_next_input_goes_to_the_device_while_another_computes_and_nothing_else_changes(
+    rig: Rig,
+) -> None:
+    def outputs() -> list[bytes]:
+        requests = [rig.forward(number, slot=number) for number in range(3)]
+        misfit = requests[0].model_copy(update={"request": 9, "nbytes": 4})
+        rig.ask(*requests[:2], misfit, requests[2])
+        answers = [rig.link.receive() for _ in range(4)]
+        assert isinstance(answers[2], protocol.Failed)
+        assert (answers[2].request, answers[2].code) == (9, "bad_input")
+        done = [answer for answer in answers if isinstance(answer, protocol.ForwardDone)]
+        assert [answer.request for answer in done] == [0, 1, 2]
+        rig.ask(protocol.ResetAccumulator(request=10))
+        rig.link.receive()
+        return [bytes(rig.memory.slot(answer.request, answer.nbytes)) for answer in done]
+
+    fetched: list[list[int]] = []
+
+    def fetch() -> None:
+        rig.loop._fetch_next()  # what a GPU's loop does
+        fetched.append(list(rig.runner._fetched))
+
+    before = outputs()
+    rig.runner.while_computing = fetch
+    assert outputs() == before
+    assert fetched == [[1], [], []], "the misfit is not fetched, and the last one follows it"
 
 
 def test_slots_that_are_not_there_are_refused(rig: Rig) -> None:

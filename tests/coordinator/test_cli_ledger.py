@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from swarm_coordinator.history import history
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_identity, load_manifest
+from swarm_shared.credentials import sign_owner_binding
 from swarm_shared.errors import ProtocolError
+from swarm_shared.identity import Identity
 from swarm_shared.types import Version
 
 
@@ -54,6 +58,32 @@ def test_a_stranger_finds_every_number_right(folder: RunFolder, ledger: Path) ->
     assert counted == known
     credit = sum(one["credit"] for one in told["totals"])
     assert credit == pytest.approx(5 * load_manifest(folder).tokens_per_step)
+
+
+def test_a_person_with_two_devices_is_one_row_of_the_ledger(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=9)
+    owner, device = Identity.generate(), Identity.generate()
+    binding = base64.b64encode(sign_owner_binding(owner, device.peer_id)).decode()
+    shares = tuple(
+        replace(share, peer=one.peer_id)
+        for share, one in zip(run_kit.step(1).shares, (owner, device, device), strict=True)
+    )
+    run_kit.one_start(
+        folder, replace(run_kit.step(1), shares=shares),
+        PeerSeen(owner.peer_id, "vera", "", ""), PeerSeen(device.peer_id, "vera", "", binding),
+    )  # fmt: skip
+    file = tmp_path / "run.ledger"
+    assert run(["ledger", "export", str(folder.path), str(file)]) == 0
+    done = CliRunner().invoke(swarm_client, ["verify-ledger", str(file)])
+    [row] = done.output.splitlines()[1:]
+    assert row.startswith(f"  vera (…{owner.peer_id[-8:]}): ")
+    assert row.endswith("of 2 devices")
+    told = json.loads(
+        CliRunner().invoke(swarm_client, ["verify-ledger", str(file), "--json"]).output
+    )
+    [person] = told["people"]
+    assert (person["peer"], len(person["devices"]), len(told["totals"])) == (owner.peer_id, 2, 2)
+    assert person["credit"] == pytest.approx(load_manifest(folder).tokens_per_step)
 
 
 def test_a_changed_line_and_another_organiser_are_refused(ledger: Path, tmp_path: Path) -> None:

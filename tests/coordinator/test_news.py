@@ -5,13 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from swarm_bench import Bench
 
 from swarm_coordinator.contributions import Contribution
 from swarm_coordinator.events import AppliedStep, StageShare
 from swarm_coordinator.news import LEAST_SECONDS, ROWS, Leaderboard, NewsDesk
 from swarm_shared.messages import RunNews, coordinator_messages, encode, parse
+from swarm_shared.owners import people, standing
 from swarm_shared.types import PeerId, StageIndex, Step
+
+MANIFEST = Bench().manifest
+PEERS = st.sampled_from([PeerId(name) for name in "ABCDEF"])
 
 
 def desk_of(bench: Bench) -> NewsDesk:
@@ -44,6 +50,31 @@ def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> Non
     board.add(step_of(("a", 0, 10)))
     board.begin(())
     assert board.rows() == ()
+
+
+@given(
+    st.dictionaries(PEERS, st.integers(1, 1000)),
+    st.dictionaries(PEERS, PEERS),
+    st.integers(0, 8),
+)
+def test_rows_are_people_whatever_is_bound_to_whom(
+    tokens: dict[PeerId, int], bound: dict[PeerId, PeerId], most: int
+) -> None:
+    board = Leaderboard(MANIFEST)
+    board.add(step_of(*((peer, 0, count) for peer, count in tokens.items())))
+    for peer in tokens:
+        board.name(peer, peer.lower(), None, bound.get(peer))
+    said = {peer: owner for peer, owner in bound.items() if peer in tokens}
+    expected = people(tokens, standing(said))
+    rows = board.rows(most=20)
+    assert {row.peer: row.tokens for row in rows} == {
+        person: sum(tokens[one] for one in devices) for person, devices in expected.items()
+    }
+    for row in rows:
+        assert row.devices == tuple(one for one in expected[row.peer] if one != row.peer)
+        assert row.name == (row.peer if row.peer in tokens else row.devices[0]).lower()
+    assert [row.credit for row in rows] == sorted((row.credit for row in rows), reverse=True)
+    assert board.rows(most) == rows[:most]
 
 
 def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -> None:
@@ -85,6 +116,8 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
         peer = PeerId(f"{number:060}")
         desk.leaderboard.name(peer, longest, longest)
         desk.leaderboard.add(step_of((peer, 0, number)))
+        if number < 100:
+            desk.leaderboard.name(peer, longest, longest, PeerId(f"{499:060}"))
     news = desk.due(bench.run, bench.now)
     assert news is not None
     assert len(news.leaderboard) == ROWS

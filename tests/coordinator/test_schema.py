@@ -36,7 +36,8 @@ INSERT INTO members VALUES (1, '12D3KooWAnna', 11.0);
 INSERT INTO bans VALUES (1, '12D3KooWBert', 'noise', 17.0, NULL);
 """,
     3: "",
-    4: "",
+    4: "INSERT INTO teams VALUES (1, 'the team');",
+    5: "INSERT INTO owners VALUES (1, '', '');",
 }
 """What a run of each release would have written into the tables that the release added."""
 

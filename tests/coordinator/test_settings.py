@@ -229,6 +229,7 @@ def test_an_unchanged_file_differs_in_nothing_from_its_manifest():
         ("training.dtype", "bfloat16", "[training] dtype is 'bfloat16'"),
         ("optimizer.beta2", 0.9, "[optimizer] beta2 is 0.9"),
         ("limits.lease_seconds", 7.0, "[limits] lease_seconds is 7.0"),
+        ("codecs.gradient", "int8", "[codecs] gradient is 'int8' in run.toml but 'none'"),
         ("checkpoint.every_steps", 7, "[checkpoint] every_steps is 7"),
         ("data.tokenizer", "bpe", "[data] tokenizer is 'bpe'"),
     ],
@@ -245,3 +246,9 @@ def test_a_changed_setting_that_the_manifest_fixes_is_named(change: str, value: 
 def test_a_setting_of_this_machine_alone_may_change(change: str):
     manifest = manifest_for(default_settings("tiny"))
     assert settings_differences(default_settings("tiny", overrides={change: 9}), manifest) == []
+
+
+def test_the_largest_values_alone_are_for_gradients():
+    assert parse_run_toml('[codecs]\ngradient = "topk"\n').codecs.gradient == "topk"
+    with pytest.raises(ConfigurationError, match=r"\[codecs\] activation must be 'none'"):
+        parse_run_toml('[codecs]\nactivation = "topk"\n')

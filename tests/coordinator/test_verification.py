@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +18,11 @@ from swarm_coordinator.events import (
     RunFinished,
     StoredStage,
 )
+from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.verification import Shape, check_database
+from swarm_shared.credentials import sign_owner_binding
+from swarm_shared.identity import Identity
 from swarm_shared.types import StageIndex, Version
 
 SHAPE = Shape(STAGES, MICROBATCHES)
@@ -146,6 +150,26 @@ DAMAGES: dict[str, tuple[str, str]] = {
         "the last is 2, the journal's is 3",
     ),
 }  # fmt: skip
+
+
+def test_whose_device_a_peer_is_follows_from_a_signature_alone(tmp_path: Path) -> None:
+    owner, device, other = (Identity.generate() for _ in range(3))
+    binding = base64.b64encode(sign_owner_binding(owner, device.peer_id)).decode()
+    a_past(tmp_path / "run.sqlite3").close()
+    store = SqliteStore.open(tmp_path / "run.sqlite3")
+    write(
+        store, PeerSeen(device.peer_id, None, None, binding), PeerSeen(other.peer_id, "o", "", "")
+    )
+    store.close()
+    connection = sqlite3.connect(tmp_path / "run.sqlite3", isolation_level=None)
+    assert check_database(connection, SHAPE) == []
+    connection.execute("UPDATE owners SET owner = ? WHERE owner <> ''", (other.peer_id,))
+    [finding] = check_database(connection, SHAPE)
+    assert f"is bound to {owner.peer_id}, and the row says {other.peer_id}" in finding
+    connection.execute("UPDATE owners SET owner = ?, binding = ?", (owner.peer_id, binding))
+    [finding] = check_database(connection, SHAPE)
+    assert f"{other.peer_id} shows the owner binding of {device.peer_id}" in finding
+    connection.close()
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))

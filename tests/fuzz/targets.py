@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 import trio
 from google.protobuf.message import Message
 from libp2p.identity.identify.pb.identify_pb2 import Identify
@@ -32,15 +33,19 @@ from swarm_client.averaging.errors import RoundFailure
 from swarm_client.averaging.routes import Route
 from swarm_client.port_mapping import gateway, nat_pmp, upnp
 from swarm_shared import messages
+from swarm_shared.codecs.sizes import GRADIENT_CODECS, encoded_bytes
+from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.credentials import (
     CarrierBinding,
     MembershipCertificate,
     Receipt,
     check_certificate,
     open_carrier_binding,
+    open_owner_binding,
     open_receipt,
     sign_carrier_binding,
     sign_certificate,
+    sign_owner_binding,
     sign_receipt,
 )
 from swarm_shared.endpoint import Endpoint
@@ -55,7 +60,7 @@ from swarm_shared.errors import (
 from swarm_shared.identity import Identity, public_key_of
 from swarm_shared.invite import Invite
 from swarm_shared.messages import doctor
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.model_config import ComputeDtype, FrozenModel
 from swarm_shared.network.circuit import HopMessage, StopMessage, read_message
 from swarm_shared.network.packed_address import unpack_address
 from swarm_shared.network.reach import (
@@ -127,6 +132,34 @@ def head_of(adapter: TypeAdapter[Any], data: bytes) -> None:
 
 def encoded(*said: FrozenModel) -> tuple[bytes, ...]:
     return tuple(messages.encode(one) for one in said)
+
+
+# ---------------------------------------------------------------- tensors between stages
+
+TENSOR_SHAPE = (1, 3, 86)
+"""258 values: a block of 256 and a short one."""
+
+
+def decode_tensor(data: bytes) -> None:
+    """The first byte names the codec and the dtype."""
+    if not data:
+        return
+    codec = GRADIENT_CODECS[data[0] % len(GRADIENT_CODECS)]
+    dtype: ComputeDtype = "bfloat16" if data[0] >= 128 else "float32"
+    tensor = decode(codec, data[1:], TENSOR_SHAPE, dtype)
+    assert tensor.isfinite().all()
+    again = bytearray(encoded_bytes(codec, tensor.numel(), dtype))
+    encode(codec, tensor, memoryview(again))
+
+
+def encoded_tensors() -> tuple[bytes, ...]:
+    values = torch.linspace(-1.0, 2.0, 258).view(TENSOR_SHAPE)
+    examples: list[bytes] = []
+    for number, codec in enumerate(GRADIENT_CODECS):
+        room = bytearray(encoded_bytes(codec, values.numel(), "float32"))
+        encode(codec, values, memoryview(room))
+        examples.append(bytes((number,)) + room)
+    return tuple(examples)
 
 
 # ---------------------------------------------------------------- libp2p's own messages
@@ -308,6 +341,7 @@ RECEIPT = sign_receipt(
         tokens=8, loss_sum=1.5,
     ),
 )  # fmt: skip
+OWNED = sign_owner_binding(ORGANISER, PEER.peer_id)
 BINDING = sign_carrier_binding(
     PEER, CarrierBinding(peer=PEER.peer_id, carrier_peer_id=ORGANISER.peer_id, expires=NOW + 60)
 )
@@ -467,6 +501,7 @@ TARGETS: dict[str, Target] = {
             for stream in (0, 1, 2)
         ),
     ),
+    "tensor": Target(decode_tensor, encoded_tensors()),
     "envelope": Target(open_any_envelope, (seal(ORGANISER, "test", b"type", b"payload"),)),
     "certificate": Target(
         lambda data: void(check_certificate(data, RUN, ORGANISER.peer_id, NOW, PEER.peer_id)),
@@ -476,6 +511,9 @@ TARGETS: dict[str, Target] = {
     "receipt": Target(lambda data: void(open_receipt(data)), (RECEIPT, CERTIFICATE)),
     "binding": Target(
         lambda data: void(open_carrier_binding(data, PEER.peer_id, NOW)), (BINDING, RECEIPT)
+    ),
+    "owner_binding": Target(
+        lambda data: void(open_owner_binding(data, PEER.peer_id)), (OWNED, BINDING)
     ),
     "visitor_pass": Target(
         open_pass,

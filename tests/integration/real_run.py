@@ -20,7 +20,7 @@ from swarm_coordinator.reference import StepRecord, train_reference
 from swarm_coordinator.run_folder import RunFolder
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.manifest import Manifest
+from swarm_shared.manifest import CodecsConfig, Manifest
 from swarm_shared.signed_manifest import run_id_of
 
 MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", "datetime.py")
@@ -119,10 +119,19 @@ _cache: dict[str, Trained] = {}
 
 
 def reference(manifest_json: str, data_folder: str, steps: int | None = None) -> Trained:
-    """Train the same run in this process; kept for runs that differ in their stages only."""
+    """Train the same run in this process; kept for runs that differ in their stages only.
+
+    Without codecs it does not matter where the model is cut.
+    """
     manifest = Manifest.model_validate_json(manifest_json)
     steps = steps or manifest.training.steps
-    key = repr((manifest.model, manifest.training, manifest.optimizer, manifest.data, steps))
+    cuts = manifest.stages if manifest.codecs != CodecsConfig() else ()
+    key = repr(
+        (
+            manifest.model, manifest.training, manifest.optimizer, manifest.data, steps,
+            manifest.codecs, cuts,
+        )
+    )  # fmt: skip
     if key not in _cache:
         _cache[key] = _train(manifest, Path(data_folder), steps)
     return _cache[key]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from swarm_client.absence import AWAY_SECONDS
+from swarm_coordinator.http.reading import Reader
 from swarm_coordinator.processes import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
@@ -292,3 +293,38 @@ def test_a_device_that_the_run_does_not_let_in_leaves_the_other_at_work(
         until(["contributing", "stopped"])
         bob.does("leave")
         bob.does("shutdown")
+
+
+def test_two_devices_of_one_machine_are_one_row_of_the_leaderboard_and_of_the_ledger(
+    make_run: Callable[..., Any],
+) -> None:
+    run = make_run(1, steps=400, limits__starting_peers_per_stage=2)
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    with person(swarm.home("a daemon's home")) as bob:
+        words = ("--device", "cpu", "--device", "cpu", "--threads", "2", "--name", "bob")
+        bob.does("join", invite, "--detach", *words)
+
+        def row() -> tuple[int, int]:
+            """Devices of the first row, and rows; of the page that anybody may see."""
+            found = Reader(run.folder.database, (1.0,)).look(time.time()).contributions
+            return (found[0].devices, len(found)) if found else (0, 0)
+
+        wait_until(lambda: row() == (2, 1), swarm.children, PATIENCE_SECONDS, "one row of two")
+        wait_until(
+            lambda: bob.sees()["leaderboard"], swarm.children, PATIENCE_SECONDS, "the leaderboard"
+        )
+        seen = bob.sees()
+        [mine] = seen["leaderboard"]
+        assert (mine["name"], mine["you"]) == ("bob", True)
+        assert len({device["peer"] for device in seen["devices"]}) == 2
+        bob.does("leave")
+        bob.does("shutdown")
+    file = run.folder.path / "run.ledger"
+    words = ("ledger", "export", str(run.folder.path), str(file))
+    run_to_end("swarm-coordinator ledger", module_command(COORDINATOR_MODULE, *words), 60.0)
+    checked = module_command(CLIENT_MODULE, "verify-ledger", str(file), "--json")
+    told = json.loads(run_to_end("swarm-client verify-ledger", checked, 60.0))
+    [person_row] = told["people"]
+    assert (person_row["peer"], person_row["name"]) == (seen["peer"], "bob")
+    assert sorted(person_row["devices"]) == sorted(one["peer"] for one in seen["devices"])

@@ -1,23 +1,30 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from swarm_shared.credentials import (
+    CARRIER_DOMAIN,
     CLOCK_SKEW_SECONDS,
     MEMBERSHIP_DOMAIN,
+    OWNER_DOMAIN,
     RECEIPT_DOMAIN,
     CarrierBinding,
     MembershipCertificate,
+    OwnerBinding,
     Receipt,
     check_certificate,
     open_carrier_binding,
+    open_owner_binding,
     open_receipt,
     sign_carrier_binding,
     sign_certificate,
+    sign_owner_binding,
     sign_receipt,
 )
-from swarm_shared.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.errors import AdmissionError, FrameError, ProtocolError, SignatureError
 from swarm_shared.identity import Identity
 from swarm_shared.signing import sign_message
 from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
@@ -177,3 +184,51 @@ def test_a_certificate_of_an_older_generation_than_asked_for_is_refused() -> Non
     assert check_from(3) == check_from(0) == CERTIFICATE
     with pytest.raises(AdmissionError, match="start 3, and those before 4 hold no longer"):
         check_from(4)
+
+
+# ---------------------------------------------------------------- owners
+
+DEVICE = Identity.from_seed(b"d" * 32)
+BOUND = sign_owner_binding(PEER, DEVICE.peer_id)
+
+
+def test_an_owner_binding_names_who_signed_it_and_the_device_that_shows_it() -> None:
+    binding = open_owner_binding(BOUND, DEVICE.peer_id)
+    assert (binding.owner, binding.device) == (PEER.peer_id, DEVICE.peer_id)
+    assert sign_owner_binding(PEER, DEVICE.peer_id) == BOUND, "there is nothing to keep"
+
+
+@given(st.binary(min_size=32, max_size=32), st.binary(min_size=32, max_size=32))
+def test_an_owner_binding_holds_for_no_other_device(device: bytes, other: bytes) -> None:
+    assume(device != other)
+    one, another = Identity.from_seed(device), Identity.from_seed(other)
+    assume(PEER.peer_id not in (one.peer_id, another.peer_id))
+    envelope = sign_owner_binding(PEER, one.peer_id)
+    assert open_owner_binding(envelope, one.peer_id).owner == PEER.peer_id
+    with pytest.raises(SignatureError, match="shows the owner binding of"):
+        open_owner_binding(envelope, another.peer_id)
+
+
+@given(st.integers(0, len(BOUND) - 1), st.integers(1, 255))
+def test_whatever_byte_of_an_owner_binding_is_changed_it_does_not_hold(
+    position: int, change: int
+) -> None:
+    content = bytearray(BOUND)
+    content[position] ^= change
+    with pytest.raises(ProtocolError):
+        open_owner_binding(bytes(content), DEVICE.peer_id)
+
+
+def test_nobody_signs_in_the_name_of_another_owner() -> None:
+    forged = OwnerBinding(owner=PEER.peer_id, device=DEVICE.peer_id)
+    with pytest.raises(SignatureError, match="in the name of"):
+        open_owner_binding(sign_message(STRANGER, forged, OWNER_DOMAIN), DEVICE.peer_id)
+
+
+def test_what_an_owner_signed_for_another_purpose_is_no_owner_binding() -> None:
+    for domain in (MEMBERSHIP_DOMAIN, RECEIPT_DOMAIN, CARRIER_DOMAIN):
+        binding = OwnerBinding(owner=PEER.peer_id, device=DEVICE.peer_id)
+        with pytest.raises(SignatureError):
+            open_owner_binding(sign_message(PEER, binding, domain), DEVICE.peer_id)
+    with pytest.raises(SignatureError, match="bound to itself"):
+        open_owner_binding(sign_owner_binding(PEER, PEER.peer_id), PEER.peer_id)

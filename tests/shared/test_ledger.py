@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm_shared.credentials import sign_owner_binding
 from swarm_shared.credit import work_shares
 from swarm_shared.errors import ProtocolError, SignatureError, SwarmError
 from swarm_shared.identity import Identity
-from swarm_shared.ledger import StepLine, Verified, verify_ledger, write_ledger
+from swarm_shared.ledger import Verified, verify_ledger, write_ledger
+from swarm_shared.ledger_lines import StepLine
 from swarm_shared.manifest import (
     DataConfig,
     Manifest,
@@ -133,7 +135,8 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
-    from swarm_shared.ledger import LEDGER_DOMAIN, Head, Seal, SealLine, TotalLine, _Chain, _Sums
+    from swarm_shared.ledger import LEDGER_DOMAIN, _Chain, _Sums
+    from swarm_shared.ledger_lines import Head, Seal, SealLine, TotalLine
     from swarm_shared.signing import sign_message
 
     chain, sums = _Chain(), _Sums(MANIFEST)
@@ -185,6 +188,98 @@ def test_a_step_that_does_not_count_everything_once_is_named(
 
 def test_a_step_that_is_left_out_is_named() -> None:
     assert "step 2 is next" in refused(forged(step(1), step(3)))
+
+
+# ---------------------------------------------------------------- people
+
+VERA, FIRST, SECOND = (Identity.from_seed(name * 32) for name in (b"v", b"1", b"2"))
+
+
+def bound(owner: Identity, device: Identity) -> str:
+    return base64.b64encode(sign_owner_binding(owner, device.peer_id)).decode()
+
+
+def steps_of(*peers: PeerId) -> list[StepLine]:
+    """Each counts one microbatch in the first stage; the first one does the second stage alone."""
+    shares = (*((peer, 0, 1) for peer in peers), (peers[0], 1, MICROBATCHES))
+    return [StepLine(step=number, applied_at=1e6 + number, shares=shares) for number in (1, 2)]
+
+
+FOUR = (ANNA, VERA.peer_id, FIRST.peer_id, SECOND.peer_id)
+BINDINGS = {FIRST.peer_id: bound(VERA, FIRST), SECOND.peer_id: bound(VERA, SECOND)}
+NAMES: dict[PeerId, tuple[str | None, str | None]] = {FIRST.peer_id: ("first", "the Vs")}
+
+
+def owned(bindings: dict[PeerId, str], steps: list[StepLine]) -> list[bytes]:
+    return list(write_ledger(ORGANISER, ENVELOPE, steps, NAMES, AS_OF, bindings))
+
+
+def test_people_are_the_sums_of_the_devices_that_they_signed_for() -> None:
+    found = verify_ledger(owned(BINDINGS, steps_of(*FOUR)))
+    anna, vera = found.people
+    assert (anna.peer, anna.devices) == (ANNA, (ANNA,))
+    devices = {VERA.peer_id, FIRST.peer_id, SECOND.peer_id}
+    assert (vera.peer, set(vera.devices), vera.microbatches) == (VERA.peer_id, devices, 6)
+    parts = [total for total in found.totals if total.peer in devices]
+    assert vera.credit == pytest.approx(sum(part.credit for part in parts))
+    assert vera.credit_per_day == pytest.approx(sum(part.credit_per_day for part in parts))
+    assert vera.tokens == sum(part.tokens for part in parts)
+    # Her own key takes part and gives no name, so she has none, whatever a device says.
+    assert (vera.name, vera.team) == (None, None)
+
+
+def test_an_owner_that_never_counted_has_the_row_of_its_devices() -> None:
+    peers = (ANNA, BERT, FIRST.peer_id, SECOND.peer_id)
+    found = verify_ledger(owned(BINDINGS, steps_of(*peers)))
+    [vera] = [one for one in found.people if one.peer == VERA.peer_id]
+    assert (vera.name, vera.team, vera.microbatches) == ("first", "the Vs", 4)
+
+
+def test_a_ledger_without_owners_is_one_that_earlier_programs_read() -> None:
+    lines = owned({BERT: "not there"}, steps_of(*FOUR))
+    assert len(verify_ledger(lines).people) == len(FOUR)
+    for line in WHOLE:
+        assert b"owner" not in line
+    assert json.loads(WHOLE[0])["format"] == 1
+    assert json.loads(lines[0])["format"] == 2
+    found = verify_ledger(WHOLE)
+    assert [(one.peer, one.credit) for one in found.people] == [
+        (total.peer, total.credit) for total in found.totals
+    ]
+
+
+def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
+    """By an organiser who lies: chained and signed, whatever the bindings are."""
+    return owned(bindings, steps_of(*FOUR))
+
+
+@pytest.mark.parametrize(
+    ("bindings", "why"),
+    [
+        ({ANNA: bound(VERA, FIRST)}, "shows the owner binding of"),
+        ({FIRST.peer_id: bound(VERA, SECOND)}, "shows the owner binding of"),
+        ({FIRST.peer_id: "AAAA"}, "signed message"),
+        ({FIRST.peer_id: "?"}, "not in base64"),
+        ({VERA.peer_id: bound(VERA, VERA)}, "bound to itself"),
+        (
+            {FIRST.peer_id: bound(VERA, FIRST), VERA.peer_id: bound(SECOND, VERA)},
+            "is the owner of others and has an owner",
+        ),
+    ],
+    ids=["stolen", "anothers", "no-envelope", "no-base64", "itself", "a-chain"],
+)
+def test_a_binding_that_does_not_hold_is_named_though_the_organiser_sealed_it(
+    bindings: dict[PeerId, str], why: str
+) -> None:
+    said = refused(resealed(bindings))
+    assert said.startswith("line ")
+    assert why in said
+
+
+@pytest.mark.parametrize("number", range(len(owned(BINDINGS, steps_of(*FOUR)))))
+def test_a_line_that_is_missing_among_owners_is_noticed(number: int) -> None:
+    lines = owned(BINDINGS, steps_of(*FOUR))
+    assert refused(lines[:number] + lines[number + 1 :]).startswith(f"line {number + 1}: ")
 
 
 def test_a_seal_of_somebody_else_or_of_another_ledger_is_refused() -> None:

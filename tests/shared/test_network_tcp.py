@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.io.exceptions import ConnectionClosedError
 
+from swarm_shared.network.bandwidth import Bandwidth
 from swarm_shared.network.tcp import BufferedTcpStream
 
 
@@ -41,6 +42,54 @@ def test_bytes_come_out_in_order_whatever_is_asked_for(sent: list[int], asked: l
         await receiver.close()
 
     trio.run(main)
+
+
+@given(st.lists(st.integers(0, 70_000), min_size=1, max_size=8), st.booleans())
+def test_pieces_arrive_as_if_they_had_been_joined(sizes: list[int], held_back: bool) -> None:
+    """Through a socket that takes a little at a time, with and without a limit of bandwidth."""
+
+    async def main() -> None:
+        left, right = trio.socket.socketpair()
+        left.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, 4096)
+        bandwidth = Bandwidth()
+        bandwidth.up.limit(10**9 if held_back else None)
+        sender = BufferedTcpStream(trio.SocketStream(left), bandwidth)
+        receiver = BufferedTcpStream(trio.SocketStream(right))
+        pieces = [bytes([index]) * size for index, size in enumerate(sizes)]
+        async with trio.open_nursery() as nursery:
+
+            async def send() -> None:
+                await sender.write_pieces(pieces)
+                await sender.close()
+
+            nursery.start_soon(send)
+            received = bytearray()
+            while data := await receiver.read():
+                received += data
+        assert received == b"".join(pieces)
+        assert bandwidth.up.bytes == len(received)
+        await receiver.close()
+
+    trio.run(main)
+
+
+async def test_pieces_for_a_remote_that_is_gone_end_the_connection() -> None:
+    left, right = trio.socket.socketpair()
+    sender = BufferedTcpStream(trio.SocketStream(left))
+    right.close()
+    with pytest.raises(ConnectionClosedError, match="lost"):
+        await sender.write_pieces((b"length", bytes(1000)))
+    await sender.close()
+
+
+async def test_a_view_holds_until_the_next_read() -> None:
+    sender, receiver = await connected_pair()
+    async with sender:
+        await sender.send_all(b"first." + b"second")
+        assert bytes(await receiver.read_view(6)) == b"first."
+        assert bytes(await receiver.read_view(6)) == b"second"
+    assert bytes(await receiver.read_view(6)) == b""
+    await receiver.close()
 
 
 async def test_a_length_that_no_message_has_is_refused_before_memory_is_taken() -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from swarm_client.worker.sizes import stage_sizes as worker_sizes
 from swarm_shared.manifest import (
+    CodecsConfig,
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -65,3 +67,20 @@ def test_a_boundary_carries_one_activation_in_the_run_s_precision() -> None:
     assert (first.input_bytes, first.output_bytes) == (3 * 8 * 4, 3 * 8 * 16 * 4)
     assert (last.input_bytes, last.output_bytes) == (first.output_bytes, 0)
     assert stage_sizes(manifest_of((1, 2), "bfloat16"))[0].output_bytes == 3 * 8 * 16 * 2
+
+
+def test_a_boundary_carries_what_the_codecs_make_of_activations_and_gradients() -> None:
+    codecs = CodecsConfig(activation="int8", gradient="bfloat16")
+    manifest = manifest_of((1, 2, 3)).model_copy(update={"codecs": codecs})
+    # 384 values: a block and a half, a scale each.
+    activation, gradient = 384 + 2 * 2, 384 * 2
+    first, middle, last = stage_sizes(manifest)
+    assert (first.sent_bytes, first.received_bytes) == (activation, 3 * 8 * 4 + gradient)
+    assert middle.sent_bytes == middle.received_bytes == activation + gradient
+    assert (last.sent_bytes, last.received_bytes) == (gradient, activation)
+    for index, sizes in enumerate((first, middle, last)):
+        worker = worker_sizes(manifest, index)
+        assert worker.input_bytes == sizes.input_bytes
+        assert worker.output_bytes == sizes.output_bytes
+        assert worker.input_gradient_bytes == sizes.input_gradient_bytes
+        assert worker.output_gradient_bytes == sizes.output_gradient_bytes

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.routing import BAN_MAXIMUM_SECONDS, BAN_SECONDS, InterleavedWeightedRoundRobin
+from swarm_shared.routing import (
+    BAN_MAXIMUM_SECONDS,
+    BAN_SECONDS,
+    EqualShares,
+    InterleavedWeightedRoundRobin,
+)
 from swarm_shared.types import PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
@@ -101,3 +106,17 @@ def test_peers_that_leave_are_forgotten_and_unmeasured_ones_count_with_the_mean(
     routing.update([B])
     assert routing.choose(0.0, {A}) is None
     assert set(routing.peers) == {B}
+
+
+def test_by_equal_shares_a_slow_peer_gets_as_much_and_is_waited_for() -> None:
+    routing = EqualShares()
+    routing.update([A, B])
+    routing.observe(A, 0.1)
+    routing.observe(B, 10.0)
+    turns = [routing.choose(0.0, {A, B}) for _ in range(6)]
+    assert turns == [A, B] * 3
+    assert routing.choose(0.0, {A}) == A
+    assert routing.choose(0.0, {A}) is None
+    assert routing.choose(0.0, {A, B}) == B
+    routing.failed(A, 0.0)
+    assert [routing.choose(0.0, {A, B}) for _ in range(2)] == [B, B]

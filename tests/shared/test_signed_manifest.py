@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
+from pydantic import ValidationError
 
 from swarm_shared.errors import FrameError, SignatureError
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import (
+    CodecsConfig,
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -109,3 +113,22 @@ def test_an_invite_outlives_a_longer_run_other_limits_and_other_addresses():
         data=one.data.model_copy(update={"shards": shards}),
     )
     assert run_id_of(one) == run_id_of(other)
+
+
+def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_run():
+    manifest = manifest_of()
+    old = json.loads(manifest.model_dump_json())
+    del old["codecs"]
+    read = Manifest.model_validate_json(json.dumps(old))
+    assert read == manifest
+    assert read.codecs == CodecsConfig(activation="none", gradient="none")
+    assert run_id_of(read) == run_id_of(manifest)
+    assert read.activation_bytes == read.gradient_bytes == 128 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    "codecs", [{"activation": "topk"}, {"gradient": "zip"}, {"activation": "int8", "border": 1}]
+)
+def test_codecs_that_there_are_not_are_refused(codecs: dict[str, object]):
+    with pytest.raises(ValidationError):
+        manifest_of(codecs=codecs)

@@ -111,11 +111,13 @@ def test_after_an_interrupt_nothing_is_left(tmp_path: Path) -> None:
     if (reason := why_no_network()) is not None:
         pytest.skip(reason)
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
         "from pathlib import Path\n"
         "from benchmarks.wan.mixes import Link\n"
         "from benchmarks.wan.network import wide_area_network\n"
         "from network_lab import own_namespaces\n"
+        # A shell starts what it puts behind itself deaf to Ctrl-C, and so everything below it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "with wide_area_network({'a': Link(up_mbit=1, down_mbit=1)}, Path(sys.argv[1])) as made:\n"
         "    print(*own_namespaces(), *[c.pid for c in made.children.started], flush=True)\n"
         "    time.sleep(100)\n"

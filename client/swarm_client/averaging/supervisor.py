@@ -88,6 +88,8 @@ class AveragingWorker:
         self.directory = DirectoryRequests(self._requests, self._ask, lambda: self.available)
         self._child: Child[WorkerMessage] | None = None
         self._started: Started | None = None
+        self._listens = False
+        """It can be told things. Only what has been told all that it must know is `available`."""
         self._reason = "the averaging worker has not been started yet"
         self._changed = trio.Event()
         self._callbacks: list[Callable[[], None]] = []
@@ -202,7 +204,7 @@ class AveragingWorker:
 
     async def _tell(self, message: FrozenModel) -> None:
         """Tell the worker, if there is one; the next one is told at its start."""
-        if self._child is not None and self._started is not None:
+        if self._child is not None and self._listens:
             with contextlib.suppress(LinkClosed):
                 await self._requests.send(self._child, message)
 
@@ -324,6 +326,8 @@ class AveragingWorker:
             return
         match first:
             case Started():
+                self._listens = True
+                await self._tell_newcomer()
                 self._started = first
             case Unavailable():
                 self._reason = first.reason
@@ -333,7 +337,6 @@ class AveragingWorker:
             case _:
                 self._reason = f"the averaging worker ended at its start; see {child.log_path}"
                 return
-        await self._tell_newcomer()
         self._notify()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._restart_when_needed, child, options)
@@ -375,7 +378,8 @@ class AveragingWorker:
         then = "stays away" if self._held_back else "is started again"
         logger.info("%s; the averaging worker %s", reason, then)
         # From here on rounds begin in the daemon.
-        self._started, self._planned_end, self._reason = None, True, reason
+        self._started, self._listens = None, False
+        self._planned_end, self._reason = True, reason
         with contextlib.suppress(LinkClosed):
             await self._requests.send(child, Shutdown())
 
@@ -413,7 +417,7 @@ class AveragingWorker:
 
     def _gone(self) -> None:
         self._child = None
-        self._started = None
+        self._started, self._listens = None, False
         # Streams break before their p2pd is found dead, and the worker ends after that.
         just_failed = trio.current_time() - self._round_failed_at < DEATH_SECONDS
         self._died_in_round = self._requests.has_rounds or just_failed

@@ -297,7 +297,11 @@ def names_of(crew: Crew) -> dict[str, str]:
     """Public names, as far as the run's news tell them, and this machine's own."""
     news = crew.speaker.news
     rows = () if news is None else news.leaderboard
-    names = {str(row.peer): printable(row.name) for row in rows if row.name}
+    names = {
+        str(peer): printable(row.name)
+        for row in rows if row.name
+        for peer in (row.peer, *row.devices)
+    }  # fmt: skip
     for volunteer in crew.volunteers:
         if volunteer.options.name:
             names[volunteer.node.peer_id] = volunteer.options.name

@@ -69,6 +69,7 @@ class Downstream:
         nursery: trio.Nursery,
         depth: int = 1,
         latency: Latency | None = None,
+        routing: InterleavedWeightedRoundRobin | None = None,
     ) -> None:
         """`depth` is how many stages there are from this one to the last."""
         self.stage = stage
@@ -77,7 +78,7 @@ class Downstream:
         self._open_stream = open_stream
         self._ask_mask = ask_mask
         self._nursery = nursery
-        self._routing = InterleavedWeightedRoundRobin()
+        self._routing = routing or InterleavedWeightedRoundRobin()
         self._edges: dict[PeerId, Edge] = {}
         self._opening: dict[PeerId, trio.Event] = {}
         self._capacity_changed = trio.Event()

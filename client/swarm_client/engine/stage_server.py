@@ -60,10 +60,12 @@ TOKEN_BYTES = 4
 
 
 def stage_limits(manifest: Manifest) -> FrameLimits:
-    """The largest stage frame of a run: one activation or gradient, and its targets."""
+    """The largest stage frame of a run: one activation or ids and their targets, or a gradient."""
+    token_bytes = manifest.tokens_per_microbatch * TOKEN_BYTES
+    request_bytes = max(manifest.activation_bytes, token_bytes) + token_bytes
     return FrameLimits(
         max_header_bytes=MAX_HEADER_BYTES,
-        max_payload_bytes=manifest.tokens_per_microbatch * (4 * manifest.model.hidden_size + 4),
+        max_payload_bytes=max(request_bytes, manifest.gradient_bytes),
     )
 
 
@@ -359,7 +361,7 @@ class _Work:
             )  # fmt: skip
             faults.cut(Phase.BACKWARD, message.step)
             began = time.monotonic()
-            if memoryview(answer.payload).nbytes != worker.sizes.output_bytes:
+            if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
                 raise MicrobatchAbandoned("the gradient that came back has another size")
             gradient = await worker.backward(activation, answer.payload)
         except BaseException:

@@ -16,6 +16,7 @@ import trio
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.errors import MicrobatchAbandoned
 from swarm_shared.errors import SwarmError
+from swarm_shared.flight import Departure, FlightWindow
 from swarm_shared.messages import Lease, LeasedMicrobatch, LeaseResult
 from swarm_shared.types import MicrobatchIndex, Step
 
@@ -37,7 +38,7 @@ StepNow = Callable[[], Step | None]
 
 
 class Trainer:
-    """Works through leases with at most `window` microbatches in flight."""
+    """Works through leases with as many microbatches in flight as the pipelines carry."""
 
     def __init__(
         self,
@@ -53,14 +54,15 @@ class Trainer:
         self._current_step = current_step
         self._nursery = nursery
         self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
-        self._in_flight = 0
-        self._window = 1
+        self._flight = FlightWindow()
+        self._least, self._most = 1, 1
         self._refusing: str | None = None
         """Why no lease is taken."""
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
-        self._window = max(1, lease.window)
+        self._least = max(1, lease.window)
+        self._most = max(self._least, lease.largest_window)
         if self._refusing is not None:
             for leased in lease.microbatches:
                 self._hand_back(lease, leased, self._refusing)
@@ -89,21 +91,27 @@ class Trainer:
     def _start_more(self) -> None:
         step = self._current_step()
         self._waiting = [entry for entry in self._waiting if step is None or entry[0].step >= step]
-        while self._waiting and self._in_flight < self._window:
+        window = self._flight.size(self._least, self._most)
+        while self._waiting and self._flight.under_way < window:
             lease, leased = self._waiting.pop(0)
-            self._in_flight += 1
-            self._nursery.start_soon(self._drive, lease, leased)
+            departure = self._flight.departed(trio.current_time())
+            self._nursery.start_soon(self._drive, lease, leased, departure)
 
-    async def _drive(self, lease: Lease, leased: LeasedMicrobatch) -> None:
+    async def _drive(self, lease: Lease, leased: LeasedMicrobatch, departure: Departure) -> None:
+        result: LeaseResult | None = None
         try:
-            self._report(await self._send(lease, leased))
+            result = await self._send(lease, leased)
+            self._report(result)
         except MicrobatchAbandoned as error:
             self._hand_back(lease, leased, str(error))
         except SwarmError as error:
             log.warning("microbatch %s of step %s: %s", leased.microbatch, lease.step, error)
             self._hand_back(lease, leased, str(error))
         finally:
-            self._in_flight -= 1
+            if result is not None:
+                self._flight.returned(departure, trio.current_time())
+            else:
+                self._flight.failed()
             self._start_more()
 
     async def _send(self, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:

@@ -28,6 +28,9 @@ from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""
 
+BACKWARD_SLOTS = 8
+"""A forward's slot is held until its gradient is back, a backward's only while that is sent."""
+
 
 class StageWorker:
     """Many tasks may call at once. Made by `open_worker`."""
@@ -41,7 +44,7 @@ class StageWorker:
         self._child = child
         self._numbers = itertools.count(1)
         microbatches = manifest.limits.stage_queue
-        self.slot_count = 2 * microbatches
+        self.slot_count = microbatches + min(microbatches, BACKWARD_SLOTS)
         self._forward_slots = SlotPool(range(microbatches))
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from swarm_client.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.worker.compiling import compile_layers
+from swarm_client.worker.device_copier import device_copier
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.sizes import stage_sizes
 from swarm_client.worker.transfer import (
-    DeviceCopier,
     MicrobatchInput,
     PayloadCodec,
     all_finite,
@@ -98,23 +99,30 @@ class StageRunner:
 
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
-        graph_budget_bytes: int, kept_budget_bytes: int,
+        graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
     ) -> None:  # fmt: skip
         self.manifest = manifest
         self.stage_index = stage_index
         self._device = device
         self.sizes = stage_sizes(manifest, stage_index)
         self.stage: Stage = build_stage(manifest, stage_index, device)
+        if compile_backend is not None:
+            compile_layers(self.stage, compile_backend)
         self.layout = FlatLayout.of(self.stage)
         self.accumulator = Accumulator(self.layout, device, kept_budget_bytes)
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
-        self.copier = DeviceCopier(device, self.sizes.slot_bytes)
+        largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
+        self.copier = device_copier(device, largest_bytes)
         self.graph_bytes: int | None = None
         """What one kept graph takes; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes
         self._parameters = [parameter for _, parameter in self.stage.all_parameters()]
         self._flights: dict[int, _Flight] = {}
+        self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
+        """Inputs of coming forwards that are on the device, or on their way, already."""
+        self.while_computing: Callable[[], None] = lambda: None
+        """Called when a computation has been handed to the device, before it is waited for."""
         self.between_layers: Callable[[], None] = lambda: None
         """Called before every layer, forward and backward; what it raises ends the computation,
         which leaves no trace."""
@@ -126,7 +134,20 @@ class StageRunner:
         if output.requires_grad:
             output.register_hook(lambda _: self.between_layers())  # type: ignore[no-untyped-call]
 
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
     # ---- what a worker is asked to compute
+
+    def prefetch(self, request: int, payload: memoryview) -> None:
+        """Start a coming forward's input on its way to the device, one at a time.
+
+        RequestFailed: bad_input; its forward finds the same, and tells whose request it is.
+        """
+        if not self._fetched:
+            inputs = self.codec.read_input(payload)
+            self._fetched[request] = inputs, self.copier.to_device(inputs.inputs)
 
     def forward(
         self, request: int, step: Step, microbatch: MicrobatchIndex, accumulate: bool,
@@ -136,15 +157,21 @@ class StageRunner:
 
         RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
         """
+        inputs, entry = self._fetched.pop(request, (None, None))
         self.check_step(step)
         if request in self._flights:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
-        inputs = self.codec.read_input(payload)
+        if inputs is None:
+            inputs = self.codec.read_input(payload)
         if self.stage.is_last:
-            return self._forward_backward(microbatch, accumulate, inputs)
+            return self._forward_backward(microbatch, accumulate, inputs, entry)
         needs_backward = accumulate or not self.stage.is_first
-        graph = self._run_within_budget(inputs) if needs_backward else self._run(inputs, False)
+        if needs_backward:
+            graph = self._run_within_budget(inputs, entry)
+        else:
+            graph = self._run(inputs, False, entry)
         output = graph.output.detach()
+        self.while_computing()
         if not is_finite(output):
             raise RequestFailed(
                 "not_finite",
@@ -197,6 +224,7 @@ class StageRunner:
         return ForwardResult(output)
 
     def discard(self, forward_request: int) -> None:
+        self._fetched.pop(forward_request, None)
         self._flights.pop(forward_request, None)
 
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
@@ -229,6 +257,7 @@ class StageRunner:
         """Empty the accumulator and forget what is in flight."""
         self.accumulator.reset()
         self._flights.clear()
+        self._fetched.clear()
 
     def limit_memory(self, vram_bytes: int | None) -> None:
         """Of a GPU, what torch's allocator may take; beyond it requests fail as out of memory."""
@@ -247,8 +276,12 @@ class StageRunner:
 
     # ---- one pass
 
-    def _run(self, inputs: MicrobatchInput, keep_graph: bool) -> _Graph:
-        entry = self.copier.to_device(inputs.inputs)
+    def _run(
+        self, inputs: MicrobatchInput, keep_graph: bool, entry: Tensor | None = None
+    ) -> _Graph:
+        """`entry`: the input on the device, where it is there already."""
+        if entry is None:
+            entry = self.copier.to_device(inputs.inputs)
         targets_BT = inputs.targets_BT
         if targets_BT is not None:
             targets_BT = self.copier.to_device(targets_BT)
@@ -261,24 +294,25 @@ class StageRunner:
         entry = entry.detach().requires_grad_()
         return _Graph(entry, self.stage(entry, targets_BT), kept=True)
 
-    def _run_within_budget(self, inputs: MicrobatchInput) -> _Graph:
+    def _run_within_budget(self, inputs: MicrobatchInput, entry: Tensor | None) -> _Graph:
         if self.graph_bytes is None:
             saved = _SavedBytes(self._parameters)
             with saved:
-                graph = self._run(inputs, keep_graph=True)
+                graph = self._run(inputs, True, entry)
             self.graph_bytes = saved.total
             if saved.total > self._graph_budget_bytes:
                 graph = _Graph(None, graph.output.detach(), kept=False)
             return graph
         graphs = 1 + sum(flight.graph is not None for flight in self._flights.values())
         fits = graphs * self.graph_bytes <= self._graph_budget_bytes
-        return self._run(inputs, keep_graph=fits)
+        return self._run(inputs, fits, entry)
 
     def _forward_backward(
-        self, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput
-    ) -> BackwardResult:
+        self, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput,
+        entry: Tensor | None,
+    ) -> BackwardResult:  # fmt: skip
         needs_backward = not self.stage.is_first or accumulate
-        graph = self._run(inputs, keep_graph=needs_backward)
+        graph = self._run(inputs, needs_backward, entry)
         loss_sum = self._finite_loss(graph.output)
         if not needs_backward:
             return BackwardResult(None, False, loss_sum)
@@ -306,6 +340,7 @@ class StageRunner:
         if not wanted:
             return None, []
         gradients = list(torch.autograd.grad(graph.output, wanted, output_gradient))
+        self.while_computing()
         if not all_finite(gradients):
             raise RequestFailed(
                 "not_finite",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from swarm_client import faults, shared_memory
 from swarm_client.child import SyncLink
 from swarm_client.faults import Phase
 from swarm_client.worker import protocol
+from swarm_client.worker.compiling import backend_from_environment
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.duty import DutyCycle
 from swarm_client.worker.errors import RequestFailed
@@ -106,6 +108,8 @@ class ComputeLoop:
         self._unread: deque[protocol.WorkerRequest | None] = deque()
         """What came while computing; None is the end of the link."""
         runner.between_layers = self._give_up_if_told
+        if runner.on_gpu:
+            runner.while_computing = self._fetch_next
 
     def run(self) -> None:
         """Return when the daemon has closed the link."""
@@ -160,6 +164,13 @@ class ComputeLoop:
             if message is None:
                 return
 
+    def _fetch_next(self) -> None:
+        """The next input goes to the device while it computes something else."""
+        if self._forwards and isinstance(coming := self._forwards[0], protocol.Forward):
+            with suppress(RequestFailed):  # told when its turn has come
+                payload = self._memory.slot(coming.slot, coming.nbytes)
+                self._runner.prefetch(coming.request, payload)
+
     def _queued(self) -> bool:
         return bool(self._backwards or self._forwards)
 
@@ -205,7 +216,9 @@ class ComputeLoop:
         tokens = self._runner.manifest.tokens_per_microbatch
         match result:
             case ForwardResult():
-                nbytes = self._write(result.output, request.slot)
+                host = self._runner.copier.to_host(result.output)
+                slot = self._memory.slot(request.slot)
+                nbytes = self._runner.codec.write_output(host, slot)
                 self._spoil(Phase.FORWARD, request.slot, nbytes)
                 return protocol.ForwardDone(
                     request=request.request, nbytes=nbytes, seconds=self._seconds(started)
@@ -213,7 +226,9 @@ class ComputeLoop:
             case BackwardResult():
                 nbytes = 0
                 if result.input_gradient is not None:
-                    nbytes = self._write(result.input_gradient, request.slot)
+                    host = self._runner.copier.to_host(result.input_gradient)
+                    slot = self._memory.slot(request.slot)
+                    nbytes = self._runner.codec.write_input_gradient(host, slot)
                     self._spoil(Phase.BACKWARD, request.slot, nbytes)
                 return protocol.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
@@ -227,10 +242,6 @@ class ComputeLoop:
 
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
-
-    def _write(self, tensor: Tensor, slot: int) -> int:
-        host = self._runner.copier.to_host(tensor)
-        return self._runner.codec.write(host, self._memory.slot(slot))
 
     def _spoil(self, phase: Phase, slot: int, nbytes: int) -> None:
         if faults.active is not None:
@@ -407,7 +418,7 @@ def _configure(
         )
     runner = StageRunner(
         manifest, request.stage, _device(request.device), request.graph_budget_bytes,
-        request.kept_budget_bytes,
+        request.kept_budget_bytes, backend_from_environment(),
     )  # fmt: skip
     if request.slot_bytes < runner.sizes.slot_bytes:
         raise RequestFailed(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm_shared.codecs.sizes import DTYPE_BYTES
 from swarm_shared.manifest import Manifest
 
 TOKEN_BYTES = 4
@@ -15,23 +16,24 @@ TOKEN_BYTES = 4
 SLOT_ALIGNMENT_BYTES = 4096
 """A slot starts on a page, so that any dtype is aligned and a device can pin it."""
 
-WIRE_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
-    """Bytes per microbatch. B sequences, T positions, D hidden size.
+    """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D hidden size.
 
-    input_bytes: ids_BT of stage 0, activation_BTD elsewhere; also, but for stage 0, the size of
-    the input's gradient. target_bytes: targets_BT, which follow the input on the last stage
-    only. output_bytes: the output activation_BTD and its gradient; 0 on the last stage.
+    input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which
+    follow the input on the last stage only. input_gradient_bytes: what answers the input; 0 on
+    stage 0. output_bytes, output_gradient_bytes: the activation_BTD that goes on and the gradient
+    that comes back; 0 on the last stage. tensor_bytes: an activation_BTD that is not encoded.
     """
 
     input_bytes: int
     target_bytes: int
+    input_gradient_bytes: int
     output_bytes: int
-    gradient_bytes: int
+    output_gradient_bytes: int
     slot_bytes: int
+    tensor_bytes: int
 
     @property
     def request_bytes(self) -> int:
@@ -43,17 +45,23 @@ def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
     """The sizes of one stage's traffic under the manifest."""
     is_first = stage == 0
     is_last = stage == manifest.stage_count - 1
-    tokens = manifest.tokens_per_microbatch
-    token_bytes = tokens * TOKEN_BYTES
-    width = manifest.model.hidden_size * WIRE_DTYPE_BYTES[manifest.training.dtype]
-    input_bytes = token_bytes if is_first else tokens * width
+    token_bytes = manifest.tokens_per_microbatch * TOKEN_BYTES
+    input_bytes = token_bytes if is_first else manifest.activation_bytes
     target_bytes = token_bytes if is_last else 0
-    output_bytes = 0 if is_last else tokens * width
-    largest = max(input_bytes + target_bytes, output_bytes)
+    input_gradient_bytes = 0 if is_first else manifest.gradient_bytes
+    output_bytes = 0 if is_last else manifest.activation_bytes
+    output_gradient_bytes = 0 if is_last else manifest.gradient_bytes
+    largest = max(
+        input_bytes + target_bytes, input_gradient_bytes, output_bytes, output_gradient_bytes
+    )
     return StageSizes(
         input_bytes=input_bytes,
         target_bytes=target_bytes,
+        input_gradient_bytes=input_gradient_bytes,
         output_bytes=output_bytes,
-        gradient_bytes=0 if is_first else input_bytes,
+        output_gradient_bytes=output_gradient_bytes,
         slot_bytes=-(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES,
+        tensor_bytes=manifest.tokens_per_microbatch
+        * manifest.model.hidden_size
+        * DTYPE_BYTES[manifest.training.dtype],
     )

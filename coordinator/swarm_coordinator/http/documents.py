@@ -61,7 +61,7 @@ class Run(Document):
     uptime_seconds: float
     stages: int
     peers: int = Field(description="Attached now.")
-    contributors: int = Field(description="Peers that have counted in any applied step.")
+    contributors: int = Field(description="People who have counted in any applied step.")
     bubble_share: float | None = Field(
         description="Of the time for which peers hold stages while steps are made: how much of it "
         "they have nothing to compute, 0 to 1, in the last minute or two."
@@ -138,12 +138,17 @@ class Curve(Document):
 
 
 class Contribution(Document):
+    """What one person gave: of all devices that prove to be the same owner's."""
+
     rank: int
-    id_end: str
+    id_end: str = Field(description="The end of the owner's peer ID.")
     name: str | None
     team: str | None
+    devices: int = Field(description="Peers that have counted, and count in this row.")
     stages: tuple[int, ...]
-    steps: int = Field(description="Steps in which it counted.")
+    steps: int = Field(
+        description="Steps in which it counted; of several devices, those of the busiest one."
+    )
     microbatches: int
     tokens: int = Field(description="Summed over the stages that it held.")
     credit: float = Field(description="Tokens times the work share of the stage they passed.")
@@ -159,7 +164,7 @@ class Contributions(Document):
 class Team(Document):
     rank: int
     team: str
-    members: int = Field(description="Peers that are in it now and have counted in a step.")
+    members: int = Field(description="People who are in it now and have counted in a step.")
     tokens: int
     credit: float
     credit_per_day: float

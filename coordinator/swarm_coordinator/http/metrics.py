@@ -109,7 +109,7 @@ METRICS: dict[str, Described] = {
     ),
     "swarm_bans": Described(GAUGE, "Peers that are banned."),
     "swarm_valid_tokens": Described(GAUGE, "Invite tokens that still let somebody in."),
-    "swarm_contributors": Described(GAUGE, "Peers that have counted in any applied step."),
+    "swarm_contributors": Described(GAUGE, "People who have counted in any applied step."),
     "swarm_http_requests_total": Described(
         COUNTER, "Requests answered, by class of status, since these pages began.", ("status",)
     ),

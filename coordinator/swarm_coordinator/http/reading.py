@@ -20,6 +20,8 @@ from swarm_coordinator.places import Place, is_there, reading
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.status import printable
 from swarm_shared.credit import RecentCredit, credit_of
+from swarm_shared.owners import people, standing, word_of
+from swarm_shared.types import PeerId
 
 ROWS_AT_ONCE = 5_000
 """Steps of one query: a long run is read in parts, and memory stays small."""
@@ -116,8 +118,9 @@ class Reader:
     def __init__(self, place: Place, work_shares: Sequence[float]) -> None:
         self._place = place
         self._work_shares = work_shares
-        self._names: dict[str, str | None] = {}
-        self._teams: dict[str, str | None] = {}
+        self._names: dict[PeerId, str | None] = {}
+        self._teams: dict[PeerId, str | None] = {}
+        self._owners: dict[PeerId, PeerId] = {}
         self._names_until = -1.0
         self._noted: list[Noted] = []
         self._forget_steps()
@@ -132,7 +135,7 @@ class Reader:
         self._seconds = 0.0
         self._durations = [0] * (len(STEP_SECONDS) + 1)
         self._curve = CurveKeeper()
-        self._tallies: dict[str, _Tally] = {}
+        self._tallies: dict[PeerId, _Tally] = {}
 
     def look(self, now: float) -> Read:
         """StorageError where the database cannot be read."""
@@ -205,7 +208,7 @@ class Reader:
         self._curve.add(row.step, row.loss, row.tokens, row.seconds)
 
     def _enter_share(
-        self, row: int, peer: str, stage: int, microbatches: int, tokens: int, at: float
+        self, row: int, peer: PeerId, stage: int, microbatches: int, tokens: int, at: float
     ) -> None:
         tally = self._tallies.setdefault(peer, _Tally())
         tally.steps += tally.last_step_row != row
@@ -220,41 +223,54 @@ class Reader:
         of = (self._rollbacks, len(self._steps), self._names_until)
         if of == self._ranked_of:
             return self._ranked
-        rows = [
-            (credit_of(tally.tokens.items(), self._work_shares), peer, tally)
-            for peer, tally in self._tallies.items()
-        ]
+        devices_of = people(self._tallies, standing(self._owners))
+        rows = [(self._credit(devices), person, devices) for person, devices in devices_of.items()]
         rows.sort(key=lambda row: (-row[0], row[1]))
         self._ranked_of = of
         self._ranked = tuple(
-            Contribution(
-                rank=place,
-                id_end=peer[-ID_END:],
-                name=self._names.get(peer),
-                team=self._teams.get(peer),
-                stages=tuple(sorted(tally.tokens)),
-                steps=tally.steps,
-                microbatches=tally.microbatches,
-                tokens=sum(tally.tokens.values()),
-                credit=credit,
-                credit_per_day=tally.recent.per_day(now),
-            )
-            for place, (credit, peer, tally) in enumerate(rows, start=1)
+            self._row(place, credit, person, devices, now)
+            for place, (credit, person, devices) in enumerate(rows, start=1)
         )
         return self._ranked
+
+    def _credit(self, devices: Sequence[PeerId]) -> float:
+        done = (part for one in devices for part in self._tallies[one].tokens.items())
+        return credit_of(done, self._work_shares)
+
+    def _row(
+        self, place: int, credit: float, person: PeerId, devices: Sequence[PeerId], now: float
+    ) -> Contribution:
+        tallies = [self._tallies[one] for one in devices]
+        return Contribution(
+            rank=place,
+            id_end=person[-ID_END:],
+            name=word_of(person, devices, self._names),
+            team=word_of(person, devices, self._teams),
+            devices=len(devices),
+            stages=tuple(sorted({stage for tally in tallies for stage in tally.tokens})),
+            steps=max(tally.steps for tally in tallies),
+            microbatches=sum(tally.microbatches for tally in tallies),
+            tokens=sum(sum(tally.tokens.values()) for tally in tallies),
+            credit=credit,
+            credit_per_day=math.fsum(tally.recent.per_day(now) for tally in tallies),
+        )
 
     # ---------------------------------------------------------------- names and notes
 
     def _read_names(self, connection: Connection) -> None:
         # Whoever gives another name is seen at that moment. Again from the last moment itself:
         # others may have been seen in it, too.
-        for peer, name, team, seen in connection.execute(
-            "SELECT p.peer, p.name, t.team, p.last_seen FROM peers p "
-            "LEFT JOIN teams t ON t.peer = p.id WHERE p.last_seen >= ? ORDER BY p.last_seen",
+        for peer, name, team, owner, seen in connection.execute(
+            "SELECT p.peer, p.name, t.team, o.owner, p.last_seen FROM peers p "
+            "LEFT JOIN teams t ON t.peer = p.id LEFT JOIN owners o ON o.peer = p.id "
+            "WHERE p.last_seen >= ? ORDER BY p.last_seen",
             (self._names_until,),
         ):
             self._names[peer] = None if name is None else printable(name)
             self._teams[peer] = team or None
+            self._owners.pop(peer, None)
+            if owner:
+                self._owners[peer] = owner
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:

@@ -24,6 +24,7 @@ from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.progress import EXTRA_IN_FLIGHT
 from swarm_coordinator.simulator.volunteer import Volunteer
 from swarm_shared.credentials import Receipt
+from swarm_shared.flight import GAIN
 from swarm_shared.messages import Lease, Roster
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 
@@ -175,9 +176,12 @@ class FluidPlane:
     # ---- the flow
 
     def _window(self) -> float:
-        depth = len(self._shares) + EXTRA_IN_FLIGHT
+        """What all trainers together keep in flight, each by `swarm_shared.flight`."""
         limit = self._swarm.manifest.limits.stage_queue
-        return max(1, len(self._shares[0].rates)) * min(depth, limit)
+        least = min(len(self._shares) + EXTRA_IN_FLIGHT, limit)
+        pipelines = max(1, len(self._shares[0].rates))
+        slowest = min(shares.rate for shares in self._shares)
+        return max(pipelines * least, min(pipelines * limit, GAIN * slowest * self._latency))
 
     def _rates_changed(self) -> None:
         slowest = min(shares.rate for shares in self._shares)

@@ -18,6 +18,7 @@ from swarm_coordinator.simulator.agenda import Action
 from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Parcel, Request
 from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
 from swarm_shared.credentials import Receipt
+from swarm_shared.flight import Departure, FlightWindow
 from swarm_shared.messages import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 
@@ -47,8 +48,8 @@ class _Node:
         self.held_step = Step(0)
         self.unreported: list[Receipt] = []
         self.in_flight = 0
-        self.driving = 0
-        self.window = 1
+        self.flight = FlightWindow()
+        self.least_window, self.largest_window = 1, 1
         self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
         self.edge_credits = plane.edge_credits
         self.first = Hop(self, StageIndex(0))
@@ -210,24 +211,31 @@ class MicrobatchPlane:
         latency = volunteer.hardware.latency_seconds
 
         def take() -> None:
-            node.window = max(1, lease.window)
+            node.least_window = max(1, lease.window)
+            node.largest_window = max(node.least_window, lease.largest_window)
             node.leased.extend((lease, leased) for leased in lease.microbatches)
             self._drive(node)
 
         self.later(node, latency, take)
 
     def _drive(self, node: _Node) -> None:
-        while node.leased and node.driving < node.window:
+        while node.leased and node.flight.under_way < node.flight.size(
+            node.least_window, node.largest_window
+        ):
             lease, leased = node.leased.popleft()
             if not node.works_on(lease.step):
                 continue
-            node.driving += 1
             parcel = Parcel(lease.step, leased.microbatch, frozenset(leased.accumulate))
+            departure = node.flight.departed(self._swarm.agenda.now)
 
             def done(
-                answer: Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased
-            ) -> None:
-                node.driving -= 1
+                answer: Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased,
+                departure: Departure = departure,
+            ) -> None:  # fmt: skip
+                if answer.state == "ok":
+                    node.flight.returned(departure, self._swarm.agenda.now)
+                else:
+                    node.flight.failed()
                 self._resolved(node, lease, leased.microbatch, answer)
                 self._drive(node)
 
@@ -356,7 +364,7 @@ class MicrobatchPlane:
             own = node.count(parcel)
             if own is not None:
                 receipts = (*receipts, own)
-            size = self._swarm.sizes[stage].input_bytes if stage else 0
+            size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
             answer(Answer("ok", receipts, service_seconds, total), size)
 

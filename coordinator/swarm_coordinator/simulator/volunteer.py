@@ -88,11 +88,10 @@ class Volunteer:
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
         work, line = self._swarm.works[stage], self.hardware
         sizes = self._swarm.sizes[stage]
-        received = sizes.input_bytes + sizes.output_bytes
         seconds = max(
             work / line.flops_per_second,
             sizes.sent_bytes / (uplink * line.up_bytes_per_second),
-            received / line.down_bytes_per_second,
+            sizes.received_bytes / line.down_bytes_per_second,
         )
         return 1.0 / seconds
 

@@ -111,8 +111,12 @@ class NoteRow(Document):
 
 
 class ContributorRow(Document):
+    """One person."""
+
     peer: str
+    """The key that the devices are bound to."""
     name: str | None
+    devices: int = 1
     stages: tuple[int, ...]
     microbatches: int
     tokens: int

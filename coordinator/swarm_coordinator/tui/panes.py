@@ -269,7 +269,8 @@ def contributors(model: RunModel, width: int, height: int) -> list[Line]:
             line(
                 f"{printable(row.name)} ({peer_text(row.peer, None, look)})"
                 if row.name
-                else peer_text(row.peer, None, look)
+                else peer_text(row.peer, None, look),
+                (f", {row.devices} devices" if row.devices > 1 else "", "dim"),
             ),
             line(", ".join(map(str, sorted(set(row.stages))))),
             line(number(row.microbatches)),

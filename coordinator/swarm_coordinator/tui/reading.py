@@ -27,12 +27,14 @@ from swarm_coordinator.tui.document import (
 )
 from swarm_shared.clock import Clock, monotonic, wall
 from swarm_shared.errors import StorageError, SwarmError, UsageError
+from swarm_shared.owners import people, word_of
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import Away, Event, Seen
 
 if TYPE_CHECKING:
     from swarm_coordinator.contributions import Contribution
     from swarm_coordinator.places import Place
+    from swarm_shared.types import PeerId
 
 LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0
@@ -122,7 +124,7 @@ class RunFolderReader:
             )  # fmt: skip
             self._notes = tuple(NoteRow(text=n.text, written_at=n.written_at) for n in end.notes)
             if now >= self._contributors_due:
-                self._contributors = contributors(contributions(place))
+                self._contributors = contributors(*contributions(place))
                 took = self.clock() - now
                 self._contributors_due = now + max(CONTRIBUTORS_SECONDS, REST_FACTOR * took)
             self._trouble = ""
@@ -140,19 +142,27 @@ class RunFolderReader:
         return self._place
 
 
-def contributors(rows: tuple[Contribution, ...]) -> tuple[ContributorRow, ...]:
-    """A row for each peer, with all of its stages; who counted most comes first."""
-    found: dict[str, ContributorRow] = {}
+def contributors(
+    rows: tuple[Contribution, ...], owners: Mapping[PeerId, PeerId]
+) -> tuple[ContributorRow, ...]:
+    """A row for each person, with all stages of their devices; who counted most comes first."""
+    names = {row.peer: row.name for row in rows}
+    devices_of = people(names, owners)
+    parts: dict[PeerId, list[Contribution]] = {}
     for row in rows:
-        before = found.get(row.peer)
-        found[row.peer] = ContributorRow(
-            peer=row.peer,
-            name=row.name,
-            stages=(*(before.stages if before else ()), int(row.stage)),
-            microbatches=row.microbatches + (before.microbatches if before else 0),
-            tokens=row.tokens + (before.tokens if before else 0),
+        parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
+    found = [
+        ContributorRow(
+            peer=person,
+            name=word_of(person, devices_of[person], names),
+            devices=len(devices_of[person]),
+            stages=tuple(int(part.stage) for part in those),
+            microbatches=sum(part.microbatches for part in those),
+            tokens=sum(part.tokens for part in those),
         )
-    return tuple(sorted(found.values(), key=lambda row: (-row.tokens, row.peer)))
+        for person, those in parts.items()
+    ]
+    return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 
 def _alive(pid: object) -> bool:

@@ -36,6 +36,10 @@ MOST_PATHS = 1024
 # ---------------------------------------------------------------- client to coordinator
 
 
+OwnerEnvelope = Annotated[str, Field(max_length=2_000)]
+"""An `OwnerBinding` in base64; one has about 340 characters."""
+
+
 class Hello(FrozenModel):
     """The first word of a client, again at every re-attachment."""
 
@@ -46,6 +50,8 @@ class Hello(FrozenModel):
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=40)] | None = None
     """For whom it wants its credit counted, too; whoever says the same word is in the same team."""
+    owner: OwnerEnvelope | None = None
+    """Signed by the key that this device belongs to; without it, it is its own owner."""
     addresses: tuple[Address, ...] = Field(max_length=32)
     carrier: CarrierAddress | None = None
     device: Text
@@ -327,7 +333,9 @@ class Lease(FrozenModel):
     lease: Count
     mode: Literal["train", "evaluate"] = "train"
     window: Count
-    """Microbatches this trainer may have in flight at once."""
+    """Microbatches this trainer has in flight at least, as far as there are so many."""
+    largest_window: Count = 0
+    """And at most; between them it goes by what it measures (`swarm_shared.flight`)."""
     microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=65_536)
 
 
@@ -382,9 +390,12 @@ class SaveSnapshot(FrozenModel):
 
 
 class NewsRow(FrozenModel):
-    """One volunteer of the leaderboard."""
+    """One person of the leaderboard."""
 
     peer: PeerId
+    """The key that its devices are bound to; of most people, that of the only device."""
+    devices: tuple[PeerId, ...] = Field(default=(), max_length=16)
+    """What else counts in this row; of more than so many, some."""
     name: Annotated[str, Field(max_length=60)] | None = None
     team: Annotated[str, Field(max_length=60)] | None = None
     tokens: Count

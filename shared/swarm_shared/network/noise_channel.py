@@ -2,13 +2,15 @@
 
 py-libp2p's session writes one message per system call and copies what it reads four times;
 this does the same with its keys, several messages at a time. The handshake and the cipher
-stay py-libp2p's.
+stay py-libp2p's. On a connection with a socket of its own, messages are encrypted and decrypted
+between the socket's buffers and the muxer's without a further copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cryptography.exceptions import InvalidTag
 from libp2p.abc import ISecureConn
 from libp2p.io.abc import ReadWriteCloser
 from libp2p.io.exceptions import IncompleteReadError
@@ -16,7 +18,9 @@ from libp2p.io.trio import TrioTCPStream
 from libp2p.network.connection.raw_connection import RawConnection
 from libp2p.security.noise.io import NoisePacketReadWriter, NoiseTransportReadWriter
 from libp2p.security.secure_session import SecureSession
+from noise.exceptions import NoiseInvalidMessage
 
+from swarm_shared.network.tcp import BufferedTcpStream
 from swarm_shared.types import PeerId
 
 MAX_PLAINTEXT_BYTES = 65_535 - 16
@@ -34,7 +38,11 @@ class NoiseChannel:
         assert isinstance(packets.read_writer, NoisePacketReadWriter)
         self._session = secured_conn
         self._cipher = packets.noise_state
+        # Its own `decrypt` takes bytes only, which out of a buffer would be a copy.
+        self._decrypting = self._cipher.noise_protocol.cipher_state_decrypt
         self._raw = packets.read_writer.read_write_closer
+        transport = _transport(self)
+        self._socket = transport if isinstance(transport, BufferedTcpStream) else None
 
     async def read(self) -> bytes:
         """The next message's plaintext, never empty. IncompleteReadError at the end."""
@@ -44,7 +52,11 @@ class NoiseChannel:
             return left_over
         while True:
             length = int.from_bytes(await self._read_exactly(_LENGTH_BYTES), "big")
-            plaintext: bytes = self._cipher.decrypt(await self._read_exactly(length))
+            message = await self._read_exactly(length)
+            try:
+                plaintext: bytes = self._decrypting.decrypt_with_ad(None, message)
+            except InvalidTag as error:
+                raise NoiseInvalidMessage("a message is not what the remote encrypted") from error
             if plaintext:
                 return plaintext
 
@@ -54,13 +66,22 @@ class NoiseChannel:
         for message in messages:
             encrypted = self._cipher.encrypt(message)
             pieces += (len(encrypted).to_bytes(_LENGTH_BYTES, "big"), encrypted)
-        await self._raw.write(b"".join(pieces))
+        if self._socket is not None:
+            await self._socket.write_pieces(pieces)
+        else:
+            await self._raw.write(b"".join(pieces))
 
     async def close(self) -> None:
         await self._session.close()
 
-    async def _read_exactly(self, size: int) -> bytes:
-        """A relayed connection may return less than was asked for; TCP does so at its end."""
+    async def _read_exactly(self, size: int) -> bytes | memoryview:
+        """Valid until the next read. A relayed connection may return less than was asked for; TCP
+        does so at its end."""
+        if self._socket is not None:
+            view = await self._socket.read_view(size)
+            if len(view) < size:
+                raise IncompleteReadError("the connection ended")
+            return view
         data: bytes = await self._raw.read(size)
         if len(data) == size:
             return data

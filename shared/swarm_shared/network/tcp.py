@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import libp2p.transport.tcp.tcp as tcp_module
 import trio
@@ -29,6 +29,7 @@ _MAX_READ_BYTES = 65_535
 # on those that fill them, until four messages make system calls and task switches cheap.
 _FIRST_BUFFER_BYTES = 4 * 1024
 _LARGEST_BUFFER_BYTES = 256 * 1024
+_CAN_GATHER = hasattr(socket.socket, "sendmsg")
 
 
 UNACKNOWLEDGED_SECONDS = 10.0
@@ -82,27 +83,58 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         return self._remote
 
     async def write(self, data: bytes) -> None:
+        await self.write_pieces((data,))
+
+    async def write_pieces(self, pieces: Sequence[bytes]) -> None:
+        """One after the other; the kernel gathers them, so that nobody has to join them first."""
         up = self._bandwidth.up
-        size = max(1, up.piece(len(data)))
-        for start in range(0, len(data), size):
-            piece = data[start : start + size] if size < len(data) else data
-            begun, written = up.line.begin(), 0
+        total = sum(map(len, pieces))
+        size = max(1, up.piece(total))
+        turns = [pieces]
+        if size < total:
+            joined = b"".join(pieces)
+            turns = [(joined[start : start + size],) for start in range(0, total, size)]
+        for turn in turns:
+            count, written = sum(map(len, turn)), 0
+            begun = up.line.begin()
             try:
-                await up.pass_(len(piece))
-                await super().write(piece)
-                written = len(piece)
+                await up.pass_(count)
+                await self._send(turn)
+                written = count
             finally:
                 up.line.end(begun, written)
+
+    async def _send(self, pieces: Sequence[bytes]) -> None:
+        if len(pieces) == 1 or not _CAN_GATHER:
+            await super().write(b"".join(pieces))
+            return
+        left = [memoryview(piece) for piece in pieces]
+        async with self.write_lock:
+            try:
+                while left:
+                    sent = await self.stream.socket.sendmsg(left)
+                    while left and sent >= len(left[0]):
+                        sent -= len(left.pop(0))
+                    if sent:
+                        left[0] = left[0][sent:]
+            except trio.ClosedResourceError:
+                return  # closed here meanwhile, as with `write`
+            except OSError as error:
+                raise ConnectionClosedError(f"the connection is lost: {error}") from error
 
     async def read(self, n: int | None = None) -> bytes:
         if n is None:
             n = min(max(1, self._end - self._start), _MAX_READ_BYTES)
+        return bytes(await self.read_view(n))
+
+    async def read_view(self, n: int) -> memoryview:
+        """As `read`, without a copy: what it returns is overwritten by the next read."""
         if n > _MAX_READ_BYTES:
             raise ConnectionClosedError(f"the remote announces a message of {n} bytes")
         while self._end - self._start < n:
             if not await self._fill(n):
                 n = self._end - self._start
-        taken = bytes(self._view[self._start : self._start + n])
+        taken = self._view[self._start : self._start + n]
         self._start += n
         return taken
 
@@ -129,8 +161,8 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         return received
 
     def _move_to_front(self, target: memoryview) -> None:
-        left = bytes(self._view[self._start : self._end])
-        target[: len(left)] = left
+        left = self._view[self._start : self._end]
+        target[: len(left)] = left  # in the same buffer, too: memory is moved, not only copied
         self._view, self._start, self._end = target, 0, len(left)
 
 

@@ -8,6 +8,7 @@ from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import ModelConfig
 
 FLOAT_BYTES = 4
+TOKEN_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
 """The weight and AdamW's two moments; a snapshot holds nothing else of weight."""
 
@@ -18,9 +19,20 @@ class StageSizes:
     input_bytes: int
     """What one microbatch brings in: token ids or the activation of the stage before."""
     output_bytes: int
-    """What it sends on, and gets the gradient of; 0 at the last stage."""
-    sent_bytes: int
-    """For one microbatch: its activation to the next stage, and a gradient to the one before."""
+    """What it sends on; 0 at the last stage."""
+    input_gradient_bytes: int
+    """What it answers with; 0 at the first stage, whose input has no gradient."""
+    output_gradient_bytes: int
+    """What comes back for what it sent on; 0 at the last stage."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """For a microbatch: its activation to the next stage, and a gradient to the one before."""
+        return self.output_bytes + self.input_gradient_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self.input_bytes + self.output_gradient_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -43,8 +55,7 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
     """Of every stage of a run."""
     config = manifest.model
     tokens = manifest.tokens_per_microbatch
-    element_bytes = 2 if manifest.training.dtype == "bfloat16" else 4
-    boundary = tokens * config.hidden_size * element_bytes
+    activation, gradient = manifest.activation_bytes, manifest.gradient_bytes
     table = config.vocabulary_size * config.hidden_size
     last = manifest.stage_count - 1
     sizes: list[StageSizes] = []
@@ -59,9 +70,10 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
         sizes.append(
             StageSizes(
                 parameters=parameters,
-                input_bytes=boundary if index else tokens * FLOAT_BYTES,
-                output_bytes=boundary if index < last else 0,
-                sent_bytes=boundary * ((index < last) + (index > 0)),
+                input_bytes=activation if index else tokens * TOKEN_BYTES,
+                output_bytes=activation if index < last else 0,
+                input_gradient_bytes=gradient if index else 0,
+                output_gradient_bytes=gradient if index < last else 0,
             )
         )
     return tuple(sizes)

@@ -156,7 +156,8 @@ function showBoard(found) {
   body.replaceChildren();
   for (const one of found.contributions) {
     const who = element("span", one.name ?? "", "who");
-    who.append(element("small", `${one.name ? " " : ""}…${one.id_end}`));
+    const devices = one.devices > 1 ? `, ${one.devices} devices` : "";
+    who.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
     cells(body.insertRow(), [String(one.rank)], [who, "who"], [one.stages.join(", ")],
       [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
   }

@@ -1,0 +1,81 @@
+"""Tables of docs/benchmarks.md: what codecs take and give, and what they cost in loss."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.codec_choice import choose, costs_of, pairs_of
+from benchmarks.codecs import HEAD, MEGABIT_BYTES, RESULTS, rows_of
+
+LINES_MBIT = (5, 20, 100, 1000, 10_000)
+BUDGETS = (0.0005, 0.005, 0.03)
+
+
+def codecs_markdown(document: Mapping[str, Any]) -> str:
+    """Time, bytes and error of each codec, ours and hivemind's."""
+    machine = document["machine"]
+    shape = " x ".join(f"{size:,}" for size in document["shape"])
+    lines = [
+        f"{document['measured_at'][:10]}, one thread of {machine['processor']}, load "
+        f"{document['load_before']:.1f} before, torch {machine['packages']['torch']}; medians of "
+        f"{document['repetitions']}. A hidden state of preset `{document['preset']}` ({shape}, "
+        "float32).",
+        "",
+        f"| {' | '.join(HEAD)} |",
+        "|---|---:|---:|---:|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in rows_of(dict(document))),
+    ]
+    return "\n".join(lines)
+
+
+def quality_markdown(document: Mapping[str, Any]) -> str:
+    """Final held-out loss by pair of codecs, against none."""
+    settings, seeds = document["settings"], document["seeds"]
+    pairs: Mapping[str, Mapping[str, Any]] = document["pairs"]
+    whole = next(iter(pairs.values()))["bytes_per_microbatch"]
+    lines = [
+        f"{document['measured_at'][:10]}: {document['steps']} steps of "
+        f"{document['tokens_per_step']:,} tokens of the demo's data, width "
+        f"{settings['model.hidden_size']}, {settings['model.layers']} layers in "
+        f"{document['stages']} stages, float32, {len(seeds)} seeds. Losses are held-out, in nats "
+        "per token.",
+        "",
+        "| activation / gradient | times smaller | loss, mean | gap, mean | its spread "
+        "| within the noise |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for name, one in pairs.items():
+        lines.append(
+            f"| {name} | {whole / one['bytes_per_microbatch']:.2f} "
+            f"| {statistics.mean(one['losses']):.4f} | {one['gap_mean']:+.4f} "
+            f"({one['gap_relative']:+.2%}) | {one['gap_spread']:.4f} "
+            f"| {'yes' if one['within_noise'] else 'no'} |"
+        )
+    lines += [
+        "",
+        f"The noise, the standard deviation from seed to seed without codecs, is "
+        f"{document['noise']:.4f}; the cheapest pair whose mean gap is within it is "
+        f"**{document['cheapest_within_noise']}**.",
+        "",
+        *_choices(document, json.loads((RESULTS / "codecs.json").read_text())),
+    ]
+    return "\n".join(lines)
+
+
+def _choices(quality: Mapping[str, Any], codecs: Mapping[str, Any]) -> list[str]:
+    """The fastest pair per line and accepted loss."""
+    pairs, costs = pairs_of(quality), costs_of(codecs)
+    lines = [
+        "Fastest pair by the line's rate each way and by the largest gap that one accepts, from "
+        "both tables:",
+        "",
+        "| line | " + " | ".join(f"gap up to {budget:.2%}" for budget in BUDGETS) + " |",
+        "|---:|" + "---|" * len(BUDGETS),
+    ]
+    for rate in LINES_MBIT:
+        chosen = (choose(pairs, costs, rate * MEGABIT_BYTES, budget) for budget in BUDGETS)
+        lines.append(f"| {rate:,} Mbit/s | " + " | ".join(str(name) for name in chosen) + " |")
+    return lines

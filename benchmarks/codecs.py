@@ -1,0 +1,218 @@
+"""What the codecs between stages take and give: `make bench-codecs`.
+
+One hidden state of a model of a billion parameters (preset `1b`) is encoded into memory and decoded
+again, by each codec in turn, and by hivemind's own 8-bit quantisations where hivemind is installed
+(their bytes with their protobuf, as they would travel). One thread: a volunteer's other cores
+compute. From the medians follows below which rate of a line a codec pays against the next
+larger one: its bytes are saved there at the price of its time.
+
+The error is that of normal noise with a few outlier channels, as hidden states have (Dettmers et
+al. 2022, arXiv 2208.07339); what errors cost in loss is `benchmarks/quality.py`'s question.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe_machine
+from swarm_coordinator.summary import table
+from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
+from swarm_shared.codecs.tensors import decode, encode
+from swarm_shared.model_config import preset
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "numpy", "hivemind")
+PRESET = "1b"
+REPETITIONS = 15
+OUTLIER_CHANNELS = 6
+OUTLIER_SIZE = 20.0
+MEGABIT_BYTES = 1e6 / 8
+
+RoundTrip = Callable[[], tuple[int, float, float, Tensor]]
+"""Bytes, seconds of encoding and of decoding, and what came back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    nbytes: int
+    seconds: float
+    """Encoding and decoding."""
+
+
+@click.command()
+@click.option("--repetitions", type=click.IntRange(1), default=REPETITIONS, show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "codecs.json"
+)
+def main(repetitions: int, out: Path) -> None:
+    """Time, bytes and error of every codec, and the line rates below which each pays."""
+    # First of all: its server forks.
+    contenders = hivemind_codecs()
+    document = measure(repetitions, contenders)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    click.echo(render(document))
+
+
+def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) -> dict[str, Any]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    try:
+        tensor_BTD = hidden_state()
+        turns: dict[str, RoundTrip] = {}
+        for codec in GRADIENT_CODECS:
+            turns[codec] = our_codec(codec, tensor_BTD)
+        for name, make in others.items():
+            turns[name] = make(tensor_BTD)
+        seen: dict[str, list[tuple[int, float, float]]] = {name: [] for name in turns}
+        errors: dict[str, float] = {}
+        for _ in range(repetitions + 1):
+            for name, turn in turns.items():
+                nbytes, encoding, decoding, back = turn()
+                seen[name].append((nbytes, encoding, decoding))
+                errors[name] = float((back - tensor_BTD).norm() / tensor_BTD.norm())
+    finally:
+        torch.set_num_threads(before)
+    codecs = {
+        # The first round warms caches up.
+        name: {
+            "bytes": times[0][0],
+            "encode_seconds_median": statistics.median(one[1] for one in times[1:]),
+            "decode_seconds_median": statistics.median(one[2] for one in times[1:]),
+            "encode_seconds_all": [one[1] for one in times[1:]],
+            "decode_seconds_all": [one[2] for one in times[1:]],
+            "relative_error": errors[name],
+        }
+        for name, times in seen.items()
+    }
+    ours: dict[str, Cost] = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "load_before": load,
+        "preset": PRESET,
+        "shape": list(tensor_BTD.shape),
+        "repetitions": repetitions,
+        "codecs": codecs,
+        "pays_below_bytes_per_second": pays_below(ours),
+    }
+
+
+def pays_below(costs: dict[str, Cost]) -> dict[str, float | None]:
+    """For each codec, the rate at which it takes as long as the next larger one, bytes and all.
+
+    Above it the larger one is the faster. None: it is faster at any rate; 0: at none. The largest
+    codec of all is compared with nothing and left out.
+    """
+    by_size = sorted(costs, key=lambda name: costs[name].nbytes, reverse=True)
+    rates: dict[str, float | None] = {}
+    for larger, smaller in pairwise(by_size):
+        saved = costs[larger].nbytes - costs[smaller].nbytes
+        extra = costs[smaller].seconds - costs[larger].seconds
+        rates[smaller] = None if extra <= 0 else saved / extra
+    return rates
+
+
+def cost_of(codec: dict[str, Any]) -> Cost:
+    seconds = codec["encode_seconds_median"] + codec["decode_seconds_median"]
+    return Cost(codec["bytes"], seconds)
+
+
+def hidden_state() -> Tensor:
+    chosen = preset(PRESET)
+    model = chosen.model
+    generator = torch.Generator().manual_seed(1)
+    shape = (chosen.sequences_per_microbatch, model.sequence_length, model.hidden_size)
+    tensor_BTD = torch.randn(shape, generator=generator)
+    tensor_BTD[..., :: model.hidden_size // OUTLIER_CHANNELS] *= OUTLIER_SIZE
+    return tensor_BTD
+
+
+def our_codec(name: CodecName, tensor_BTD: Tensor) -> RoundTrip:
+    slot = memoryview(bytearray(encoded_bytes(name, tensor_BTD.numel(), "float32")))
+
+    def turn() -> tuple[int, float, float, Tensor]:
+        began = time.perf_counter()
+        nbytes = encode(name, tensor_BTD, slot)
+        encoded = time.perf_counter()
+        back = decode(name, slot[:nbytes], tensor_BTD.shape, "float32")
+        return nbytes, encoded - began, time.perf_counter() - encoded, back
+
+    return turn
+
+
+def hivemind_codecs() -> dict[str, Callable[[Tensor], RoundTrip]]:
+    """Its codecs of float16 and of eight bits; none where it is not installed."""
+    try:
+        from benchmarks.wan import hivemind_parts
+    except ImportError:
+        return {}
+    kinds = {
+        "hivemind FLOAT16": hivemind_parts.CompressionType.FLOAT16,
+        "hivemind UNIFORM_8BIT": hivemind_parts.CompressionType.UNIFORM_8BIT,
+        "hivemind QUANTILE_8BIT": hivemind_parts.CompressionType.QUANTILE_8BIT,
+    }
+
+    def of_kind(kind: Any) -> Callable[[Tensor], RoundTrip]:
+        def make(tensor_BTD: Tensor) -> RoundTrip:
+            def turn() -> tuple[int, float, float, Tensor]:
+                began = time.perf_counter()
+                payload = hivemind_parts.compressed(tensor_BTD, kind)
+                encoded = time.perf_counter()
+                back = hivemind_parts.decompressed(payload)
+                return len(payload), encoded - began, time.perf_counter() - encoded, back
+
+            return turn
+
+        return make
+
+    return {name: of_kind(kind) for name, kind in kinds.items()}
+
+
+def rate_text(bytes_per_second: float | None) -> str:
+    return "any" if bytes_per_second is None else f"{bytes_per_second / MEGABIT_BYTES:,.0f} Mbit/s"
+
+
+def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Of the printed table and of the page's: milliseconds, bytes over float32's, error, rate."""
+    codecs, rates = document["codecs"], document["pays_below_bytes_per_second"]
+    whole = codecs["none"]["bytes"]
+    return [
+        (
+            name,
+            f"{whole / one['bytes']:.2f}",
+            f"{1000 * one['encode_seconds_median']:.1f}",
+            f"{1000 * one['decode_seconds_median']:.1f}",
+            f"{one['relative_error']:.2%}",
+            rate_text(rates[name]) if name in rates else "",
+        )
+        for name, one in codecs.items()
+    ]
+
+
+HEAD: Sequence[str] = (
+    "codec", "times smaller", "encode, ms", "decode, ms", "error", "pays below"
+)  # fmt: skip
+
+
+def render(document: dict[str, Any]) -> str:
+    return table(HEAD, rows_of(document), right=(1, 2, 3, 4, 5))
+
+
+if __name__ == "__main__":
+    main()

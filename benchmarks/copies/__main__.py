@@ -1,0 +1,117 @@
+"""`make bench-copies`: how many times the bytes of one activation are copied, hop by hop."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.copies.counting import build
+from benchmarks.machine import describe_machine
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+
+ROOT = Path(__file__).parents[2]
+OUT = Path(__file__).parents[1] / "results" / "copies.json"
+PACKAGES = ("torch", "libp2p", "cryptography", "trio")
+PROGRAM_SECONDS = 120.0
+
+HOPS = {
+    "write": "worker: a tensor into its slot",
+    "send": "daemon: from the slot to the socket",
+    "receive": "daemon: from the socket to a frame",
+    "fill": "daemon: from the frame to a slot",
+    "read_input": "worker: from the slot to a tensor",
+}
+"""In the order in which a tensor goes."""
+KINDS = ("memory", "to_kernel", "from_kernel")
+
+
+@click.command()
+@click.option("--mebibytes", default=16, show_default=True, type=click.IntRange(1, 32))
+@click.option("--out", default=OUT, type=click.Path(path_type=Path))
+def main(mebibytes: int, out: Path) -> None:
+    """Count the copies of one activation between two volunteers."""
+    try:
+        hops = measure(mebibytes * 2**20)
+    except SwarmError as error:
+        click.echo(f"copies: {error}", err=True)
+        sys.exit(error.exit_code)
+    document = {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "payload_bytes": mebibytes * 2**20,
+        "hops": hops,
+    }
+    click.echo(render(document))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(f"\nwritten to {out}")
+
+
+def measure(size: int) -> dict[str, dict[str, int]]:
+    """Bytes copied in each of HOPS for so large a payload. CapacityError without a compiler."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        with _start(library, "program", "receive") as receiver:
+            try:
+                place = _answer(receiver)
+                found = _run(
+                    library, "program", "send", str(size), place["peer"], *place["addresses"]
+                )
+                receiver.wait(PROGRAM_SECONDS)
+            finally:
+                receiver.kill()
+        found |= _run(library, "worker_program", str(size))
+    return {hop: found[hop] for hop in HOPS}
+
+
+def _start(library: Path, module: str, *words: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": path}
+    command = [sys.executable, "-m", f"benchmarks.copies.{module}", *words]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def _run(library: Path, *words: str) -> dict[str, dict[str, int]]:
+    with _start(library, *words) as program:
+        try:
+            answer = _answer(program)
+            program.wait(PROGRAM_SECONDS)
+        finally:
+            program.kill()
+    return answer
+
+
+def _answer(program: subprocess.Popen[str]) -> dict[str, Any]:
+    assert program.stdout is not None
+    line = program.stdout.readline()
+    if not line:
+        raise SwarmError("a measuring process ended early; what it said is above")
+    answer: dict[str, Any] = json.loads(line)
+    return answer
+
+
+def render(document: Mapping[str, Any]) -> str:
+    size = document["payload_bytes"]
+    rows = [
+        (HOPS[hop], *(f"{copied[kind] / size:.2f}" for kind in KINDS))
+        for hop, copied in document["hops"].items()
+    ]
+    totals = [sum(one[kind] for one in document["hops"].values()) for kind in KINDS]
+    rows.append(("all", *(f"{total / size:.2f}" for total in totals)))
+    head = ("hop, over the payload", "in memory", "to the kernel", "from the kernel")
+    return table(head, rows, right=(1, 2, 3))
+
+
+if __name__ == "__main__":
+    main()

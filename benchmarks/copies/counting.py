@@ -1,0 +1,68 @@
+"""Counts of this process's copies, by `interpose.c`, which Linux loads before the C library."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm_shared.errors import CapacityError, SwarmError
+
+SOURCE = Path(__file__).with_name("interpose.c")
+
+
+@dataclass(slots=True)
+class Copied:
+    """Bytes: in memory, handed to the kernel, taken from it."""
+
+    memory: int = 0
+    to_kernel: int = 0
+    from_kernel: int = 0
+
+
+def build(folder: Path) -> Path:
+    """The library to preload. CapacityError where it cannot be made or would not be loaded."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if not sys.platform.startswith("linux") or compiler is None:
+        raise CapacityError(
+            "copies are counted on Linux with a C compiler only; none is here (install gcc)"
+        )
+    library = folder / "interpose.so"
+    options = ["-O2", "-shared", "-fPIC", "-fno-builtin"]
+    command = [compiler, *options, "-o", str(library), str(SOURCE), "-ldl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CapacityError(f"{SOURCE.name} does not compile here: {done.stderr.strip()}")
+    return library
+
+
+class Counter:
+    """This process's copies; it must have been started with the library preloaded."""
+
+    def __init__(self) -> None:
+        loaded = ctypes.CDLL(None)
+        try:
+            names = ("copies_in_memory", "copies_to_kernel", "copies_from_kernel")
+            self._functions = [getattr(loaded, name) for name in names]
+        except AttributeError as error:
+            raise SwarmError("this process was started without the counting library") from error
+        for function in self._functions:
+            function.restype = ctypes.c_ulonglong
+
+    def read(self) -> Copied:
+        return Copied(*(function() for function in self._functions))
+
+    @contextmanager
+    def counting(self) -> Iterator[Copied]:
+        """Filled in when the block ends."""
+        copied, before = Copied(), self.read()
+        yield copied
+        after = self.read()
+        copied.memory = after.memory - before.memory
+        copied.to_kernel = after.to_kernel - before.to_kernel
+        copied.from_kernel = after.from_kernel - before.from_kernel

@@ -1,0 +1,83 @@
+"""`make bench-counts`: counts, and compares with the baseline; exit code 1 when something grew."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.counts.comparison import TOLERANCE, compare, document_of
+from benchmarks.counts.exchange import exchange_bytes
+from benchmarks.counts.messages import message_bytes
+from benchmarks.counts.workloads import workload_costs
+from benchmarks.machine import describe_machine
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+
+BASELINE = Path(__file__).with_name("baseline.json")
+PACKAGES = ("libp2p", "pydantic", "trio")
+"""Whose versions change what is counted."""
+
+
+@click.command()
+@click.option("--accept", is_flag=True, help="Make what is counted now the baseline.")
+@click.option("--quiet", is_flag=True, help="Print only what differs.")
+@click.option("--baseline", default=BASELINE, type=click.Path(path_type=Path), hidden=True)
+def main(accept: bool, quiet: bool, baseline: Path) -> None:
+    """Count bytes and instructions, and compare them with the baseline."""
+    sizes = {f"message: {name}": size for name, size in message_bytes().items()}
+    sizes |= {f"exchange: {name}": size for name, size in exchange_bytes().items()}
+    now = document_of(sizes, workload_costs(), describe_machine(PACKAGES))
+    if not quiet:
+        click.echo(render(now))
+    if accept:
+        baseline.write_text(json.dumps(now, indent=2) + "\n")
+        click.echo(f"written to {baseline}; commit it with what changed the counts")
+        return
+    conclude(now, baseline)
+
+
+def conclude(now: Mapping[str, Any], baseline: Path) -> None:
+    """Say what differs; exit code 1 when something grew."""
+    try:
+        verdict = compare(now, json.loads(baseline.read_text()))
+    except SwarmError as error:
+        click.echo(f"counts: {error}", err=True)
+        sys.exit(error.exit_code)
+    for note in verdict.notes:
+        click.echo(f"note: {note}")
+    if not verdict.worse:
+        click.echo(
+            f"counts: bytes are as in the baseline, instructions within {TOLERANCE:.0%} of it"
+        )
+        return
+    for sentence in verdict.worse:
+        click.echo(f"counts: {sentence}", err=True)
+    click.echo(
+        "counts: if that is on purpose, say so in the commit and take it as the new baseline: "
+        "make bench-counts ARGS=--accept",
+        err=True,
+    )
+    sys.exit(1)
+
+
+def render(document: Mapping[str, Any]) -> str:
+    sizes = [(name, f"{size:,}") for name, size in document["bytes"].items()]
+    costs = [
+        (name, f"{cost['instructions']:,}", f"{cost['calls']:,}")
+        for name, cost in document["instructions"].items()
+    ]
+    return "\n".join(
+        (
+            table(("what", "bytes"), sizes, right=(1,)), "",
+            table(("work", "instructions", "calls"), costs, right=(1, 2)), "",
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Small pieces of work, each of something that a run does over and over; all from fixed seeds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping
+
+from benchmarks.counts.exchange import LIMITS, STAGE, exchanged
+from benchmarks.counts.instructions import Cost, cost_of
+from benchmarks.counts.messages import NEIGHBOURS, backward, forward, heartbeat
+from benchmarks.counts.world import (
+    MICROBATCHES,
+    PEERS_PER_STAGE,
+    RUN,
+    STAGES,
+    MidStep,
+    envelope,
+    identity,
+    receipt,
+)
+from swarm_client.engine.receipts import ReceiptBook
+from swarm_coordinator.control import ReceiptChecker
+from swarm_coordinator.events import Beat, HeartbeatsHeard, LeaseResolved, ReceiptsVerified, Tick
+from swarm_shared.messages import client_messages, encode, parse, stage_answers, stage_requests
+from swarm_shared.network.send_queue import SendQueue
+from swarm_shared.network.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header
+from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
+from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.wire import FrameDecoder, encode_frame
+
+Prepare = Callable[[], Callable[[], object]]
+
+MACHINES = 400
+ROUTES = 32
+
+
+def workload_costs() -> dict[str, Cost]:
+    costs = {name: cost_of(prepare) for name, prepare in WORKLOADS.items()}
+    costs["network: a forward of 4 MiB from the sender's frame to the receiver's"] = exchanged(
+        forward(STAGE)
+    ).cost
+    return costs
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+def _heartbeat_heard() -> Callable[[], object]:
+    world, said = MidStep(), encode(heartbeat(NEIGHBOURS))
+
+    def work() -> None:
+        message = parse(client_messages, said)
+        beat = Beat(world.session(5), identity(5).peer_id, message)  # type: ignore[arg-type]
+        world.event(HeartbeatsHeard((beat,)))
+
+    return work
+
+
+def _receipt_heard() -> Callable[[], object]:
+    world, checker, said = MidStep(), ReceiptChecker(RUN), envelope(5, 0)
+    number, peer = 5, identity(5).peer_id
+
+    def work() -> None:
+        checking = checker.check((said,))
+        try:
+            checking.send(None)
+        except StopIteration as checked:
+            world.event(ReceiptsVerified(world.session(number), peer, checked.value))
+        else:
+            raise AssertionError("one receipt is checked without waiting")
+
+    return work
+
+
+def _lease_resolved() -> Callable[[], object]:
+    """Its trainer gets the next one, if there is one."""
+    world = MidStep()
+    peer, lease = world.leases[5]
+    number = next(n for n in range(STAGES * PEERS_PER_STAGE) if identity(n).peer_id == peer)
+    microbatch = lease.microbatches[0].microbatch
+    receipts = tuple(receipt(stage, microbatch) for stage in range(STAGES))
+    resolved = LeaseResolved(
+        world.session(number), peer, Step(1), MicrobatchIndex(microbatch), lease.lease, True, "",
+        receipts, None, 0,
+    )  # fmt: skip
+    return lambda: world.event(resolved)
+
+
+def _tick() -> Callable[[], object]:
+    world = MidStep()
+    world.now += 0.25
+    return lambda: world.event(Tick())
+
+
+def _last_receipt() -> Callable[[], object]:
+    """The one that completes the table: the close begins."""
+    world = MidStep()
+    missing = receipt(0, MICROBATCHES - 1)
+    for number in range(STAGES):
+        held = tuple(receipt(number, m) for m in range(MICROBATCHES))
+        held = tuple(one for one in held if one != missing)
+        world.event(ReceiptsVerified(world.session(number), identity(number).peer_id, held))
+    last = ReceiptsVerified(world.session(0), identity(0).peer_id, (missing,))
+    return lambda: world.event(last)
+
+
+def _placement() -> Callable[[], object]:
+    rng = random.Random("a placement decision")
+    stages = tuple(StageLoad(StageIndex(s), 3e12, 2**32, 2**30, 2**22) for s in range(2 * STAGES))
+    thinned = [rng.uniform(0.7, 1.0) for _ in stages]
+    peers: list[PeerLoad] = []
+    while len(peers) < MACHINES:
+        stage = rng.randrange(len(stages))
+        if rng.random() < thinned[stage]:
+            peers.append(
+                PeerLoad(
+                    PeerId(f"peer-{len(peers)}"), StageIndex(stage),
+                    1.8e13 * math.exp(rng.gauss(0, 0.4)), 2**34, rng.uniform(1e7, 1e8),
+                )
+            )  # fmt: skip
+    return lambda: choose_moves(stages, peers, MovePolicy(margin=0.0, rate_noise=0.0))
+
+
+# ---------------------------------------------------------------- a volunteer
+
+
+def _heartbeat_said() -> Callable[[], object]:
+    said = heartbeat(NEIGHBOURS)
+    return lambda: encode(said)
+
+
+def _receipt_signed() -> Callable[[], object]:
+    book = ReceiptBook(identity(5), RUN, StageIndex(1), lambda: Generation(1))
+    return lambda: book.add(Step(1), MicrobatchIndex(200), 1, 1024, None)
+
+
+def _route() -> Callable[[], object]:
+    table = InterleavedWeightedRoundRobin()
+    peers = [identity(n).peer_id for n in range(ROUTES)]
+    table.update(peers)
+    for position, peer in enumerate(peers):
+        table.observe(peer, 0.5 + 0.01 * position)
+    usable = frozenset(peers)
+    return lambda: table.choose(0.0, usable)
+
+
+def _stage_headers() -> Callable[[], object]:
+    request, answer = forward(STAGE), backward(STAGE)
+
+    def work() -> None:
+        parse(stage_requests, encode(request))
+        parse(stage_answers, encode(answer))
+
+    return work
+
+
+def _muxer_frame() -> Callable[[], object]:
+    queue, view = SendQueue(), memoryview(bytes(MAX_FRAME_PAYLOAD_BYTES))
+
+    def work() -> None:
+        queue.put(data_header(1, len(view)) + view)
+        queue.next_messages()
+
+    return work
+
+
+def _frame() -> Callable[[], object]:
+    """A payload of a megabyte, arriving in pieces as large as the muxer's."""
+    header, payload = encode(forward(STAGE)), bytes(2**20)
+    size = MAX_FRAME_PAYLOAD_BYTES
+
+    def work() -> None:
+        decoder = FrameDecoder(LIMITS)
+        for piece in encode_frame(header, payload):
+            view = memoryview(piece)
+            for start in range(0, len(view), size):
+                decoder.feed(view[start : start + size])
+
+    return work
+
+
+WORKLOADS: Mapping[str, Prepare] = {
+    f"coordinator: a heartbeat with {NEIGHBOURS} links, parsed and taken in": _heartbeat_heard,
+    "coordinator: a receipt, checked and counted": _receipt_heard,
+    "coordinator: a lease resolved": _lease_resolved,
+    f"coordinator: a tick with {STAGES * PEERS_PER_STAGE} members": _tick,
+    "coordinator: the last receipt of a step, with the closes that follow": _last_receipt,
+    f"coordinator: a placement decision over {MACHINES} machines": _placement,
+    f"volunteer: a heartbeat with {NEIGHBOURS} links, encoded": _heartbeat_said,
+    "volunteer: a receipt, signed": _receipt_signed,
+    f"volunteer: a choice among {ROUTES} routes": _route,
+    "volunteer: headers of a forward and a backward, encoded and parsed": _stage_headers,
+    "network: a muxer's frame, queued and taken": _muxer_frame,
+    "network: a frame of 1 MiB, encoded and decoded": _frame,
+}

@@ -1,0 +1,171 @@
+"""Tokens per second and FLOPs utilisation of one middle stage on a GPU: `make bench-gpu`.
+
+Forward, backward and the optimizer's step of the worker's own code, in bfloat16, with and without
+torch.compile. Without a GPU it says so and ends well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import psutil
+import torch
+
+from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
+from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_manifest
+from benchmarks.machine import describe_machine
+from swarm_client.worker.compiling import BACKENDS
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+from swarm_shared.model_config import PRESETS
+
+OUT = Path(__file__).parent / "results" / "gpu.json"
+PACKAGES = ("torch", "swarmtrain")
+WARM_UP_STEPS = 2
+
+
+@click.command()
+@click.option("--device", "wanted", default="auto", show_default=True, help="auto, cpu or cuda:0.")
+@click.option("--preset", "presets", multiple=True, type=click.Choice(list(PRESETS)),
+              help="Repeatable; default: 1b and 7b.")  # fmt: skip
+@click.option("--layers", type=click.IntRange(1), help="Default: as many as fit.")
+@click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--steps", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--backend", default=BACKENDS[0], show_default=True, type=click.Choice(BACKENDS))
+@click.option("--peak-tflops", type=click.FloatRange(min=0, min_open=True),
+              help="Of the device in bfloat16, where the table does not know it.")  # fmt: skip
+@click.option("--out", type=click.Path(path_type=Path), help="Default: results/gpu.json on a GPU.")
+def main(
+    wanted: str, presets: tuple[str, ...], layers: int | None, microbatches: int, steps: int,
+    backend: str, peak_tflops: float | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Measure one stage: tokens/s, model FLOPs utilisation, and how long the device waits."""
+    if wanted != "cpu" and not torch.cuda.is_available():
+        click.echo(
+            "gpu: torch sees no GPU here, so nothing was measured; --device cpu --preset tiny "
+            "shows what would be"
+        )
+        return
+    device = torch.device("cuda:0" if wanted == "auto" else wanted)
+    try:
+        rows = [
+            row
+            for preset in presets or ("1b", "7b")
+            for row in measure(preset, device, layers, microbatches, steps, backend, peak_tflops)
+        ]
+    except SwarmError as error:
+        click.echo(f"gpu: {error}", err=True)
+        sys.exit(error.exit_code)
+    document = {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "device": device_name(device),
+        "cuda": torch.version.cuda,
+        "stages": rows,
+    }
+    click.echo(render(document))
+    if out is None and device.type == "cuda":
+        out = OUT
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(document, indent=2) + "\n")
+        click.echo(f"\nwritten to {out}")
+
+
+def measure(
+    name: str, device: torch.device, layers: int | None, microbatches: int, steps: int,
+    backend: str, peak: float | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """One stage of the preset, as it is and compiled."""
+    preset = PRESETS[name]
+    host_bytes = int(psutil.virtual_memory().available)
+    held = layers or layers_that_fit(preset, "bfloat16", _free_bytes(device), host_bytes)
+    if held < preset.model.layers:
+        why = "asked for" if layers else "what fits into the memory"
+        click.echo(f"{name}: {held} of the model's {preset.model.layers} layers, {why}")
+    manifest = stage_manifest(preset, held, "bfloat16")
+    peak = peak or peak_tflops(device_name(device))
+    rows = []
+    for chosen in (None, backend):
+        stage = StageAtWork(manifest, device, chosen)
+        for _ in range(WARM_UP_STEPS):
+            stage.measure(min(2, microbatches))
+        timed = [stage.measure(microbatches) for _ in range(steps)]
+        tokens = microbatches * manifest.tokens_per_microbatch
+        flops = tokens * held * layer_training_flops_per_token(preset.model)
+        rows.append(
+            {
+                "preset": name, "layers": held, "of_layers": preset.model.layers,
+                "parameters": stage.parameters, "compiled_by": chosen,
+                "microbatches": microbatches, "tokens_per_step": tokens, "flops_per_step": flops,
+                "peak_tflops": peak, **figures(timed, tokens, flops, peak),
+                "steps": [dataclasses.asdict(one) for one in timed],
+            }
+        )  # fmt: skip
+        del stage
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def figures(
+    timed: Sequence[Timed], tokens: int, flops: float, peak: float | None
+) -> dict[str, float | None]:
+    """Medians over steps. Computing alone; with the optimizer's step, tokens/s once more."""
+    seconds = median(one.seconds for one in timed)
+    whole = median(one.seconds + one.optimizer_seconds for one in timed)
+    teraflops = flops / seconds / 1e12
+    return {
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_second_with_optimizer": tokens / whole,
+        "teraflops": teraflops,
+        "mfu": teraflops / peak if peak else None,
+        "waiting_share": median(1 - one.busy_seconds / one.seconds for one in timed),
+        "optimizer_seconds": median(one.optimizer_seconds for one in timed),
+    }
+
+
+def render(document: Mapping[str, Any]) -> str:
+    rows = []
+    for one in document["stages"]:
+        mfu = "unknown peak" if one["mfu"] is None else f"{one['mfu']:.1%}"
+        rows.append(
+            (
+                f"{one['preset']}, {one['layers']} of {one['of_layers']} layers",
+                one["compiled_by"] or "no",
+                f"{one['tokens_per_second']:,.0f}",
+                f"{one['tokens_per_second_with_optimizer']:,.0f}",
+                f"{one['teraflops']:,.3g}",
+                mfu,
+                f"{one['waiting_share']:.1%}",
+            )
+        )
+    head = (
+        "stage", "compiled", "tokens/s", "with optimizer", "TFLOP/s", "MFU", "device waits"
+    )  # fmt: skip
+    return f"{document['device']}\n" + table(head, rows, right=(2, 3, 4, 5, 6))
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return "CPU"
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""One middle stage at work, as its worker has it work: payloads out of slots, answers into slots.
+
+No daemon and no network: what is measured is the worker's own code between two messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from benchmarks.counts.world import manifest as any_manifest
+from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.worker.steps import StepRunner
+from swarm_shared.errors import CapacityError
+from swarm_shared.manifest import Manifest, StageRange
+from swarm_shared.model.profile import profile_layers
+from swarm_shared.model_config import ComputeDtype, ModelConfig, Preset
+from swarm_shared.partition import ModelProfile, stage_memory_bytes
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+
+MIDDLE = StageIndex(1)
+MEMORY_SHARE = 0.8
+"""Of what is free, as the client offers it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Of `microbatches` and one optimizer step. `busy_seconds`: from each computation's first layer
+    to its end, on the device's own clock."""
+
+    microbatches: int
+    seconds: float
+    busy_seconds: float
+    optimizer_seconds: float
+
+
+HOST_BYTES_PER_PARAMETER = 12
+"""Closing a step: the gradients, the result of the all-reduce, and its mean, in host memory."""
+
+
+def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host_bytes: int) -> int:
+    """Of the preset's model in one middle stage; CapacityError when there is room for none.
+
+    `device_bytes` and `host_bytes` are free; on a CPU they are the same memory.
+    """
+    profile = profile_layers(preset.model, preset.sequences_per_microbatch, dtype)
+    device_room, host_room = (int(free * MEMORY_SHARE) for free in (device_bytes, host_bytes))
+    for layers in range(preset.model.layers, 0, -1):
+        in_host = HOST_BYTES_PER_PARAMETER * layers * profile.layers[0].parameters
+        if _stage_bytes(profile, layers) <= device_room and in_host <= host_room:
+            return layers
+    raise CapacityError(
+        f"one layer takes {_stage_bytes(profile, 1) / 2**30:.1f} GiB, and "
+        f"{device_room / 2**30:.1f} GiB of the device and {host_room / 2**30:.1f} GiB of the host "
+        "may be used"
+    )
+
+
+def _stage_bytes(profile: ModelProfile, layers: int) -> int:
+    return stage_memory_bytes(profile, StageRange(first_layer=0, end_layer=layers), False, False)
+
+
+def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest:
+    """A run whose middle stage has so many layers; the stages at the ends are never built."""
+    base = any_manifest()
+    model: ModelConfig = preset.model.model_copy(update={"layers": layers + 2})
+    bounds = (0, 1, 1 + layers, 2 + layers)
+    cuts = tuple(
+        StageRange(first_layer=begin, end_layer=end, memory_bytes=1)
+        for begin, end in pairwise(bounds)
+    )
+    training = base.training.model_copy(
+        update={"sequences_per_microbatch": preset.sequences_per_microbatch, "dtype": dtype}
+    )
+    return base.model_copy(update={"model": model, "training": training, "stages": cuts})
+
+
+class DeviceTimes:
+    """Moments on the device's own clock; on a CPU they are the processor's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._busy: list[tuple[Moment, Moment]] = []
+        self._begun: Moment | None = None
+
+    def begin(self) -> None:
+        """Before every layer; the first one of a computation counts."""
+        if self._begun is None:
+            self._begun = self._moment()
+
+    def end(self) -> None:
+        if self._begun is not None:
+            self._busy.append((self._begun, self._moment()))
+            self._begun = None
+
+    def forget(self) -> None:
+        self._busy.clear()
+        self._begun = None
+
+    def busy_seconds(self) -> float:
+        """After the device has been waited for."""
+        return sum(_between(begun, ended) for begun, ended in self._busy)
+
+    def _moment(self) -> Moment:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+Moment = float | torch.cuda.Event
+
+
+def _between(begun: Moment, ended: Moment) -> float:
+    if isinstance(begun, float) or isinstance(ended, float):
+        assert isinstance(begun, float)
+        assert isinstance(ended, float)
+        return ended - begun
+    return float(begun.elapsed_time(ended)) / 1000
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(1)
+
+
+class StageAtWork:
+    """Built once per way of computing; `measure` may be called again and again."""
+
+    def __init__(self, manifest: Manifest, device: torch.device, backend: str | None) -> None:
+        self._manifest = manifest
+        self._device = device
+        self._runner = StageRunner(manifest, MIDDLE, device, 2**62, 0, backend)
+        self._steps = StepRunner(self._runner)
+        self._times = DeviceTimes(device)
+        self._runner.between_layers = self._times.begin
+        self._step = 0
+        sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
+        # What the daemon would have put there meanwhile: the same for inputs and gradients.
+        self._payload = memoryview(bytearray(sizes.input_bytes))
+        drawn = torch.randn(sizes.input_bytes // dtype.itemsize, generator=_seeded())
+        torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
+        self._slot = memoryview(bytearray(sizes.slot_bytes))
+        self._gradients = torch.zeros(self._runner.layout.count)
+
+    @property
+    def parameters(self) -> int:
+        return self._runner.layout.count
+
+    def measure(self, microbatches: int) -> Timed:
+        """One step of so many microbatches: forward, backward, and the optimizer at its end."""
+        self._step += 1
+        self._wait()
+        self._times.forget()
+        began = time.perf_counter()
+        for index in range(microbatches):
+            self._microbatch(index)
+        self._wait()
+        computed = time.perf_counter()
+        step, tokens = Step(self._step), microbatches * self._manifest.tokens_per_microbatch
+        self._steps.prepare_round(step, self._gradients)
+        self._steps.apply(step, tokens, 1.0, 1e-4, self._gradients)
+        self._wait()
+        ended = time.perf_counter()
+        return Timed(microbatches, computed - began, self._times.busy_seconds(), ended - computed)
+
+    def _microbatch(self, index: int) -> None:
+        number, step = self._number(index), Step(self._step)
+        if self._runner.on_gpu:  # as the worker's loop does
+            self._runner.while_computing = lambda: self._runner.prefetch(
+                self._number(index + 1), self._payload
+            )
+        forward = self._computed(
+            lambda: self._runner.forward(number, step, MicrobatchIndex(index), True, self._payload)
+        )
+        assert isinstance(forward, ForwardResult)
+        self._answer(forward.output)
+        backward = self._computed(lambda: self._runner.backward(number, self._payload))
+        assert isinstance(backward, BackwardResult)
+        assert backward.input_gradient is not None
+        self._answer(backward.input_gradient)
+
+    def _number(self, index: int) -> int:
+        """Of a request; each step's are others."""
+        return self._step * 1_000_000 + index
+
+    def _computed(
+        self, compute: Callable[[], ForwardResult | BackwardResult]
+    ) -> ForwardResult | BackwardResult:
+        result = compute()
+        self._times.end()
+        return result
+
+    def _answer(self, tensor: torch.Tensor) -> None:
+        self._runner.codec.write_output(self._runner.copier.to_host(tensor), self._slot)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,54 @@
+"""What every benchmark does around its measuring: a folder to work in, the head of its result
+file, the file itself."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from swarm_shared.atomic_file import write_atomically
+from swarm_shared.errors import SwarmError
+
+
+@contextmanager
+def work_folder(name: str, *failures: type[Exception]) -> Iterator[Path]:
+    """A folder for everything that the benchmark writes, gone afterwards.
+
+    When it fails, by a SwarmError or one of `failures`, the folder stays, the failure is told
+    together with it, and the program ends with the error's exit code.
+    """
+    work = Path(tempfile.mkdtemp(prefix=f"swarm-bench-{name}-"))
+    expected: tuple[type[Exception], ...] = (SwarmError, *failures)
+    try:
+        yield work
+    except expected as error:
+        click.echo(f"benchmark: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(error.exit_code if isinstance(error, SwarmError) else 1)
+    except KeyboardInterrupt:
+        shutil.rmtree(work)
+        raise
+    shutil.rmtree(work)
+
+
+def result_head(packages: Sequence[str]) -> dict[str, Any]:
+    """When and on what machine: the first entries of a result file."""
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(packages),
+    }
+
+
+def write_result(out: Path, document: Mapping[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())

@@ -1,0 +1,199 @@
+"""What the codecs between stages cost in loss: `make bench-quality`.
+
+Trains one small model on the demo's data in this process, as `swarm-coordinator reference` does,
+with every pair of codecs and several seeds. The reference puts activations and gradients through
+the codecs where the model is cut, which is what a swarm of that manifest computes
+(tests/integration/test_codecs.py), so no swarm is needed to know what it would reach.
+
+Runs of one seed have the same initial values and the same data in the same order: their gap to the
+run without codecs is the codecs' doing, and the chance of where any rounding leads training (what
+float16 is off by says how much that is). Against it stands the noise that nobody can choose away:
+how far the runs without codecs differ from seed to seed.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from benchmarks.run_data import RunData
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.reference import StepRecord, evaluate, train_reference
+from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.summary import table
+from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
+from swarm_shared.data.sampler import heldout_microbatch, microbatch
+from swarm_shared.data.shards import TokenStream, open_shards
+from swarm_shared.manifest import CodecsConfig, Manifest
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "numpy")
+
+PAIRS: tuple[tuple[ActivationCodec, GradientCodec], ...] = (
+    ("none", "none"),
+    ("float16", "float16"),
+    ("bfloat16", "bfloat16"),
+    ("int8", "int8"),
+    ("int8", "int4"),
+    ("int8", "topk"),
+    ("int4", "int8"),
+    ("int4", "int4"),
+)
+"""Activation and gradient; the first is what the others are compared with."""
+
+SETTINGS: dict[str, object] = {
+    "run.name": "quality",
+    "model.hidden_size": 64,
+    "model.intermediate_size": 176,
+    "model.layers": 4,
+    "model.heads": 4,
+    "model.key_value_heads": 2,
+    "model.sequence_length": 64,
+    "training.microbatches_per_step": 2,
+    "training.sequences_per_microbatch": 16,
+    "training.evaluation_microbatches": 24,
+    # A rate at which training is smooth: at three times that even bfloat16 and float16 ended 0.03
+    # apart, because any rounding leads elsewhere in the end.
+    "optimizer.learning_rate": 1e-3,
+    "optimizer.warmup_steps": 10,
+}
+STAGES = 4
+"""Three borders, as many as four layers can have."""
+STEPS = 120
+SEEDS = 3
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(2), default=STEPS, show_default=True)
+@click.option("--seeds", type=click.IntRange(2), default=SEEDS, show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
+)
+def main(steps: int, seeds: int, out: Path) -> None:
+    """Final held-out loss per pair of codecs, against none."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        initialise_run(
+            run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
+        )
+        document = measure(run_dir, range(1, seeds + 1))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=1) + "\n")
+    click.echo(render(document))
+
+
+def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    manifest = RunData(run_dir).manifest
+    folder = RunFolder.open(run_dir)
+    train = open_shards(folder.data, manifest.data, "train")
+    heldout = open_shards(folder.data, manifest.data, "heldout")
+    losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
+    began, load = time.monotonic(), os.getloadavg()[0]
+    for seed in seeds:
+        for pair in PAIRS:
+            losses[name_of(*pair)].append(final_loss(one_of(manifest, seed, *pair), train, heldout))
+            click.echo(
+                f"seed {seed} {name_of(*pair)}: {losses[name_of(*pair)][-1]:.4f} "
+                f"({time.monotonic() - began:.0f} s)",
+                err=True,
+            )
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "load_before": load,
+        "seconds": time.monotonic() - began,
+        "settings": SETTINGS,
+        "stages": STAGES,
+        "steps": manifest.training.steps,
+        "tokens_per_step": manifest.tokens_per_step,
+        "seeds": list(seeds),
+        **judged(losses, manifest),
+    }
+
+
+def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]:
+    """Gaps of equal seeds to the runs without codecs, and the cheapest pair within the noise."""
+    baseline = losses[name_of(*PAIRS[0])]
+    noise = statistics.stdev(baseline)
+    pairs: dict[str, Any] = {}
+    for activation, gradient in PAIRS:
+        seen = losses[name_of(activation, gradient)]
+        gaps = [loss - base for loss, base in zip(seen, baseline, strict=True)]
+        described = one_of(manifest, 1, activation, gradient)
+        pairs[name_of(activation, gradient)] = {
+            "activation": activation,
+            "gradient": gradient,
+            "bytes_per_microbatch": described.activation_bytes + described.gradient_bytes,
+            "losses": seen,
+            "gap_mean": statistics.mean(gaps),
+            "gap_spread": max(gaps) - min(gaps),
+            "gap_relative": statistics.mean(gaps) / statistics.mean(baseline),
+            "within_noise": abs(statistics.mean(gaps)) <= noise,
+        }
+    within = {name: one for name, one in pairs.items() if one["within_noise"]}
+    return {
+        "noise": noise,
+        "cheapest_within_noise": min(within, key=lambda n: within[n]["bytes_per_microbatch"]),
+        "pairs": pairs,
+    }
+
+
+def one_of(
+    manifest: Manifest, seed: int, activation: ActivationCodec, gradient: GradientCodec
+) -> Manifest:
+    codecs = CodecsConfig(activation=activation, gradient=gradient)
+    training = manifest.training.model_copy(update={"seed": seed})
+    return manifest.model_copy(update={"codecs": codecs, "training": training})
+
+
+def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> float:
+    """Held-out loss in nats per token after the last step, through the codecs as in a swarm."""
+    training = manifest.training
+    records: list[StepRecord] = []
+    stage = train_reference(
+        manifest,
+        lambda step: [
+            microbatch(train, manifest, step, index)
+            for index in range(training.microbatches_per_step)
+        ],
+        training.steps,
+        records.append,
+        threads=1,
+    )
+    count = training.evaluation_microbatches
+    return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
+
+
+def name_of(activation: str, gradient: str) -> str:
+    return f"{activation} / {gradient}"
+
+
+def render(document: dict[str, Any]) -> str:
+    rows = [
+        (
+            name, f"{one['bytes_per_microbatch']:,}", f"{statistics.mean(one['losses']):.4f}",
+            f"{one['gap_mean']:+.4f}", f"{one['gap_spread']:.4f}",
+        )
+        for name, one in document["pairs"].items()
+    ]  # fmt: skip
+    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of gaps")
+    return (
+        table(head, rows, right=(1, 2, 3, 4))
+        + f"\nnoise from seed to seed without codecs: {document['noise']:.4f}; the cheapest pair "
+        f"within it: {document['cheapest_within_noise']}"
+    )
+
+
+if __name__ == "__main__":
+    main()

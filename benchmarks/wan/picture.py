@@ -1,0 +1,53 @@
+"""Draws a result file: for each mix, what every contender reached of the fleet's bound.
+
+.venv/bin/python -m benchmarks.wan.picture benchmarks/results/wan.json docs/wan.png
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.wan.report import OURS
+
+
+@click.command()
+@click.argument("result", type=click.Path(path_type=Path, exists=True))
+@click.argument("picture", type=click.Path(path_type=Path))
+def main(result: Path, picture: Path) -> None:
+    """Draw RESULT, a file that bench-wan wrote, as PICTURE."""
+    draw(json.loads(result.read_text()), picture)
+
+
+def draw(document: Mapping[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    mixes = list(document["mixes"].values())
+    figure, panes = plt.subplots(
+        1, len(mixes), figsize=(1.5 + 3.6 * len(mixes), 3.4), sharey=True, squeeze=False
+    )
+    for axis, mix in zip(panes[0], mixes, strict=True):
+        names = list(mix["contenders"])[::-1]
+        for place, name in enumerate(names):
+            one = mix["contenders"][name]
+            bound = mix["bound_tokens_per_second"]
+            shares = [rate / bound for rate in one["tokens_per_second_all"]]
+            axis.barh(place, one["of_bound"], color="#2a7f62" if name == OURS else "#9aa5b1")
+            axis.plot(shares, [place] * len(shares), "k|", markersize=9)
+        axis.set_yticks(range(len(names)), [document["contenders"][name] for name in names])
+        axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set(title=mix["name"], xlabel="tokens/s over the bound", xlim=(0, None))
+        axis.grid(True, axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`make bench-bytes`: a short real run of three stages, and what its bytes on the wire were for.
+
+One volunteer for each stage, a coordinator, everything over loopback: real programs, each with an
+instrument inside (`instrument`). Counts do not depend on how fast the machine is, or how busy.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.machine import describe_machine
+from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
+from benchmarks.wire_bytes.gossip import Gossip
+from swarm_coordinator.history import History
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children
+from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.summary import table
+from swarm_shared.errors import SwarmError
+from swarm_shared.manifest import Manifest
+from swarm_shared.model_config import PRESETS
+
+ROOT = Path(__file__).parents[2]
+OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
+PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
+
+
+@click.command()
+@click.option("--steps", default=8, show_default=True, type=click.IntRange(1))
+@click.option("--stages", default=3, show_default=True, type=click.IntRange(2, 16))
+@click.option("--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)))
+@click.option("--out", default=OUT, type=click.Path(path_type=Path))
+def main(steps: int, stages: int, preset: str, out: Path) -> None:
+    """Count the bytes on the wire of a short run, against the least that it takes."""
+    work = Path(tempfile.mkdtemp(prefix="swarm-bytes-"))
+    try:
+        document = measure(work, steps, stages, preset)
+    except SwarmError as error:
+        click.echo(f"bytes: {error}\n(everything it wrote is in {work})", err=True)
+        sys.exit(error.exit_code)
+    shutil.rmtree(work)
+    click.echo(f"\n{render(document)}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(document, indent=2) + "\n")
+    click.echo(f"\nwritten to {out}")
+
+
+def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
+    run_dir, counts, gossip = work / "run", work / "counts", Gossip()
+    counts.mkdir()
+    initialise_run(run_dir, preset, stages=stages, overrides={
+        "training.steps": steps, "training.evaluation_microbatches": 0, "run.name": "counted",
+        "network.listen_host": "127.0.0.1", "limits.starting_peers_per_stage": 1,
+    })  # fmt: skip
+    with Children() as children:
+        swarm = LocalSwarm(run_dir, children)
+        swarm.prefix = (sys.executable, "-m", "benchmarks.wire_bytes.instrument", str(counts))
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        swarm.environment["PYTHONPATH"] = path
+        invite = swarm.start_coordinator()
+        stage_of_name = {
+            swarm.start_volunteer(invite, stage=stage).name: stage for stage in range(stages)
+        }
+        finished = swarm.watch(lambda seen, status: gossip.sample())
+        left = swarm.wait_for_goodbye()
+    if left:
+        raise SwarmError(f"{', '.join(child.name for child in left)} did not end in peace")
+    processes = [json.loads(path.read_text()) for path in sorted(counts.glob("*.json"))]
+    stage_of: dict[str, int] = {
+        peer.peer: stage_of_name[peer.name] for peer in finished.peers if peer.name in stage_of_name
+    }
+    manifest = load_manifest(swarm.folder)
+    return _document(processes, stage_of, manifest, finished, gossip, preset)
+
+
+def _document(
+    processes: list[Mapping[str, Any]], stage_of: Mapping[str, int], manifest: Manifest,
+    finished: History, gossip: Gossip, preset: str,
+) -> dict[str, Any]:  # fmt: skip
+    missing = stage_of.keys() - {process["peer"] for process in processes}
+    if missing or not stage_of:
+        raise SwarmError(f"of {len(stage_of)} volunteers {len(missing)} left no counts")
+    # The presets' codecs are none: a gradient has as many.
+    border_bytes = manifest.activation_bytes
+    steps = len(finished.steps)
+    counted = steps * manifest.training.microbatches_per_step
+    rows = boundaries(processes, stage_of, border_bytes, counted)
+    return {
+        "version": 1,
+        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": describe_machine(PACKAGES),
+        "preset": preset,
+        "stages": manifest.stage_count,
+        "steps": steps,
+        "seconds": sum(step.seconds for step in finished.steps),
+        "microbatches": counted,
+        "border_bytes": border_bytes,
+        "boundaries": [
+            {**asdict(row), "sent": row.sent, "over_least": row.sent / row.least} for row in rows
+        ],
+        "kinds": kinds(processes),
+        "gossip_bytes": gossip.total_bytes,
+    }
+
+
+def render(document: Mapping[str, Any]) -> str:
+    fields = [field for field in Boundary.__slots__ if field not in ("stage", "microbatches")]
+    rows = []
+    for one in document["boundaries"]:
+        each = (f"{one[field] / document['microbatches']:,.0f}" for field in (*fields, "sent"))
+        between = f"{one['stage']} - {one['stage'] + 1}"
+        rows.append((between, str(one["microbatches"]), *each, f"{one['over_least']:.4f}"))
+    head = ("boundary", "sent", *fields, "all", "over least")
+    total = sum(document["kinds"].values())
+    shares = [
+        (name, f"{size:,}", f"{size / total:.3%}") for name, size in document["kinds"].items()
+    ]
+    gossip = document["gossip_bytes"]
+    return "\n".join(
+        (
+            f"{document['microbatches']} microbatches of {document['border_bytes']:,} bytes each "
+            "way; bytes per microbatch:",
+            table(head, rows, right=tuple(range(1, len(head)))), "",
+            table(("all processes' sockets", "bytes", "share"), shares, right=(1, 2)),
+            "p2pd's gossip: " + ("not measured: no ss" if gossip is None else f"{gossip:,} bytes"),
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Counts what a process sends: per connection at the socket, at the muxer, and frame by frame.
+
+    python -m benchmarks.wire_bytes.instrument FOLDER PYTHON -m MODULE WORDS...
+
+runs MODULE with WORDS in this process, as PYTHON -m would, and writes FOLDER/PID.json at its end.
+The program is not changed: four methods of the network layer are wrapped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
+from swarm_shared.network import FramedStream
+from swarm_shared.network.noise_channel import NoiseChannel, _transport
+from swarm_shared.network.tcp import BufferedTcpStream
+from swarm_shared.network.yamux import YamuxConnection
+from swarm_shared.wire import PREFIX_BYTES, payload_parts
+
+NAMES = {CONTROL_PROTOCOL: "control", STAGE_PROTOCOL: "stage", TRANSFER_PROTOCOL: "transfer"}
+
+
+@dataclass(frozen=True, slots=True)
+class FramesSent:
+    """Frames of one kind to one remote. `targets_bytes` are part of the payload."""
+
+    remote: str
+    protocol: str
+    kind: str
+    frames: int
+    header_bytes: int
+    payload_bytes: int
+    targets_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionSent:
+    """One connection's bytes at the socket, those of the muxer in it, and Noise's messages."""
+
+    remote: str
+    socket_bytes: int
+    muxer_bytes: int
+    noise_messages: int
+
+
+class Instrument:
+    """What this process has sent while `counting`."""
+
+    def __init__(self) -> None:
+        self.peer = ""
+        self._frames: dict[tuple[str, str, str], Counter[str]] = {}
+        self._connections: list[YamuxConnection] = []
+        self._socket_bytes: Counter[int] = Counter()
+        self._messages: Counter[int] = Counter()
+        self._alive: list[object] = []
+        """Whatever is counted by its address must keep it."""
+
+    def document(self) -> dict[str, Any]:
+        frames = [
+            FramesSent(*key, *(count[name] for name in _COUNTS))
+            for key, count in self._frames.items()
+        ]
+        return {
+            "peer": self.peer,
+            "frames": [asdict(one) for one in frames],
+            "connections": [asdict(self._connection(one)) for one in self._connections],
+        }
+
+    def _connection(self, connection: YamuxConnection) -> ConnectionSent:
+        channel = connection._channel
+        return ConnectionSent(
+            remote=connection.peer_id.to_base58(),
+            socket_bytes=self._socket_bytes[id(_transport(channel))],
+            muxer_bytes=connection.sent_bytes,
+            noise_messages=self._messages[id(channel)],
+        )
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Everything that this process sends. What is sent behind a relay has no socket."""
+        wrapped: Sequence[tuple[type, str, Callable[..., Any]]] = (
+            (BufferedTcpStream, "write_pieces", self._wrap_socket),
+            (NoiseChannel, "write", self._wrap_noise),
+            (YamuxConnection, "__init__", self._wrap_muxer),
+            (FramedStream, "send", self._wrap_frames),
+        )
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wrapped]
+        for owner, name, wrap in wrapped:
+            setattr(owner, name, wrap(getattr(owner, name)))
+        try:
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
+    def _wrap_socket(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        async def counted(stream: BufferedTcpStream, pieces: Sequence[bytes]) -> None:
+            if id(stream) not in self._socket_bytes:
+                self._alive.append(stream)
+            await write(stream, pieces)
+            self._socket_bytes[id(stream)] += sum(map(len, pieces))
+
+        return counted
+
+    def _wrap_noise(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        async def counted(channel: NoiseChannel, messages: Sequence[bytes]) -> None:
+            await write(channel, messages)
+            self._messages[id(channel)] += len(messages)
+
+        return counted
+
+    def _wrap_muxer(self, initialise: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(connection: YamuxConnection, *arguments: Any, **options: Any) -> None:
+            initialise(connection, *arguments, **options)
+            self._connections.append(connection)
+            self.peer = connection.secured_conn.get_local_peer().to_base58()
+
+        return counted
+
+    def _wrap_frames(self, send: Callable[..., Any]) -> Callable[..., Any]:
+        async def counted(
+            stream: FramedStream, header: bytes, payload: Any = b"", *rest: Any, **options: Any
+        ) -> None:
+            await send(stream, header, payload, *rest, **options)
+            size = sum(part.nbytes for part in payload_parts(payload))
+            protocol = NAMES.get(stream.protocol, stream.protocol)
+            kind, targets = _stage_kind(header, size) if protocol == "stage" else ("", 0)
+            count = self._frames.setdefault((stream.remote, protocol, kind), Counter())
+            sizes = (1, PREFIX_BYTES + len(header), size, targets)
+            count.update(dict(zip(_COUNTS, sizes, strict=True)))
+
+        return counted
+
+
+_COUNTS = ("frames", "header_bytes", "payload_bytes", "targets_bytes")
+
+
+def _stage_kind(header: bytes, size: int) -> tuple[str, int]:
+    """What a stage frame carries, and how much of that are targets."""
+    said = json.loads(header)
+    match said["kind"]:
+        case "forward":
+            return ("tokens" if said["stage"] == 0 else "activation"), said["target_bytes"]
+        case "backward":
+            return ("gradient" if size else "answer"), 0
+    return str(said["kind"]), 0
+
+
+def main(words: Sequence[str]) -> None:
+    folder, module, arguments = Path(words[0]), words[3], words[4:]
+    instrument = Instrument()
+
+    def write() -> None:
+        document = {"module": module, **instrument.document()}
+        (folder / f"{os.getpid()}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+    atexit.register(write)
+    sys.argv = [module, *arguments]
+    with instrument.counting():
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,43 @@
+"""A border between two stages inside a model that is not cut: the reference's.
+
+In a swarm the next stage computes with the decoded activation, and the stage before goes on with
+the decoded gradient. The same two functions, put into one process's graph, make it compute what
+the swarm does; that rounding has no slope of its own is what the swarm takes it for, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
+from swarm_shared.codecs.tensors import round_trip
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTD: Tensor, activation: ActivationCodec, gradient: GradientCodec
+    ) -> Tensor:
+        ctx.gradient = gradient
+        return x_BTD.view_as(x_BTD) if activation == "none" else round_trip(activation, x_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient_BTD,) = gradients
+        if ctx.gradient != "none":
+            gradient_BTD = round_trip(ctx.gradient, gradient_BTD)
+        return gradient_BTD, None, None
+
+
+def border(activation: ActivationCodec, gradient: GradientCodec) -> Callable[[Tensor], Tensor]:
+    """What an activation_BTD passes where the model would be cut."""
+
+    def cross(x_BTD: Tensor) -> Tensor:
+        crossed: Tensor = _Border.apply(x_BTD, activation, gradient)  # type: ignore[no-untyped-call]
+        return crossed
+
+    return cross

@@ -1,0 +1,9 @@
+"""What a codec refuses."""
+
+from __future__ import annotations
+
+from swarm_shared.errors import ProtocolError
+
+
+class CodecError(ProtocolError):
+    """Bytes that no sender of this codec writes, or a tensor that no codec can write."""

@@ -1,0 +1,105 @@
+"""Encodes a tensor into bytes and makes one of bytes again, by a codec's name.
+
+What a remote sends is refused (CodecError) before memory is taken for it: a length that is not the
+codec's, and then whatever no sender writes. What is taken is finite.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from swarm_shared.codecs import narrow, scaled, sparse
+from swarm_shared.codecs.errors import CodecError
+from swarm_shared.codecs.sizes import CodecName, encoded_bytes, payload_bytes
+from swarm_shared.model_config import ComputeDtype
+
+Buffer = memoryview | bytearray | bytes
+
+DTYPES: dict[ComputeDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NAMES: dict[torch.dtype, ComputeDtype] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def encode(codec: CodecName, tensor: Tensor, out: memoryview) -> int:
+    """Write the tensor to the start of `out`; returns the bytes written.
+
+    The tensor's dtype is the one that the model computes in. CodecError when it is not finite
+    (`none` does not look).
+    """
+    values_N = tensor.detach().reshape(-1)
+    dtype = _NAMES[tensor.dtype]
+    nbytes = encoded_bytes(codec, values_N.numel(), dtype)
+    assert out.nbytes >= nbytes, f"{nbytes} bytes do not fit a slot of {out.nbytes}"
+    if not nbytes:
+        return 0
+    whole = _bytes_tensor(out[:nbytes])
+    filled = payload_bytes(codec, values_N.numel(), dtype)
+    whole[filled:].zero_()
+    target = whole[:filled]
+    match codec:
+        case "none":
+            narrow.encode_same(values_N, target)
+        case "bfloat16":
+            narrow.encode_bfloat16(values_N, target)
+        case "float16":
+            narrow.encode_float16(values_N, target)
+        case "int8":
+            scaled.encode_scaled(values_N, target, scaled.INT8)
+        case "int4":
+            scaled.encode_scaled(values_N, target, scaled.INT4)
+        case "topk":
+            sparse.encode_sparse(values_N, target)
+    return nbytes
+
+
+def decode(codec: CodecName, data: Buffer, shape: Sequence[int], dtype: ComputeDtype) -> Tensor:
+    """A new tensor of this shape and dtype, all finite; CodecError for bytes that are refused."""
+    count = math.prod(shape)
+    needed, seen = encoded_bytes(codec, count, dtype), memoryview(data).nbytes
+    if seen != needed:
+        raise CodecError(
+            f"a tensor of shape {tuple(shape)} came with {seen} bytes; {needed} are needed in "
+            f"{codec}: sender and receiver hold different manifests"
+        )
+    if not count:
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    whole = _bytes_tensor(data)
+    filled = payload_bytes(codec, count, dtype)
+    if whole[filled:].any():
+        raise CodecError("the bytes that fill a tensor up to a multiple of four are not zero")
+    return _decoded(codec, whole[:filled], count, DTYPES[dtype]).view(tuple(shape))
+
+
+def round_trip(codec: CodecName, tensor: Tensor) -> Tensor:
+    """What the receiver of this tensor computes with."""
+    name = _NAMES[tensor.dtype]
+    payload = memoryview(bytearray(encoded_bytes(codec, tensor.numel(), name)))
+    encode(codec, tensor.cpu(), payload)
+    return decode(codec, payload, tensor.shape, name).to(tensor.device)
+
+
+def _decoded(codec: CodecName, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    match codec:
+        case "none":
+            return narrow.decode_same(data, dtype)
+        case "bfloat16":
+            return narrow.decode_bfloat16(data, dtype)
+        case "float16":
+            return narrow.decode_float16(data, dtype)
+        case "int8":
+            return scaled.decode_scaled(data, count, scaled.INT8).to(dtype)
+        case "int4":
+            return scaled.decode_scaled(data, count, scaled.INT4).to(dtype)
+        case "topk":
+            return sparse.decode_sparse(data, count).to(dtype)
+
+
+def _bytes_tensor(data: Buffer) -> Tensor:
+    with warnings.catch_warnings():
+        # A decoder only reads what it is given.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,96 @@
+"""What a worker does otherwise on another device or compiled, and that the values stay the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.gpu_stage import stage_manifest
+from swarm_client.worker.compiling import COMPILE_VARIABLE, backend_from_environment
+from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.worker.device_copier import NoCopier, device_copier
+from swarm_shared.errors import ConfigurationError
+from swarm_shared.model_config import PRESETS
+from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+
+CPU = torch.device("cpu")
+
+
+def test_on_a_processor_nothing_is_copied() -> None:
+    copier, tensor = device_copier(CPU, 100), torch.randn(3, requires_grad=True)
+    assert isinstance(copier, NoCopier)
+    assert copier.to_device(tensor) is tensor
+    there = copier.to_host(tensor)
+    assert there.data_ptr() == tensor.data_ptr()
+    assert not there.requires_grad
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_copies_to_a_gpu_and_back_change_nothing_and_wait_for_what_computes() -> None:
+    device = torch.device("cuda:0")
+    copier = device_copier(device, 4 * 10**6)
+    for number in range(20):
+        host = torch.full((10**6,), float(number))
+        there = copier.to_device(host)
+        host.zero_()
+        back = copier.to_host(there * 2 + 1)
+        assert torch.equal(back, torch.full((10**6,), 2.0 * number + 1))
+    large = torch.randn(2 * 10**6)
+    assert torch.equal(copier.to_host(copier.to_device(large)), large)
+
+
+def computed(backend: str | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output, input gradient, parameter gradients of one microbatch; layers told of meanwhile."""
+    manifest = stage_manifest(PRESETS["tiny"], 2, "float32")
+    runner = StageRunner(manifest, StageIndex(1), CPU, 2**40, 0, backend)
+    told: list[int] = []
+    runner.between_layers = lambda: told.append(1)
+    drawn = torch.randn(runner.sizes.input_bytes // 4, generator=torch.Generator().manual_seed(3))
+    payload = memoryview(bytearray(drawn.numpy().tobytes()))
+    forward = runner.forward(1, Step(1), MicrobatchIndex(0), True, payload)
+    assert isinstance(forward, ForwardResult)
+    backward = runner.backward(1, payload)
+    assert isinstance(backward, BackwardResult)
+    assert backward.input_gradient is not None
+    assert len(told) == 4  # each of two layers, both ways
+    return forward.output, backward.input_gradient, runner.accumulator.flat.clone()
+
+
+def test_compiled_layers_compute_the_same_and_still_let_the_worker_in_between() -> None:
+    for plain, compiled in zip(computed(None), computed("aot_eager"), strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_what_was_fetched_ahead_is_computed_with_and_forgotten_with_its_request() -> None:
+    manifest = stage_manifest(PRESETS["tiny"], 1, "float32")
+    runner = StageRunner(manifest, StageIndex(1), CPU, 2**40, 0)
+    size = runner.sizes.input_bytes
+    payload, zeros = memoryview(bytearray(torch.ones(size // 4).numpy().tobytes())), bytearray(size)
+    expected = runner.evaluate(payload)
+    assert isinstance(expected, ForwardResult)
+    for request, discarded in ((1, False), (2, True)):
+        runner.prefetch(request, payload)
+        if discarded:
+            runner.discard(request)
+        found = runner.forward(request, Step(1), MicrobatchIndex(0), True, memoryview(zeros))
+        assert isinstance(found, ForwardResult)
+        assert torch.equal(found.output, expected.output) is not discarded
+
+
+@pytest.mark.parametrize(
+    ("value", "backend"),
+    [("", None), ("0", None), ("1", "inductor"), ("aot_eager", "aot_eager")],
+)
+def test_compiling_is_off_unless_the_environment_asks(
+    value: str, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(COMPILE_VARIABLE, value)
+    assert backend_from_environment() == backend
+    monkeypatch.delenv(COMPILE_VARIABLE)
+    assert backend_from_environment() is None
+
+
+def test_an_unknown_way_of_compiling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPILE_VARIABLE, "yes")
+    with pytest.raises(ConfigurationError, match="give 1, 0"):
+        backend_from_environment()

@@ -1,0 +1,42 @@
+"""How often the bytes of one activation are copied between two volunteers: counted, not timed."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.copies.__main__ import HOPS, measure
+from benchmarks.copies.page import copies_markdown
+from swarm_shared.errors import CapacityError
+
+SIZE = 4 * 2**20
+
+MOST = {"write": 1.0, "send": 1.0, "receive": 1.5, "fill": 1.0, "read_input": 1.0}
+"""Copies in memory per byte; docs/tensor-path.md says what each is for. Half a one in `receive`
+for what is moved to the front of the socket's buffer."""
+
+
+def test_no_hop_copies_a_tensor_more_often_than_the_page_says() -> None:
+    try:
+        hops = measure(SIZE)
+    except CapacityError as error:
+        pytest.skip(str(error))
+    assert list(hops) == list(MOST) == list(HOPS)
+    slack = 0.02  # headers and the like
+    counted = {hop: copied["memory"] / SIZE for hop, copied in hops.items()}
+    assert {hop: n for hop, n in counted.items() if n > MOST[hop] + slack} == {}
+    # Each moves the tensor once at least: a hop that counts less is not counted right.
+    assert {hop: n for hop, n in counted.items() if n < 1.0 - slack} == {}
+    for hop, kind in (("send", "to_kernel"), ("receive", "from_kernel")):
+        assert 1.0 <= hops[hop][kind] / SIZE < 1.0 + slack
+
+
+def test_the_page_has_every_hop_and_the_sum() -> None:
+    one = {"memory": 2 * SIZE, "to_kernel": SIZE, "from_kernel": 0}
+    page = copies_markdown(
+        {
+            "payload_bytes": SIZE, "measured_at": "2026-01-02T03", "hops": dict.fromkeys(HOPS, one),
+            "machine": {"packages": {"libp2p": "1", "cryptography": "2", "torch": "3"}},
+        }
+    )  # fmt: skip
+    assert page.count("| 2.00 | 1.00 | 0.00 |") == len(HOPS)
+    assert "| all | 10.00 | 5.00 | 0.00 |" in page
