@@ -18,6 +18,7 @@ import click
 from benchmarks.codec_figures import codecs_markdown, quality_markdown
 from benchmarks.copies.page import copies_markdown
 from benchmarks.rebalancing import table
+from benchmarks.wan.page import ratios_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -28,8 +29,10 @@ ROOT = Path(__file__).parents[1]
 def main(results: tuple[Path, ...]) -> None:
     """Rewrite the figures that RESULTS are about, files that benchmarks wrote."""
     for result in results:
-        page, mark, markdown = PLACES.get(result.stem, ("README.md", "figures", figures_markdown))
-        put(ROOT / page, mark, markdown(json.loads(result.read_text())))
+        document = json.loads(result.read_text())
+        places = [(page, mark, make) for name, page, mark, make in PLACES if name == result.stem]
+        for page, mark, markdown in places or [("README.md", "figures", figures_markdown)]:
+            put(ROOT / page, mark, markdown(document))
 
 
 def put(page: Path, mark: str, block: str) -> None:
@@ -322,22 +325,23 @@ def yielding_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-PLACES: Mapping[str, tuple[str, str, Callable[[Mapping[str, Any]], str]]] = {
-    "net": ("README.md", "net figures", net_markdown),
-    "faults": ("README.md", "fault figures", faults_markdown),
-    "coordinator": ("README.md", "coordinator figures", coordinator_markdown),
-    "rebalancing": ("docs/simulator.md", "rebalancing figures", rebalancing_markdown),
-    "prediction": ("docs/simulator.md", "prediction figures", prediction_markdown),
-    "views": ("docs/top.md", "view figures", views_markdown),
-    "copies": ("docs/tensor-path.md", "copies figures", copies_markdown),
-    "wire-bytes": ("docs/benchmarks.md", "wire figures", wire_bytes_markdown),
-    "wan": ("docs/benchmarks.md", "wan figures", wan_markdown),
-    "codecs": ("docs/benchmarks.md", "codec figures", codecs_markdown),
-    "quality": ("docs/benchmarks.md", "quality figures", quality_markdown),
-    "simulator": ("docs/simulator.md", "growth figures", growth_markdown),
-    "yielding": ("docs/preferences.md", "yielding figures", yielding_markdown),
-}
-"""By the names of the files: the page, its marks, and what makes the block between them."""
+PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
+    ("net", "README.md", "net figures", net_markdown),
+    ("faults", "README.md", "fault figures", faults_markdown),
+    ("coordinator", "README.md", "coordinator figures", coordinator_markdown),
+    ("rebalancing", "docs/simulator.md", "rebalancing figures", rebalancing_markdown),
+    ("prediction", "docs/simulator.md", "prediction figures", prediction_markdown),
+    ("views", "docs/top.md", "view figures", views_markdown),
+    ("copies", "docs/tensor-path.md", "copies figures", copies_markdown),
+    ("wire-bytes", "docs/benchmarks.md", "wire figures", wire_bytes_markdown),
+    ("wan", "README.md", "wan ratios", ratios_markdown),
+    ("wan", "docs/benchmarks.md", "wan figures", wan_markdown),
+    ("codecs", "docs/benchmarks.md", "codec figures", codecs_markdown),
+    ("quality", "docs/benchmarks.md", "quality figures", quality_markdown),
+    ("simulator", "docs/simulator.md", "growth figures", growth_markdown),
+    ("yielding", "docs/preferences.md", "yielding figures", yielding_markdown),
+)
+"""A file's name, the page, its marks, and what makes the block between them."""
 
 
 if __name__ == "__main__":

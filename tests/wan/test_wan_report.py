@@ -12,6 +12,7 @@ from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Sample
+from benchmarks.wan.page import ratios_markdown
 from benchmarks.wan.report import loss_disagreement, result_row
 from benchmarks.wan.traffic import bytes_between
 
@@ -72,23 +73,25 @@ def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
     }  # fmt: skip
     check = LinkCheck("peer-1", CABLE, 20.04, 199.0, 41.0, 1.0).document()
     slow = {**summary, "tokens_per_second_median": 50.0}
-    text = wan_markdown(
-        {
-            "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 5,
-            "warmup_steps": 2, "stages": 4, "microbatches_per_step": 16, "microbatch_seconds": 0.25,
-            "machine": {"cpu_count": 2, "processor": "one"},
-            "model": {"hidden_size": 128, "layers": 8},
-            "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
-            "mixes": {
-                "cable": {
-                    "name": "cable", "machines": [{"link": "cable"}] * 4, "checks": [check],
-                    "bound_tokens_per_second": 200.0,
-                    "contenders": {"swarm": summary, "1f1b": slow},
-                }
-            },
-        }
-    )  # fmt: skip
+    document: dict[str, Any] = {
+        "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 5,
+        "warmup_steps": 2, "stages": 4, "microbatches_per_step": 16, "microbatch_seconds": 0.25,
+        "machine": {"cpu_count": 2, "processor": "one"},
+        "model": {"hidden_size": 128, "layers": 8},
+        "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
+        "mixes": {
+            "cable": {
+                "name": "cable", "machines": [{"link": "cable"}] * 4, "checks": [check],
+                "bound_tokens_per_second": 200.0,
+                "contenders": {"swarm": summary, "1f1b": slow},
+            }
+        },
+    }  # fmt: skip
+    text = wan_markdown(document)
     assert "4 with cable" in text
     assert "20.0 up (20), 199.0 down (200) Mbit/s, RTT 41.0 ms (40)" in text
     assert "| torch 1F1B | 50 (90 to 110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
     assert "| *the bound* | 200 |" in text
+    readme = ratios_markdown(document)
+    assert "over torch 1F1B | over the bound" in readme
+    assert "| cable | float32 | 2.00 | 0.50 |" in readme
