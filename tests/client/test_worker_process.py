@@ -273,7 +273,8 @@ def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
         async with workers_of(manifest, [0], namespace, tmp_path) as (worker,):
             gradient = bytes(worker.sizes.output_bytes)
             for attempt in range(6):
-                # Given up once before it is sent off, and then while the worker has it.
+                # Given up before it is sent off, or while the worker has it, which cannot answer.
+                os.kill(worker.pid, signal.SIGSTOP)
                 with trio.CancelScope() as scope:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(
@@ -281,6 +282,7 @@ def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
                         )
                         await trio.testing.wait_all_tasks_blocked()
                         scope.cancel()
+                os.kill(worker.pid, signal.SIGCONT)
                 assert scope.cancelled_caught
             outputs = [
                 await worker.forward(STEP, MicrobatchIndex(i), True, [inputs.tobytes()])
