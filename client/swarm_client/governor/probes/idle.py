@@ -33,6 +33,8 @@ TERMINALS = ((Path("/dev/pts"), re.compile(r"\d+")), (Path("/dev"), re.compile(r
 GRAIN_SECONDS = 8 if sys.platform == "linux" else 0
 """Linux writes a terminal's time anew only in another eight seconds of the clock than those in
 which it stands (drivers/tty/tty_io.c, tty_update_time), so that nobody can time a password."""
+GRAIN_LATE_SECONDS = 0.1
+"""It goes by seconds that are counted on at the clock's ticks: the next eight may begin so late."""
 
 Run = Callable[[Sequence[str]], str | None]
 
@@ -71,6 +73,7 @@ class TerminalIdle:
             return None
         if self._grain_seconds:
             newest = (newest // self._grain_seconds + 1) * self._grain_seconds
+            newest += GRAIN_LATE_SECONDS
         return max(0.0, self._wall() - newest)
 
 
