@@ -48,10 +48,8 @@ async def test_something_that_says_nothing_is_given_up() -> None:
             trio.serve_tcp, lambda stream: trio.sleep_forever(), 0
         )  # fmt: skip
         port = listeners[0].socket.getsockname()[1]
-        start = trio.current_time()
         with pytest.raises(LinkTimeout):
             await dial_back(f"/ip4/127.0.0.1/tcp/{port}", Identity.generate().peer_id, 0.3)
-        assert trio.current_time() - start < 1.5
         nursery.cancel_scope.cancel()
 
 

@@ -174,7 +174,7 @@ async def test_where_no_hole_can_be_punched_the_relayed_connection_stays(
         await source.disconnect(target.peer_id)
         began = trio.current_time()
         await connect_over_relay(source, target)
-        assert trio.current_time() - began < 1
+        assert trio.current_time() - began < hole_punch.WAIT_SECONDS
         assert await says_hello(source, target)
 
 
