@@ -12,8 +12,6 @@ al. 2022, arXiv 2208.07339); what errors cost in loss is `benchmarks/quality.py`
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import statistics
 import time
@@ -27,7 +25,7 @@ import click
 import torch
 from torch import Tensor
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, write_result
 from swarm_coordinator.summary import table
 from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
@@ -62,8 +60,7 @@ def main(repetitions: int, out: Path) -> None:
     # First of all: its server forks.
     contenders = hivemind_codecs()
     document = measure(repetitions, contenders)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(out, document)
     click.echo(render(document))
 
 
@@ -101,9 +98,7 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
     }
     ours: dict[str, Cost] = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "load_before": load,
         "preset": PRESET,
         "shape": list(tensor_BTD.shape),

@@ -7,8 +7,6 @@ torch.compile. Without a GPU it says so and ends well.
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ import torch
 
 from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
 from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_manifest
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, write_result
 from swarm_client.worker.compiling import BACKENDS
 from swarm_coordinator.summary import table
 from swarm_shared.errors import SwarmError
@@ -65,9 +63,7 @@ def main(
         click.echo(f"gpu: {error}", err=True)
         sys.exit(error.exit_code)
     document = {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "device": device_name(device),
         "cuda": torch.version.cuda,
         "stages": rows,
@@ -76,8 +72,7 @@ def main(
     if out is None and device.type == "cuda":
         out = OUT
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(document, indent=2) + "\n")
+        write_result(out, document)
         click.echo(f"\nwritten to {out}")
 
 

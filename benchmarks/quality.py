@@ -13,8 +13,6 @@ how far the runs without codecs differ from seed to seed.
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import statistics
 import tempfile
@@ -25,7 +23,7 @@ from typing import Any
 
 import click
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, write_result
 from benchmarks.run_data import RunData
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.reference import StepRecord, evaluate, train_reference
@@ -87,8 +85,7 @@ def main(steps: int, seeds: int, out: Path) -> None:
             run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
         )
         document = measure(run_dir, range(1, seeds + 1))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=1) + "\n")
+    write_result(out, document)
     click.echo(render(document))
 
 
@@ -108,9 +105,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
                 err=True,
             )
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "load_before": load,
         "seconds": time.monotonic() - began,
         "settings": SETTINGS,

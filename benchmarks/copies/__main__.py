@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import subprocess
@@ -15,7 +14,7 @@ from typing import Any
 import click
 
 from benchmarks.copies.counting import build
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, write_result
 from swarm_coordinator.summary import table
 from swarm_shared.errors import SwarmError
 
@@ -46,15 +45,12 @@ def main(mebibytes: int, out: Path) -> None:
         click.echo(f"copies: {error}", err=True)
         sys.exit(error.exit_code)
     document = {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "payload_bytes": mebibytes * 2**20,
         "hops": hops,
     }
     click.echo(render(document))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
 

@@ -6,12 +6,9 @@ instrument inside (`instrument`). Counts do not depend on how fast the machine i
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -19,7 +16,7 @@ from typing import Any
 
 import click
 
-from benchmarks.machine import describe_machine
+from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
 from swarm_coordinator.history import History
@@ -44,16 +41,10 @@ PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 @click.option("--out", default=OUT, type=click.Path(path_type=Path))
 def main(steps: int, stages: int, preset: str, out: Path) -> None:
     """Count the bytes on the wire of a short run, against the least that it takes."""
-    work = Path(tempfile.mkdtemp(prefix="swarm-bytes-"))
-    try:
+    with work_folder("bytes") as work:
         document = measure(work, steps, stages, preset)
-    except SwarmError as error:
-        click.echo(f"bytes: {error}\n(everything it wrote is in {work})", err=True)
-        sys.exit(error.exit_code)
-    shutil.rmtree(work)
     click.echo(f"\n{render(document)}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(document, indent=2) + "\n")
+    write_result(out, document)
     click.echo(f"\nwritten to {out}")
 
 
@@ -98,9 +89,7 @@ def _document(
     counted = steps * manifest.training.microbatches_per_step
     rows = boundaries(processes, stage_of, border_bytes, counted)
     return {
-        "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": describe_machine(PACKAGES),
+        **result_head(PACKAGES),
         "preset": preset,
         "stages": manifest.stage_count,
         "steps": steps,
