@@ -62,6 +62,9 @@ class TrainingConfig(FrozenModel):
     seed: int = Field(ge=0, lt=2**63)
     evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
     """Held-out microbatches evaluated after the last step (and never trained on)."""
+    staleness: Literal[0, 1] = 0
+    """By how many steps the parameters that a gradient is taken at lag behind. With 1, step t is
+    computed with version t - 2, so that it can be worked on while step t - 1 closes."""
 
 
 class OptimizerConfig(FrozenModel):
