@@ -44,9 +44,7 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     if now - peer.leaving_since > LEAVE_SECONDS or not run.staffed():
         return False
     steps = [step for step in (run.step, run.ahead) if step is not None]
-    if any(
-        step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps
-    ):
+    if any(step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps):
         return True
     return run.phase is not RunPhase.WAITING and bool(steps) and _is_last(run, peer)
 

@@ -64,6 +64,11 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     )
     if must_apply:
         _send_missed_apply(run, peer, hello.stage, now)
+        peer.early_receipts = {
+            (receipt.step, receipt.microbatch): receipt
+            for receipt in event.receipts
+            if receipt.peer == event.peer and receipt.step > run.version
+        }
     elif current:
         peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
         run.roster_dirty = True

@@ -101,7 +101,8 @@ def begin_step(run: RunState, now: float) -> None:
     run.step.began_at = now
     run.training_began = True
     run.waiting_reason = ""
-    commit_early(run, run.step.step)
+    for peer in run.peers.values():
+        commit_early(run, peer)
     lease_open_microbatches(run, run.step, now)
 
 
@@ -120,19 +121,16 @@ def begin_ahead(run: RunState, now: float) -> None:
     ):
         return
     run.ahead = _new_step(run, Step(step.step + 1), now)
-    commit_early(run, run.ahead.step)
+    for peer in run.peers.values():
+        commit_early(run, peer)
     lease_open_microbatches(run, run.ahead, now)
 
 
-def commit_early(run: RunState, step: Step) -> None:
-    """Enter what peers told of a step before it began; what is of one before it is history."""
-    for peer in run.peers.values():
-        if peer.early_receipts:
-            told = peer.early_receipts
-            peer.early_receipts = {key: of for key, of in told.items() if key[0] > step}
-            for (number, _), receipt in told.items():
-                if number == step:
-                    commit(run, receipt)
+def commit_early(run: RunState, peer: PeerState) -> None:
+    """Enter what a peer told of steps before they began; what they have not yet is kept."""
+    told, peer.early_receipts = peer.early_receipts, {}
+    for receipt in told.values():
+        commit(run, receipt)
 
 
 def begin_evaluation(run: RunState, now: float) -> None:

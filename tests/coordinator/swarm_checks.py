@@ -109,7 +109,7 @@ def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
     hears = peer.attached and peer.link is not None and peer.link.open
     if since is None or world.run_state is None or not hears:
         return
-    if world.now - max(since, peer.attached_at) > REVOCATION_SECONDS:
+    if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
         raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
 
 

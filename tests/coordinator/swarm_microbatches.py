@@ -177,11 +177,7 @@ class Computing(PeerBase):
         holding = self.holding
 
         def wanted() -> bool:
-            return (
-                holding is not None
-                and self.holding is holding
-                and holding.works_on(parcel.step)
-            )
+            return holding is not None and self.holding is holding and holding.works_on(parcel.step)
 
         race = Race(self, stage, parcel, wanted, done)
         race.run(parcel.accumulate)

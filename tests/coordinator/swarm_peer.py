@@ -81,7 +81,7 @@ class SimPeer(Averaging, Computing):
         life = self.life
 
         def wake() -> None:
-            self.hung = False
+            self.hung, self.woke_at = False, self.world.now
             backlog, self.backlog = self.backlog, []
             for entry in backlog:
                 self._act(*entry)

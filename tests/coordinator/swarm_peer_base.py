@@ -124,6 +124,7 @@ class PeerBase:
         self.gone = False
         self.trainer = True
         self.hung = False
+        self.woke_at = 0.0
         self.wedged = False
         self.memory_bytes = 1000
         self.speed = 1.0
