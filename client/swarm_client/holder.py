@@ -275,7 +275,10 @@ class Holder:
         book = ReceiptBook(
             volunteer.identity, volunteer.membership.run, stage, volunteer.generation
         )
-        return Holding(stage, worker, Version(assignment.version), book, last)
+        return Holding(
+            stage, worker, Version(assignment.version), book, last,
+            staleness=volunteer.membership.manifest.training.staleness,
+        )  # fmt: skip
 
     def _install(self, holding: Holding, stay: _Stay) -> None:
         """From now on this is what is held; its rounds live as long as its serving."""

@@ -63,7 +63,7 @@ class MovingRounds(Rounds):
         if not close.moving:
             return await super()._average(close)
         prepared = self._prepared()
-        if prepared is None or not prepared.works_on(close.step):
+        if prepared is None or close.step != prepared.step:
             return RoundReport(
                 step=close.step, attempt=close.attempt, ok=False, reason="nothing is prepared here"
             )
@@ -125,7 +125,7 @@ class MovingRounds(Rounds):
             # The run counts on it in its new stage, which is lost: come back as a newcomer.
             self._out_of_step()
             return
-        counted = len(self._holding.receipts.all())
+        counted = self._holding.receipts.count(apply.step)
         prepared.version = done.version
         prepared.averaged_attempt = None
         self._applied(prepared, apply, counted)

@@ -17,7 +17,7 @@ from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import StorageError
 from swarm_shared.manifest import Manifest, StageRange
 from swarm_shared.model.llama import Stage
-from swarm_shared.model.state import OPTIMIZER_PREFIX, open_state, save_state
+from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
 from swarm_shared.model_config import ModelConfig
 
 END_OF_TEXT = 0
@@ -33,7 +33,8 @@ def export_huggingface(
     tokenizer_path: Path | None,
     out_dir: Path,
 ) -> None:
-    """Write `out_dir` from one state file per stage; the optimizer's state is left out.
+    """Write `out_dir` from one state file per stage; what only training needs is left out: the
+    optimizer's state, and parameters of the version before.
 
     `tokenizer_path` is the run's tokenizer.json; the bytes tokenizer needs none and gets one of
     its own. Each file is replaced whole; config.json comes last, so that a folder cut short is
@@ -59,7 +60,7 @@ def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict
     merged: dict[str, torch.Tensor] = {}
     for path in stage_state_files:
         for name, tensor in open_state(path).tensors.items():
-            if name.startswith(OPTIMIZER_PREFIX):
+            if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
                 continue
             if name in merged:
                 _check_replica(path, name, merged[name], tensor)

@@ -3,7 +3,8 @@
 Owns the single-process training loop and the evaluation. Imports only the model, its schedule
 and the codecs: no networking, no state machine, so that agreement with the swarm means something.
 Where the manifest cuts the model, activations and gradients pass the run's codecs as they do on
-the wire: what a lossy codec loses is part of what the run computes.
+the wire: what a lossy codec loses is part of what the run computes. With staleness 1 a second
+model holds the version before, and gradients are taken there.
 
 Shape suffixes: B sequences, T positions.
 """
@@ -38,7 +39,8 @@ Microbatch = tuple[Tokens, Tokens]
 class StepRecord:
     step: int
     loss: float
-    """Mean over the step's tokens of the cross entropy in nats, before the update."""
+    """Mean over the step's tokens of the cross entropy in nats, before the update, of the
+    parameters that the gradient is taken at."""
     tokens: int
     seconds: float
 
@@ -61,14 +63,20 @@ def train_reference(
         stage = build_whole(manifest, device)
         put_borders(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
+        computing = stage
+        if manifest.training.staleness:
+            computing = build_whole(manifest, device)
+            put_borders(computing, manifest)
         layout = FlatLayout.of(stage)
         gradient = layout.new_flat(stage.device)
-        bind_gradients(stage, layout, gradient)
+        bind_gradients(computing, layout, gradient)
         for step in range(1, steps + 1):
             started = clock()
-            loss_sum, tokens = _accumulate(stage, samples(step))
+            loss_sum, tokens = _accumulate(computing, samples(step))
             gradient.div_(tokens)
             norm = global_norm([squared_norm(gradient, layout, count_tied=True)])
+            if computing is not stage:
+                computing.load_state_dict(stage.state_dict())  # the next step's, before this one's
             apply_step(
                 optimizer,
                 layout,

@@ -19,6 +19,10 @@ from swarm_shared.manifest import StageRange
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
 """float32 weight, accumulated gradient, the copy that is averaged, AdamW's two moments."""
 
+BYTES_PER_STALE_PARAMETER = 4 + 4
+"""More for each step that gradients lag behind: a weight of another version, and the gradient
+that is accumulated with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartProfile:
@@ -73,18 +77,25 @@ def stage_memory_bytes(
     is_first: bool,
     is_last: bool,
     kept_microbatches: int = 1,
+    staleness: int = 0,
 ) -> int:
     """Device memory of a peer of this stage, without the runtime's own overhead.
 
     `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one
     more is being computed. A stage's input is part of what its graph keeps, and its output waits
-    for the gradient as well.
+    for the gradient as well. `staleness` is the run's: the steps that gradients lag behind.
     """
     parts = _parts(profile, stage_range, is_first, is_last)
     saved = sum(part.saved_activation_bytes for part in parts)
     output = 0 if is_last else profile.boundary_activation_bytes
-    fixed = BYTES_PER_PARAMETER * stage_parameters(profile, stage_range, is_first, is_last)
+    parameters = stage_parameters(profile, stage_range, is_first, is_last)
+    fixed = bytes_per_parameter(staleness) * parameters
     return fixed + (kept_microbatches + 1) * (saved + output)
+
+
+def bytes_per_parameter(staleness: int) -> int:
+    """Device memory that grows with a stage's parameters alone, for one of them."""
+    return BYTES_PER_PARAMETER + BYTES_PER_STALE_PARAMETER * staleness
 
 
 def plan_stages(
@@ -93,6 +104,7 @@ def plan_stages(
     memory_limit_bytes: int | None = None,
     boundary_flops_per_byte: float = 0.0,
     kept_microbatches: int = 1,
+    staleness: int = 0,
 ) -> tuple[StageRange, ...]:
     """The cut whose slowest stage is fastest; among equals, the one whose largest is smallest.
 
@@ -101,7 +113,7 @@ def plan_stages(
     or two stages more than layers, the first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
-    tables = _Tables(profile, stage_count, boundary_flops_per_byte, kept_microbatches)
+    tables = _Tables(profile, stage_count, boundary_flops_per_byte, kept_microbatches, staleness)
     limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None:
         needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
@@ -132,7 +144,12 @@ class _Tables:
     """Cost and memory of any stage in constant time, from prefix sums over the layers."""
 
     def __init__(
-        self, profile: ModelProfile, stage_count: int, flops_per_byte: float, kept: int
+        self,
+        profile: ModelProfile,
+        stage_count: int,
+        flops_per_byte: float,
+        kept: int,
+        staleness: int,
     ) -> None:
         self.profile = profile
         self.stage_count = stage_count
@@ -142,6 +159,7 @@ class _Tables:
         self.saved = list(accumulate(saved, initial=0))
         self.transfer = 2 * profile.boundary_activation_bytes * flops_per_byte
         self.kept = kept
+        self.bytes_per_parameter = bytes_per_parameter(staleness)
 
     def cost(self, stage: int, start: int, end: int) -> float:
         flops = self.flops[end] - self.flops[start]
@@ -170,7 +188,7 @@ class _Tables:
             saved += profile.boundary_activation_bytes
         if is_first and is_last:
             parameters -= profile.tied_parameters
-        return BYTES_PER_PARAMETER * parameters + (self.kept + 1) * saved
+        return self.bytes_per_parameter * parameters + (self.kept + 1) * saved
 
 
 _Figure = Callable[[int, int, int], float]

@@ -44,7 +44,7 @@ async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
         hold.set()
     assert pausing.holding is not None
     assert pausing.worker.accumulated == [3]
-    assert pausing.holding.receipts.get(MicrobatchIndex(3)) is not None
+    assert pausing.holding.receipts.get(Step(1), MicrobatchIndex(3)) is not None
 
 
 async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_with_a_mask() -> (

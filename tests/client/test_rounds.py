@@ -37,7 +37,7 @@ class Worker:
             self.held -= set(microbatches)
         return self.can_uncommit
 
-    async def reset_accumulator(self) -> None:
+    async def reset_accumulator(self, step: int) -> None:
         self.resets += 1
         self.held.clear()
 
@@ -143,7 +143,7 @@ async def test_a_surplus_is_taken_out_before_the_round() -> None:
         s.close((0, 3))
         assert (await report(s)).ok
         assert s.worker.held == {0, 3}
-        assert s.holding.receipts.get(5) is None
+        assert s.holding.receipts.get(1, 5) is None
 
 
 async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_told() -> None:

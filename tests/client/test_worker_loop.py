@@ -15,7 +15,8 @@ import torch
 from swarm_client.child import SyncLink, encode_frame
 from swarm_client.worker import protocol
 from swarm_client.worker.compute import StageRunner
-from swarm_client.worker.loop import ComputeLoop, WorkerMemory, _answer, serve
+from swarm_client.worker.loop import ComputeLoop, _answer, serve
+from swarm_client.worker.memory import WorkerMemory
 from swarm_client.worker.steps import StepRunner
 from swarm_shared.manifest import (
     DataConfig,
@@ -121,7 +122,11 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     halfway = Halfway(rig, passes=1)
     rig.ask(rig.forward(1, slot=0))
     assert halfway.reached.wait(30)
-    rig.ask(protocol.Accumulated(request=7), protocol.Discard(request=1), rig.forward(2, slot=1))
+    rig.ask(
+        protocol.Accumulated(request=7, step=Step(1)),
+        protocol.Discard(request=1),
+        rig.forward(2, slot=1),
+    )
     halfway.go_on.set()
     given_up, accumulated, done = rig.link.receive(), rig.link.receive(), rig.link.receive()
     assert isinstance(given_up, protocol.Failed)
@@ -140,7 +145,7 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     given_up = rig.link.receive()
     assert isinstance(given_up, protocol.Failed)
     assert (given_up.request, given_up.code) == (3, "discarded")
-    rig.ask(protocol.Accumulated(request=8))
+    rig.ask(protocol.Accumulated(request=8, step=Step(1)))
     told = rig.link.receive()
     assert isinstance(told, protocol.AccumulatedAre)
     assert told.microbatches == ()
@@ -165,7 +170,7 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
         protocol.Backward(request=4, forward=1, slot=1, nbytes=nbytes),
         protocol.Discard(request=2),
         protocol.Evaluate(request=5, slot=0, nbytes=3),
-        protocol.Accumulated(request=6),
+        protocol.Accumulated(request=6, step=Step(1)),
     )
     answers = [rig.link.receive() for _ in range(5)]
     assert [type(answer).__name__ for answer in answers] == [
@@ -193,7 +198,7 @@ def test_the_next_input_goes_to_the_device_while_another_computes_and_nothing_el
         assert (answers[2].request, answers[2].code) == (9, "bad_input")
         done = [answer for answer in answers if isinstance(answer, protocol.ForwardDone)]
         assert [answer.request for answer in done] == [0, 1, 2]
-        rig.ask(protocol.ResetAccumulator(request=10))
+        rig.ask(protocol.ResetAccumulator(request=10, step=Step(1)))
         rig.link.receive()
         return [bytes(rig.memory.slot(answer.request, answer.nbytes)) for answer in done]
 
@@ -233,7 +238,7 @@ def test_the_output_lies_where_the_input_was(rig: Rig) -> None:
 
 
 def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
-    request = protocol.Accumulated(request=3)
+    request = protocol.Accumulated(request=3, step=Step(1))
 
     def too_much(_: protocol.Accumulated) -> protocol.Numbered:
         torch.empty(2**50)
@@ -280,7 +285,7 @@ def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig
     first = rig.link.receive()
     assert isinstance(first, protocol.ForwardDone)
     # The rest is some milliseconds long; what is asked meanwhile does not wait for its end.
-    rig.ask(protocol.Accumulated(request=4))
+    rig.ask(protocol.Accumulated(request=4, step=Step(1)))
     answers = {
         answer.request: answer for answer in (rig.link.receive(), rig.link.receive()) if answer
     }
@@ -297,6 +302,9 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
         2,
     ]
     # It would rest for weeks.
-    rig.ask(protocol.Accumulated(request=5), protocol.Limit(request=6, duty_cycle=1, threads=4))
+    rig.ask(
+        protocol.Accumulated(request=5, step=Step(1)),
+        protocol.Limit(request=6, duty_cycle=1, threads=4),
+    )
     answers = [rig.link.receive() for _ in range(4)]
     assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]

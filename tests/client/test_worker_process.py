@@ -196,8 +196,7 @@ def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Pa
             assert [one.version for one in applied] == [1] * 4
             assert applied[1].digest == applied[3].digest
             assert len({one.digest for one in applied}) == 3
-            accumulated = await workers[0].accumulated()
-            assert (accumulated.step, accumulated.microbatches) == (2, ())
+            assert await workers[0].accumulated(Step(2)) == ()
             # The replica's state, sent as a file, makes another stage-1 worker its equal.
             path = tmp_path / "state.safetensors"
             assert await workers[1].save_state(path, Version(1)) == path.stat().st_size
@@ -244,13 +243,14 @@ def test_failures_leave_the_worker_alive_and_its_accumulator_alone(
             bad = np.full(worker.sizes.output_bytes // 4, np.nan, np.float32)
             for _ in range(5):
                 assert await refused(worker.backward(output, bad.tobytes())) == "bad_input"
-            assert (await worker.accumulated()).microbatches == ()
+            assert await worker.accumulated(STEP) == ()
+            assert await refused(worker.accumulated(Step(2))) == "wrong_step"
             assert not (await prepared(worker)).any()
             with await worker.backward(output, np.ones_like(bad).tobytes()) as back:
                 assert back.added
             assert await worker.uncommit(STEP, [index])
             assert not await worker.uncommit(Step(9), [index])
-            await worker.reset_accumulator()
+            await worker.reset_accumulator(STEP)
             missing = tmp_path / "none" / "state"
             assert await refused(worker.save_state(missing, Version(0))) == "storage"
             assert await refused(worker.norm(Step(7), 5)) == "wrong_step"
@@ -295,7 +295,7 @@ def test_a_cancelled_caller_takes_its_microbatch_and_its_slot_with_it(
                 await worker.backward(outputs[0], gradient)
             with await worker.backward(outputs[1], gradient) as back:
                 assert back.added
-            assert (await worker.accumulated()).microbatches == (1,)
+            assert await worker.accumulated(STEP) == (1,)
 
     run(main)
 

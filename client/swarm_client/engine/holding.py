@@ -20,7 +20,7 @@ class Holding:
     receipts: ReceiptBook
     is_last: bool
     closing: bool = False
-    """Between Close and its end nothing new is accumulated: the table is full already."""
+    """Between Close and its end nothing new of `step` is accumulated: its table is full already."""
     averaged_attempt: int | None = None
     """The attempt of step version + 1 whose averaged gradient lies in the result segment."""
     in_flight: int = 0
@@ -29,14 +29,25 @@ class Holding:
     """Microbatches that nobody has been told of yet."""
     busy_seconds: float = 0.0
     """How long these took to compute."""
+    staleness: int = 0
+    """The run's: so many steps after `step` can be worked on as well."""
 
     @property
     def step(self) -> Step:
-        """The step that is being worked on."""
+        """The step that is applied next: the only one that can close."""
         return Step(self.version + 1)
 
     def works_on(self, step: Step) -> bool:
+        """Whether its microbatches can be computed now."""
+        return self.step <= step <= self.step + self.staleness
+
+    def evaluates(self, step: Step) -> bool:
+        """Whether the newest parameters are those that an evaluation in this step is of."""
         return step == self.step
+
+    def closes(self, step: Step) -> bool:
+        """Whether what is committed of it is settled, so that nothing may be added."""
+        return self.closing and step == self.step
 
     def observe(self, compute_seconds: float) -> None:
         """Forward and backward of one microbatch took so long on this device."""

@@ -1,4 +1,4 @@
-"""The receipts of the step in progress: signed once, reported in batches, kept until applied."""
+"""The receipts of the steps in progress: signed once, reported in batches, kept until applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, S
 
 
 class ReceiptBook:
-    """What this peer holds of one step. A new book for every stage that it takes."""
+    """What this peer holds of each step. A new book for every stage that it takes."""
 
     def __init__(
         self,
@@ -24,8 +24,8 @@ class ReceiptBook:
         self._run = run
         self._stage = stage
         self._generation = generation
-        self._held: dict[MicrobatchIndex, str] = {}
-        self._unreported: list[str] = []
+        self._held: dict[Step, dict[MicrobatchIndex, str]] = {}
+        self._unreported: list[tuple[Step, str]] = []
 
     def add(
         self,
@@ -48,27 +48,33 @@ class ReceiptBook:
             loss_sum=loss_sum,
         )
         envelope = base64.b64encode(sign_receipt(self._identity, receipt)).decode()
-        self._held[microbatch] = envelope
-        self._unreported.append(envelope)
+        self._held.setdefault(step, {})[microbatch] = envelope
+        self._unreported.append((step, envelope))
         return envelope
 
-    def get(self, microbatch: MicrobatchIndex) -> str | None:
+    def get(self, step: Step, microbatch: MicrobatchIndex) -> str | None:
         """The receipt, when the microbatch is held already."""
-        return self._held.get(microbatch)
+        return self._held.get(step, {}).get(microbatch)
 
     def all(self) -> tuple[str, ...]:
-        return tuple(self._held.values())
+        """Of all steps."""
+        return tuple(envelope for held in self._held.values() for envelope in held.values())
+
+    def count(self, step: Step) -> int:
+        return len(self._held.get(step, {}))
 
     def take_unreported(self) -> tuple[str, ...]:
-        batch, self._unreported = tuple(self._unreported), []
-        return batch
+        """Of all steps; each receipt once."""
+        batch, self._unreported = self._unreported, []
+        return tuple(envelope for _, envelope in batch)
 
-    def drop(self, microbatches: tuple[MicrobatchIndex, ...]) -> None:
-        """These were taken out of the accumulator again."""
+    def drop(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> None:
+        """These were taken out of the step's accumulator again."""
+        held = self._held.get(step, {})
         for microbatch in microbatches:
-            self._held.pop(microbatch, None)
+            held.pop(microbatch, None)
 
-    def clear(self) -> None:
-        """The step is applied, or the accumulator was emptied."""
-        self._held.clear()
-        self._unreported.clear()
+    def clear(self, step: Step) -> None:
+        """The step is applied, or its accumulator was emptied; other steps' receipts stay."""
+        self._held.pop(step, None)
+        self._unreported = [entry for entry in self._unreported if entry[0] != step]

@@ -2,7 +2,8 @@
 
 One task takes Close, AbortRound, Apply and SaveSnapshot in their order. A close is reconciled
 with what the coordinator committed, averaged in the named groups on a copy, and reported; an
-abort cancels it at once and leaves the accumulator as it is.
+abort cancels it at once and leaves the accumulator as it is. With staleness the step after it is
+computed meanwhile; only the step that is applied next closes.
 """
 
 from __future__ import annotations
@@ -106,11 +107,11 @@ class Rounds:
 
     async def _close(self, close: Close) -> None:
         holding = self._holding
-        if not holding.works_on(close.step):
+        if close.step != holding.step:
             self._send(
                 RoundReport(
                     step=close.step, attempt=close.attempt, ok=False, missing=close.committed,
-                    reason=f"this peer works on step {holding.step}",
+                    reason=f"this peer can close step {holding.step}",
                 )
             )  # fmt: skip
             return
@@ -171,24 +172,24 @@ class Rounds:
             if not extra:
                 break
             if not await worker.uncommit(close.step, extra):
-                await worker.reset_accumulator()
-                holding.receipts.clear()
+                await worker.reset_accumulator(close.step)
+                holding.receipts.clear(close.step)
                 return RoundReport(
                     step=close.step, attempt=close.attempt, ok=False, reset=True,
                     reason=f"{len(extra)} extra microbatches could not be taken out again",
                 )  # fmt: skip
-            holding.receipts.drop(extra)
+            holding.receipts.drop(close.step, extra)
         if not round_.finite:
             # Each of them was finite when it was added. Whatever happened since, none is trusted.
-            await worker.reset_accumulator()
-            holding.receipts.clear()
+            await worker.reset_accumulator(close.step)
+            holding.receipts.clear(close.step)
             return RoundReport(
                 step=close.step, attempt=close.attempt, ok=False, reset=True, not_finite=True,
                 reason="the sum of its gradients is not finite",
             )  # fmt: skip
         missing: tuple[MicrobatchIndex, ...] = tuple(sorted(committed - prepared))
         if missing:
-            holding.receipts.drop(missing)
+            holding.receipts.drop(close.step, missing)
             return RoundReport(
                 step=close.step, attempt=close.attempt, ok=False, missing=missing,
                 reason=f"{len(missing)} committed microbatches are not held here",
@@ -197,7 +198,7 @@ class Rounds:
 
     async def _apply(self, apply: Apply) -> None:
         holding = self._holding
-        if not holding.works_on(apply.step) or holding.averaged_attempt != apply.attempt:
+        if apply.step != holding.step or holding.averaged_attempt != apply.attempt:
             log.warning("told to apply step %s, which is not averaged here", apply.step)
             self._out_of_step()
             return
@@ -219,7 +220,7 @@ class Rounds:
         holding.version = done.version
         holding.averaged_attempt = None
         holding.closing = False
-        counted = len(holding.receipts.all())
-        holding.receipts.clear()
+        counted = holding.receipts.count(apply.step)
+        holding.receipts.clear(apply.step)
         self._applied(holding, apply, counted)
         self._send(Applied(step=apply.step, digest=done.digest, norm=done.norm))

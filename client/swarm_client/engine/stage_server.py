@@ -210,7 +210,7 @@ class StageServer:
         membership, holding = self._membership(), self._holding()
         if membership is None or holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
-        if not holding.works_on(message.step):
+        if not _takes(holding, message):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
         if not self._gate.may_send(stream.remote, message.stage):
             # Not for good: the roster may be on its way.
@@ -241,7 +241,7 @@ class StageServer:
             training = message.mode == "train"
             if training and isinstance(error, RequestFailed) and error.code == "not_finite":
                 self._tell(NotFinite(step=message.step, microbatch=message.microbatch))
-            over = not holding.works_on(message.step)
+            over = not _takes(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
         finally:
@@ -272,6 +272,13 @@ class StageServer:
             )
 
 
+def _takes(holding: Holding, message: Forward) -> bool:
+    """Whether this peer has the parameters that the message is to be computed with."""
+    if message.mode == "evaluate":
+        return holding.evaluates(message.step)
+    return holding.works_on(message.step)
+
+
 class _Work:
     """One microbatch in this stage."""
 
@@ -295,15 +302,18 @@ class _Work:
         self._counting = False
 
     def _wanted(self) -> bool:
-        return self._holding.works_on(self._message.step)
+        return _takes(self._holding, self._message)
+
+    def _receipt(self) -> str | None:
+        return self._holding.receipts.get(self._message.step, self._message.microbatch)
 
     def _accumulates(self) -> bool:
         """Counted here only if the mask says so, once, and not while the table is closed."""
         return (
             self._message.mode == "train"
             and self._holding.stage in self._message.accumulate
-            and self._holding.receipts.get(self._message.microbatch) is None
-            and not self._holding.closing
+            and self._receipt() is None
+            and not self._holding.closes(self._message.step)
         )
 
     def _asked_to_count(self) -> bool:
@@ -320,10 +330,8 @@ class _Work:
         """
         if not self._wanted():
             return False
-        held = self._counting and not self._holding.closing
-        return output.added or (
-            held and self._holding.receipts.get(self._message.microbatch) is None
-        )
+        held = self._counting and not self._holding.closes(self._message.step)
+        return output.added or (held and self._receipt() is None)
 
     async def run(self) -> tuple[Backward, Output]:
         if self._message.mode == "evaluate":
@@ -385,7 +393,7 @@ class _Work:
                 output.tokens,
                 output.loss_sum if self._holding.is_last else None,
             )
-        own = book.get(message.microbatch)
+        own = self._receipt()
         return Backward(
             request=message.request,
             receipts=(*receipts, own) if own is not None else receipts,

@@ -34,7 +34,7 @@ class Samples(Protocol):
 
 Report = Callable[[LeaseResult], None]
 StepNow = Callable[[], Step | None]
-"""The step that this volunteer's own stage works on; None while it holds none."""
+"""The oldest step that this volunteer's own stage works on; None while it holds none."""
 
 
 class Trainer:
@@ -68,6 +68,8 @@ class Trainer:
                 self._hand_back(lease, leased, self._refusing)
             return
         self._waiting.extend((lease, leased) for leased in lease.microbatches)
+        # What an older step lacks holds up its close, and everything after it.
+        self._waiting.sort(key=lambda entry: entry[0].step)
         self._start_more()
 
     def stop_taking(self, reason: str) -> None:

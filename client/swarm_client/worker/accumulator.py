@@ -2,8 +2,9 @@
 
 Owns one flat float32 vector on the stage's device, the set of microbatches in it, and per
 microbatch, while a byte budget lasts, the tensors from which its gradient can be computed again.
-Does not own computing gradients. Within a step the parameters do not change, so a gradient that
-is computed again is the same gradient, and subtracting it undoes the addition up to rounding.
+Does not own computing gradients. Within a step the parameters that it is computed with do not
+change, so a gradient that is computed again is the same gradient, and subtracting it undoes the
+addition up to rounding.
 """
 
 from __future__ import annotations

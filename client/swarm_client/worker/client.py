@@ -137,20 +137,21 @@ class StageWorker:
     # ---- control
 
     async def uncommit(self, step: Step, microbatches: Iterable[MicrobatchIndex]) -> bool:
-        """Take microbatches out of the accumulator; False when that cannot be done."""
+        """Take microbatches out of the step's accumulator; False when that cannot be done."""
         request = protocol.Uncommit(
             request=self._number(), step=step, microbatches=tuple(microbatches)
         )
         return (await self._exchange.call(request, protocol.Uncommitted)).ok
 
-    async def reset_accumulator(self) -> None:
-        request = protocol.ResetAccumulator(request=self._number())
+    async def reset_accumulator(self, step: Step) -> None:
+        """Empty the step's accumulator and forget what is in flight of it."""
+        request = protocol.ResetAccumulator(request=self._number(), step=step)
         await self._exchange.call(request, protocol.AccumulatorReset)
 
-    async def accumulated(self) -> protocol.AccumulatedAre:
-        """The step and the microbatches in the accumulator, sorted."""
-        request = protocol.Accumulated(request=self._number())
-        return await self._exchange.call(request, protocol.AccumulatedAre)
+    async def accumulated(self, step: Step) -> tuple[MicrobatchIndex, ...]:
+        """The microbatches in the step's accumulator, sorted."""
+        request = protocol.Accumulated(request=self._number(), step=step)
+        return (await self._exchange.call(request, protocol.AccumulatedAre)).microbatches
 
     async def prepare_round(self, step: Step) -> protocol.RoundPrepared:
         """Fill the `gradients` segment; says which microbatches are in it."""
@@ -165,7 +166,7 @@ class StageWorker:
     async def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
     ) -> protocol.Applied:
-        """Clip, step, and empty the accumulator; the worker is then at version `step`."""
+        """Clip, step, and empty the step's accumulator; the worker is then at version `step`."""
         request = protocol.Apply(
             request=self._number(), step=step, step_tokens=step_tokens,
             global_norm=global_norm, learning_rate=learning_rate,

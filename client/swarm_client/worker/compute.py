@@ -1,8 +1,8 @@
 """The torch side of a stage worker, without any process around it.
 
-Owns one stage's module, the microbatches between their forward and backward pass, the
-accumulator, and the optimizer step. Does not own slots, messages or order: one call is one
-computation, and the caller (`loop`) says which comes next.
+Owns one stage's lanes (`lanes`: parameters and accumulators), the parameter version, and the
+microbatches between their forward and backward pass. Does not own slots, messages or order: one
+call is one computation, and the caller (`loop`) says which comes next; nor the optimizer (`steps`).
 
 A graph is kept from forward to backward while `graph_budget_bytes` lasts. What one graph takes is
 measured on the first forward: the storages that autograd saves, but for the parameters. Beyond
@@ -29,6 +29,7 @@ from swarm_client.worker.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.worker.compiling import compile_layers
 from swarm_client.worker.device_copier import device_copier
 from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.lanes import Lane, Lanes
 from swarm_client.worker.sizes import stage_sizes
 from swarm_client.worker.transfer import (
     MicrobatchInput,
@@ -37,7 +38,7 @@ from swarm_client.worker.transfer import (
     is_finite,
 )
 from swarm_shared.manifest import Manifest
-from swarm_shared.model import FlatLayout, Stage, build_stage
+from swarm_shared.model import Stage
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 
 
@@ -71,6 +72,7 @@ class _Graph:
 class _Flight:
     """A microbatch between its forward and its backward pass."""
 
+    step: Step
     microbatch: MicrobatchIndex
     accumulate: bool
     inputs: MicrobatchInput | None
@@ -95,7 +97,11 @@ class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 
 class StageRunner:
-    """One stage at one parameter version. Not thread-safe; everything is synchronous."""
+    """One stage, its newest parameters at one version. Not thread-safe; everything is synchronous.
+
+    Steps that are open are worked on beside each other, each with the version it is to be
+    computed with; whoever computes without a step (`evaluate`) does so with the newest one.
+    """
 
     def __init__(
         self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
@@ -105,11 +111,8 @@ class StageRunner:
         self.stage_index = stage_index
         self._device = device
         self.sizes = stage_sizes(manifest, stage_index)
-        self.stage: Stage = build_stage(manifest, stage_index, device)
-        if compile_backend is not None:
-            compile_layers(self.stage, compile_backend)
-        self.layout = FlatLayout.of(self.stage)
-        self.accumulator = Accumulator(self.layout, device, kept_budget_bytes)
+        self.lanes = Lanes(manifest, stage_index, device, kept_budget_bytes)
+        self.layout = self.lanes.layout
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
@@ -117,7 +120,6 @@ class StageRunner:
         self.graph_bytes: int | None = None
         """What one kept graph takes; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes
-        self._parameters = [parameter for _, parameter in self.stage.all_parameters()]
         self._flights: dict[int, _Flight] = {}
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
         """Inputs of coming forwards that are on the device, or on their way, already."""
@@ -126,13 +128,26 @@ class StageRunner:
         self.between_layers: Callable[[], None] = lambda: None
         """Called before every layer, forward and backward; what it raises ends the computation,
         which leaves no trace."""
-        for layer in self.stage.model.layers.values():
-            layer.register_forward_pre_hook(lambda *_: self.between_layers())
-            layer.register_forward_hook(self._watch_backward)
+        for lane in self.lanes:
+            if compile_backend is not None:
+                compile_layers(lane.stage, compile_backend)
+            for layer in lane.stage.model.layers.values():
+                layer.register_forward_pre_hook(lambda *_: self.between_layers())
+                layer.register_forward_hook(self._watch_backward)
 
     def _watch_backward(self, _layer: object, _inputs: object, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(lambda _: self.between_layers())  # type: ignore[no-untyped-call]
+
+    @property
+    def stage(self) -> Stage:
+        """With the newest parameters."""
+        return self.lanes.newest(self.version).stage
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """Of the step that is applied next."""
+        return self.lanes.of(Step(self.version + 1)).accumulator
 
     @property
     def on_gpu(self) -> bool:
@@ -158,18 +173,18 @@ class StageRunner:
         RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
         """
         inputs, entry = self._fetched.pop(request, (None, None))
-        self.check_step(step)
+        lane = self.open_lane(step)
         if request in self._flights:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
         if inputs is None:
             inputs = self.codec.read_input(payload)
-        if self.stage.is_last:
-            return self._forward_backward(microbatch, accumulate, inputs, entry)
-        needs_backward = accumulate or not self.stage.is_first
+        if lane.stage.is_last:
+            return self._forward_backward(lane, microbatch, accumulate, inputs, entry)
+        needs_backward = accumulate or not lane.stage.is_first
         if needs_backward:
-            graph = self._run_within_budget(inputs, entry)
+            graph = self._run_within_budget(lane, inputs, entry)
         else:
-            graph = self._run(inputs, False, entry)
+            graph = self._run(lane, inputs, False, entry)
         output = graph.output.detach()
         self.while_computing()
         if not is_finite(output):
@@ -179,6 +194,7 @@ class StageRunner:
                 "or NaNs",
             )
         self._flights[request] = _Flight(
+            step,
             microbatch,
             accumulate,
             inputs if needs_backward else None,
@@ -202,9 +218,11 @@ class StageRunner:
         del self._flights[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)
-        graph = flight.graph or self._run(flight.inputs, keep_graph=True)
+        lane = self.lanes.of(flight.step)
+        graph = flight.graph or self._run(lane, flight.inputs, keep_graph=True)
         flight.graph = None
         return self._finish(
+            lane,
             flight.microbatch,
             flight.accumulate,
             graph,
@@ -214,8 +232,9 @@ class StageRunner:
 
     def evaluate(self, payload: memoryview) -> ForwardResult | float:
         """Output activation or, on the last stage, the loss summed over tokens."""
-        output = self._run(self.codec.read_input(payload), keep_graph=False).output
-        if self.stage.is_last:
+        lane = self.lanes.newest(self.version)
+        output = self._run(lane, self.codec.read_input(payload), keep_graph=False).output
+        if lane.stage.is_last:
             return self._finite_loss(output)
         if not is_finite(output):
             raise RequestFailed(
@@ -227,17 +246,24 @@ class StageRunner:
         self._fetched.pop(forward_request, None)
         self._flights.pop(forward_request, None)
 
+    def step_of(self, forward_request: int) -> Step:
+        """Of a microbatch in flight; where it is not any more, the step that is applied next."""
+        flight = self._flights.get(forward_request)
+        return Step(self.version + 1) if flight is None else flight.step
+
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
-        """Take microbatches out of the accumulator; False, and nothing changed, if one of them
-        cannot be computed again. Ones that are not in it are skipped."""
-        if step != self.version + 1:
+        """Take microbatches out of the step's accumulator; False, and nothing changed, if one of
+        them cannot be computed again. Ones that are not in it are skipped."""
+        if step not in self.lanes.open_steps(self.version):
             return False
-        wanted = sorted({index for index in microbatches if index in self.accumulator})
-        kept = [self.accumulator.kept(index) for index in wanted]
+        lane = self.lanes.of(step)
+        accumulator = lane.accumulator
+        wanted = sorted({index for index in microbatches if index in accumulator})
+        kept = [accumulator.kept(index) for index in wanted]
         if not wanted:
             return True
-        if set(wanted) == set(self.accumulator.microbatches()):
-            self.accumulator.reset()
+        if set(wanted) == set(accumulator.microbatches()):
+            accumulator.reset()
             return True
         total: list[Tensor] = []
         for microbatch in kept:
@@ -245,17 +271,24 @@ class StageRunner:
                 return False
         for microbatch in kept:
             assert microbatch is not None
-            gradients = self._gradients_again(microbatch)
+            gradients = self._gradients_again(lane, microbatch)
             if not total:
                 total = gradients
             elif gradients:
                 torch._foreach_add_(total, gradients)
-        self.accumulator.subtract(wanted, total)
+        accumulator.subtract(wanted, total)
         return True
 
+    def forget(self, step: Step) -> None:
+        """Empty the step's accumulator and forget what is in flight of it; other steps go on."""
+        self.lanes.of(step).accumulator.reset()
+        self._flights = {n: flight for n, flight in self._flights.items() if flight.step != step}
+        self._fetched.clear()
+
     def reset(self) -> None:
-        """Empty the accumulator and forget what is in flight."""
-        self.accumulator.reset()
+        """Empty all accumulators and forget everything in flight."""
+        for lane in self.lanes:
+            lane.accumulator.reset()
         self._flights.clear()
         self._fetched.clear()
 
@@ -266,20 +299,34 @@ class StageRunner:
             share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
             torch.cuda.set_per_process_memory_fraction(share, self._device)
 
-    def check_step(self, step: Step) -> None:
-        if step != self.version + 1:
+    def open_lane(self, step: Step) -> Lane:
+        """The lane of a step that can be worked on; RequestFailed: wrong_step."""
+        steps = self.lanes.open_steps(self.version)
+        if step not in steps:
             raise RequestFailed(
                 "wrong_step",
                 f"this worker has parameters of version {self.version} and works on step "
+                f"{' and '.join(map(str, steps))}, not {step}",
+            )
+        return self.lanes.of(step)
+
+    def closing_lane(self, step: Step) -> Lane:
+        """The lane of the step that is applied next, which alone can close."""
+        if step != self.version + 1:
+            raise RequestFailed(
+                "wrong_step",
+                f"this worker has parameters of version {self.version} and can close step "
                 f"{self.version + 1}, not {step}",
             )
+        return self.lanes.of(step)
 
     # ---- one pass
 
     def _run(
-        self, inputs: MicrobatchInput, keep_graph: bool, entry: Tensor | None = None
+        self, lane: Lane, inputs: MicrobatchInput, keep_graph: bool, entry: Tensor | None = None
     ) -> _Graph:
         """`entry`: the input on the device, where it is there already."""
+        stage = lane.stage
         if entry is None:
             entry = self.copier.to_device(inputs.inputs)
         targets_BT = inputs.targets_BT
@@ -287,56 +334,59 @@ class StageRunner:
             targets_BT = self.copier.to_device(targets_BT)
         if not keep_graph:
             with torch.no_grad():
-                return _Graph(None, self.stage(entry, targets_BT), kept=False)
-        if self.stage.is_first:
-            return _Graph(None, self.stage(entry, targets_BT), kept=True)
+                return _Graph(None, stage(entry, targets_BT), kept=False)
+        if stage.is_first:
+            return _Graph(None, stage(entry, targets_BT), kept=True)
         # A new tensor over the same memory: the kept input stays free of autograd.
         entry = entry.detach().requires_grad_()
-        return _Graph(entry, self.stage(entry, targets_BT), kept=True)
+        return _Graph(entry, stage(entry, targets_BT), kept=True)
 
-    def _run_within_budget(self, inputs: MicrobatchInput, entry: Tensor | None) -> _Graph:
+    def _run_within_budget(
+        self, lane: Lane, inputs: MicrobatchInput, entry: Tensor | None
+    ) -> _Graph:
         if self.graph_bytes is None:
-            saved = _SavedBytes(self._parameters)
+            saved = _SavedBytes(lane.parameters)
             with saved:
-                graph = self._run(inputs, True, entry)
+                graph = self._run(lane, inputs, True, entry)
             self.graph_bytes = saved.total
             if saved.total > self._graph_budget_bytes:
                 graph = _Graph(None, graph.output.detach(), kept=False)
             return graph
         graphs = 1 + sum(flight.graph is not None for flight in self._flights.values())
         fits = graphs * self.graph_bytes <= self._graph_budget_bytes
-        return self._run(inputs, fits, entry)
+        return self._run(lane, inputs, fits, entry)
 
     def _forward_backward(
-        self, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput,
+        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput,
         entry: Tensor | None,
     ) -> BackwardResult:  # fmt: skip
-        needs_backward = not self.stage.is_first or accumulate
-        graph = self._run(inputs, needs_backward, entry)
+        needs_backward = not lane.stage.is_first or accumulate
+        graph = self._run(lane, inputs, needs_backward, entry)
         loss_sum = self._finite_loss(graph.output)
         if not needs_backward:
             return BackwardResult(None, False, loss_sum)
         kept = KeptMicrobatch(inputs, None)
-        result = self._finish(microbatch, accumulate, graph, None, kept)
+        result = self._finish(lane, microbatch, accumulate, graph, None, kept)
         return BackwardResult(result.input_gradient, result.added, loss_sum)
 
     def _finish(
-        self, microbatch: MicrobatchIndex, accumulate: bool, graph: _Graph,
+        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, graph: _Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch,
     ) -> BackwardResult:  # fmt: skip
-        add = accumulate and microbatch not in self.accumulator
-        input_gradient, gradients = self._differentiate(graph, output_gradient, add)
+        add = accumulate and microbatch not in lane.accumulator
+        input_gradient, gradients = self._differentiate(
+            graph, output_gradient, lane.parameters if add else []
+        )
         if add:
-            self.accumulator.add(microbatch, gradients, kept)
+            lane.accumulator.add(microbatch, gradients, kept)
         return BackwardResult(input_gradient, add)
 
     def _differentiate(
-        self, graph: _Graph, output_gradient: Tensor | None, with_parameters: bool
+        self, graph: _Graph, output_gradient: Tensor | None, parameters: list[Tensor]
     ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input and, if asked for, of all parameters; checked."""
+        """The gradients of the input and of these parameters; checked."""
         wanted: list[Tensor] = [] if graph.entry is None else [graph.entry]
-        if with_parameters:
-            wanted += self._parameters
+        wanted += parameters
         if not wanted:
             return None, []
         gradients = list(torch.autograd.grad(graph.output, wanted, output_gradient))
@@ -351,12 +401,12 @@ class StageRunner:
             return None, gradients
         return gradients[0], gradients[1:]
 
-    def _gradients_again(self, kept: KeptMicrobatch) -> list[Tensor]:
-        graph = self._run(kept.inputs, keep_graph=True)
+    def _gradients_again(self, lane: Lane, kept: KeptMicrobatch) -> list[Tensor]:
+        graph = self._run(lane, kept.inputs, keep_graph=True)
         output_gradient = None
         if kept.output_gradient is not None:
             output_gradient = self.copier.to_device(kept.output_gradient)
-        gradients = torch.autograd.grad(graph.output, self._parameters, output_gradient)
+        gradients = torch.autograd.grad(graph.output, lane.parameters, output_gradient)
         return list(gradients)
 
     def _finite_loss(self, loss: Tensor) -> float:

@@ -1,8 +1,8 @@
 """The compute loop: messages in, computations in the right order, answers out.
 
-Owns the order of work (protocol rule 4), the shared memory of one worker, and the translation of
-what can go wrong in a request into a Failed answer. Anything else that goes wrong is a bug: it
-ends the process with a traceback in its log, and the daemon starts another one.
+Owns the order of work (protocol rule 4) and the translation of what can go wrong in a request into
+a Failed answer. Anything else that goes wrong is a bug: it ends the process with a traceback in its
+log, and the daemon starts another one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
-from swarm_client import faults, shared_memory
+from swarm_client import faults
 from swarm_client.child import SyncLink
 from swarm_client.faults import Phase
 from swarm_client.worker import protocol
@@ -25,11 +24,13 @@ from swarm_client.worker.compiling import backend_from_environment
 from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
 from swarm_client.worker.duty import DutyCycle
 from swarm_client.worker.errors import RequestFailed
+from swarm_client.worker.memory import WorkerMemory
 from swarm_client.worker.pace import FORWARD_SHARE, pace_from_environment
 from swarm_client.worker.steps import StepRunner
 from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.manifest import Manifest
+from swarm_shared.types import Step
 
 _WORK = (protocol.Uncommit, protocol.PrepareRound, protocol.Norm, protocol.Apply)
 """What computes, among the control requests."""
@@ -38,51 +39,6 @@ WorkerLink = SyncLink[protocol.WorkerRequest]
 RequestT = TypeVar("RequestT", bound=protocol.Numbered)
 
 _CPU_OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
-
-
-class WorkerMemory:
-    """The three segments of one worker."""
-
-    def __init__(self, namespace: str, slots_bytes: int, slot_bytes: int, elements: int) -> None:
-        self.segments: list[shared_memory.Segment] = []
-        try:
-            self.slots = self._create(f"{namespace}.slots", slots_bytes)
-            # A flat vector of a stage without parameters is empty; a segment cannot be.
-            self.gradients_segment = self._create(f"{namespace}.gradients", max(4, 4 * elements))
-            self.result_segment = self._create(f"{namespace}.result", max(4, 4 * elements))
-        except BaseException:
-            self.unlink()
-            raise
-        self.slot_bytes = slot_bytes
-        self.gradients = _flat(self.gradients_segment, elements)
-        self.result = _flat(self.result_segment, elements)
-
-    def _create(self, name: str, nbytes: int) -> shared_memory.Segment:
-        segment = shared_memory.create(name, nbytes)
-        self.segments.append(segment)
-        return segment
-
-    def slot(self, slot: int, nbytes: int | None = None) -> memoryview:
-        """One slot, or the first `nbytes` of it."""
-        start = slot * self.slot_bytes
-        end = start + self.slot_bytes
-        if end > self.slots.nbytes:
-            raise RequestFailed("bad_input", f"there is no slot {slot}")
-        if nbytes is None:
-            return self.slots.buffer[start:end]
-        if nbytes > self.slot_bytes:
-            raise RequestFailed(
-                "bad_input", f"{nbytes} bytes do not fit a slot of {self.slot_bytes}"
-            )
-        return self.slots.buffer[start : start + nbytes]
-
-    def unlink(self) -> None:
-        for segment in self.segments:
-            segment.unlink()
-
-
-def _flat(segment: shared_memory.Segment, elements: int) -> Tensor:
-    return torch.frombuffer(segment.buffer, dtype=torch.float32)[:elements]
 
 
 class ComputeLoop:
@@ -192,6 +148,7 @@ class ComputeLoop:
     def _compute(self, request: protocol.ComputeRequest) -> protocol.Numbered:
         started = self._clock()
         payload = self._memory.slot(request.slot, request.nbytes)
+        step = self._step_of(request)
         result: ForwardResult | BackwardResult | float
         match request:
             case protocol.Forward():
@@ -200,16 +157,26 @@ class ComputeLoop:
                     request.request, request.step, request.microbatch, request.accumulate, payload
                 )
             case protocol.Backward():
-                faults.strike(Phase.BACKWARD, self._runner.version + 1)
+                faults.strike(Phase.BACKWARD, step)
                 result = self._runner.backward(request.forward, payload)
             case protocol.Evaluate():
                 result = self._runner.evaluate(payload)
         self._pace.keep(started, _share_of(request, result))
-        return self._answer_of(request, result, started)
+        return self._answer_of(request, step, result, started)
+
+    def _step_of(self, request: protocol.ComputeRequest) -> Step:
+        match request:
+            case protocol.Forward():
+                return request.step
+            case protocol.Backward():
+                return self._runner.step_of(request.forward)
+            case protocol.Evaluate():
+                return Step(self._runner.version + 1)
 
     def _answer_of(
         self,
         request: protocol.ComputeRequest,
+        step: Step,
         result: ForwardResult | BackwardResult | float,
         started: float,
     ) -> protocol.Numbered:
@@ -219,7 +186,7 @@ class ComputeLoop:
                 host = self._runner.copier.to_host(result.output)
                 slot = self._memory.slot(request.slot)
                 nbytes = self._runner.codec.write_output(host, slot)
-                self._spoil(Phase.FORWARD, request.slot, nbytes)
+                self._spoil(Phase.FORWARD, step, request.slot, nbytes)
                 return protocol.ForwardDone(
                     request=request.request, nbytes=nbytes, seconds=self._seconds(started)
                 )
@@ -229,7 +196,7 @@ class ComputeLoop:
                     host = self._runner.copier.to_host(result.input_gradient)
                     slot = self._memory.slot(request.slot)
                     nbytes = self._runner.codec.write_input_gradient(host, slot)
-                    self._spoil(Phase.BACKWARD, request.slot, nbytes)
+                    self._spoil(Phase.BACKWARD, step, request.slot, nbytes)
                 return protocol.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
                     loss_sum=result.loss_sum, seconds=self._seconds(started),
@@ -243,9 +210,9 @@ class ComputeLoop:
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
 
-    def _spoil(self, phase: Phase, slot: int, nbytes: int) -> None:
+    def _spoil(self, phase: Phase, step: Step, slot: int, nbytes: int) -> None:
         if faults.active is not None:
-            faults.spoil(phase, self._runner.version + 1, self._memory.slot(slot, nbytes))
+            faults.spoil(phase, step, self._memory.slot(slot, nbytes))
 
     # ---- control
 
@@ -256,14 +223,12 @@ class ComputeLoop:
                 ok = self._runner.uncommit(request.step, request.microbatches)
                 return protocol.Uncommitted(request=number, ok=ok)
             case protocol.ResetAccumulator():
-                self._runner.reset()
+                self._runner.open_lane(request.step)
+                self._runner.forget(request.step)
                 return protocol.AccumulatorReset(request=number)
             case protocol.Accumulated():
-                return protocol.AccumulatedAre(
-                    request=number,
-                    step=self._runner.version + 1,
-                    microbatches=self._runner.accumulator.microbatches(),
-                )
+                held = self._runner.open_lane(request.step).accumulator.microbatches()
+                return protocol.AccumulatedAre(request=number, microbatches=held)
             case protocol.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
                 faults.spoil(Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer)

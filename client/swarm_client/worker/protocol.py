@@ -17,9 +17,11 @@ Rules
    Backward before any Forward or Evaluate (1F1B: it frees memory soonest), else in order of
    arrival. Under a duty cycle a rest goes before that computation, and control requests are carried
    out in it. Who needs a control request after a computation awaits the computation's answer first.
-5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only. Apply,
-   LoadState and AdoptFresh forget everything in flight; a Backward for it is Failed
-   "unknown_microbatch".
+5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
+   and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
+   PrepareRound, Norm and Apply are of step v + 1, whatever is computed of step v + 2 meanwhile.
+   Apply forgets what is in flight of its step, LoadState and AdoptFresh everything accumulated or
+   in flight; a Backward for it is Failed "unknown_microbatch". Evaluate uses version v.
 6. **Once.** A microbatch is in the accumulator at most once, `added` says whether this request
    put it there, and what failed left no trace.
 """
@@ -123,7 +125,7 @@ class Discard(Numbered):
 
 
 class Uncommit(Numbered):
-    """Take these microbatches out of the accumulator: all of them, or nothing changes.
+    """Take these microbatches out of the step's accumulator: all of them, or nothing changes.
 
     Ones that are not in it are skipped, so that a repeated Uncommit is harmless.
     """
@@ -134,17 +136,21 @@ class Uncommit(Numbered):
 
 
 class ResetAccumulator(Numbered):
-    """Empty the accumulator and forget the microbatches in flight."""
+    """Empty the step's accumulator and forget its microbatches in flight."""
 
     kind: Literal["reset_accumulator"] = "reset_accumulator"
+    step: Step
 
 
 class Accumulated(Numbered):
+    """Which microbatches are in the step's accumulator."""
+
     kind: Literal["accumulated"] = "accumulated"
+    step: Step
 
 
 class PrepareRound(Numbered):
-    """Copy the accumulator into the `gradients` segment; it keeps what it has."""
+    """Copy the step's accumulator into the `gradients` segment; it keeps what it has."""
 
     kind: Literal["prepare_round"] = "prepare_round"
     step: Step
@@ -159,7 +165,7 @@ class Norm(Numbered):
 
 
 class Apply(Numbered):
-    """Clip to the whole model's norm, step, empty the accumulator: version = step."""
+    """Clip to the whole model's norm, step, empty the step's accumulator: version = step."""
 
     kind: Literal["apply"] = "apply"
     step: Step
@@ -271,10 +277,9 @@ class AccumulatorReset(Numbered):
 
 
 class AccumulatedAre(Numbered):
-    """`step` is the step that the worker works on."""
+    """Sorted."""
 
     kind: Literal["accumulated_are"] = "accumulated_are"
-    step: Step
     microbatches: Microbatches
 
 

@@ -4,7 +4,8 @@ and the state that survives it.
 Owns the optimizer and the parameter version. Does not own the all-reduce, which reads
 `gradients` and writes `result` in shared host memory, nor computing gradients (`compute`).
 Nothing here touches parameters but `apply`, `load` and `adopt_fresh`; until then a failed round
-leaves the accumulator as it was.
+leaves the accumulator as it was. With staleness the step after the one that closes is computed
+meanwhile, in a lane of its own (`lanes`), which nothing here but `load` and `adopt_fresh` disturbs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import ProtocolError, StorageError
 from swarm_shared.model import (
     Fingerprint,
+    Stage,
     apply_step,
     fingerprint,
     initialise,
@@ -44,7 +46,7 @@ class SquaredNorms:
 
 
 class StepRunner:
-    """Closes the steps of one StageRunner."""
+    """Closes the steps of one StageRunner, one after the other."""
 
     def __init__(self, runner: StageRunner) -> None:
         self._runner = runner
@@ -55,12 +57,12 @@ class StepRunner:
 
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
         """Copy the accumulated sums out; late microbatches cannot disturb the copy."""
-        self._runner.check_step(step)
-        gradients.copy_(self._runner.accumulator.flat)
-        return self._runner.accumulator.microbatches()
+        accumulator = self._runner.closing_lane(step).accumulator
+        gradients.copy_(accumulator.flat)
+        return accumulator.microbatches()
 
     def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:
-        self._runner.check_step(step)
+        self._runner.closing_lane(step)
         if not is_finite(result):
             return SquaredNorms(0.0, 0.0, finite=False)
         # On the host, whatever the device: the same operations in the same order everywhere.
@@ -77,7 +79,7 @@ class StepRunner:
         result: Tensor,
     ) -> Fingerprint:  # fmt: skip
         """Take the step. All that can be refused is refused before the first change."""
-        self._runner.check_step(step)
+        lane = self._runner.closing_lane(step)
         if not is_finite(result):
             raise RequestFailed(
                 "not_finite",
@@ -86,8 +88,12 @@ class StepRunner:
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
         mean = (result / step_tokens).to(self._runner.stage.device)
+        newest = self._runner.lanes.newest(self._runner.version)
+        if lane is not newest:
+            lane.take_parameters(newest)
+        self._optimizer.parameters = lane.parameters
         apply_step(self._optimizer, self._runner.layout, mean, learning_rate, factor)
-        self._runner.reset()
+        self._runner.forget(step)
         self._runner.version = Version(step)
         return self.fingerprint()
 
@@ -97,7 +103,7 @@ class StepRunner:
         Equal states make equal bytes, so replicas' files have one hash.
         """
         self._check_version(version)
-        tensors = state_to_tensors(self._runner.stage, self._optimizer)
+        tensors = state_to_tensors(self._runner.stage, self._optimizer, self._previous(version))
         try:
             save_state(path, tensors, self._metadata(version))
             return path.stat().st_size
@@ -118,7 +124,8 @@ class StepRunner:
                 "state of this stage and version",
             )
         try:
-            load_state(self._runner.stage, self._optimizer, stored.tensors)
+            newest = self._runner.lanes.newest(version).stage
+            load_state(newest, self._optimizer, stored.tensors, self._previous(version))
         except ProtocolError as error:
             raise RequestFailed("bad_input", str(error)) from error
         self._runner.reset()
@@ -127,11 +134,20 @@ class StepRunner:
 
     def adopt_fresh(self, version: Version) -> Fingerprint:
         """Start again from the manifest's seed."""
-        initialise(self._runner.stage, self._runner.manifest.training.seed)
+        newest = self._runner.lanes.newest(version)
+        initialise(newest.stage, self._runner.manifest.training.seed)
+        for lane in self._runner.lanes:
+            if lane is not newest:
+                lane.take_parameters(newest)
         self._optimizer = make_optimizer(self._runner.stage, self._runner.manifest.optimizer)
         self._runner.reset()
         self._runner.version = version
         return self.fingerprint()
+
+    def _previous(self, version: Version) -> Stage | None:
+        """What holds, or is to hold, the version before; None where it is no part of the state."""
+        lane = self._runner.lanes.previous(version)
+        return None if lane is None else lane.stage
 
     def _check_version(self, version: Version) -> None:
         if version != self._runner.version:

@@ -66,7 +66,7 @@ class Hello(FrozenModel):
     averaged_attempt: int | None = None
     """Attempt of step version + 1 whose averaged gradient this client still holds."""
     receipts: tuple[Envelope, ...] = Field(default=(), max_length=65_536)
-    """All receipts of the step that is not applied yet."""
+    """All receipts of steps that are not applied yet."""
 
 
 class StageRequest(FrozenModel):

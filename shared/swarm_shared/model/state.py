@@ -1,8 +1,9 @@
 """A stage's state: named tensors, files that are never half-written, strict loading.
 
 Owns the names (`<parameter>`, `optimizer.exp_avg.<parameter>`, `optimizer.exp_avg_sq.<parameter>`,
-`optimizer.step`), the safetensors files and the checks on what comes in. Does not own which
-checkpoint is current, nor the hashes that a run keeps of them. No pickle anywhere.
+`optimizer.step`, and where gradients lag a step behind `previous.<parameter>`, of the version
+before), the safetensors files and the checks on what comes in. Does not own which checkpoint is
+current, nor the hashes that a run keeps of them. No pickle anywhere.
 
 The writer is ours, not the library's: it holds one tensor at a time in memory, sorts by name,
 so that equal states make equal bytes, and a full disk is a plain OSError to `atomic_file`.
@@ -30,6 +31,8 @@ FIRST_MOMENT = "optimizer.exp_avg."
 SECOND_MOMENT = "optimizer.exp_avg_sq."
 STEP_NAME = "optimizer.step"
 OPTIMIZER_PREFIX = "optimizer."
+PREVIOUS_PREFIX = "previous."
+"""Parameters of the version before; the model's own names begin otherwise."""
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -48,8 +51,14 @@ class StoredState:
     metadata: dict[str, str]
 
 
-def state_to_tensors(stage: Stage, optimizer: AdamW) -> dict[str, Tensor]:
-    """Everything training goes on from. No copies: valid until the next `apply_step`."""
+def state_to_tensors(
+    stage: Stage, optimizer: AdamW, previous: Stage | None = None
+) -> dict[str, Tensor]:
+    """Everything training goes on from. No copies: valid until the next `apply_step`.
+
+    `previous` holds the parameters of the version before, at version 0 those of version 0; a run
+    of staleness 1 needs them for the next step's gradients.
+    """
     tensors: dict[str, Tensor] = {}
     steps: set[int] = set()
     moments = zip(optimizer.first_moments, optimizer.second_moments, optimizer.steps, strict=True)
@@ -62,12 +71,23 @@ def state_to_tensors(stage: Stage, optimizer: AdamW) -> dict[str, Tensor]:
         steps.add(int(taken.item()))
     assert len(steps) <= 1, "all parameters step together"
     tensors[STEP_NAME] = torch.tensor(steps.pop() if steps else 0, dtype=torch.int64)
+    if previous is not None:
+        for name, parameter in previous.all_parameters():
+            tensors[PREVIOUS_PREFIX + name] = parameter.detach()
     return tensors
 
 
-def load_state(stage: Stage, optimizer: AdamW, tensors: Mapping[str, Tensor]) -> None:
-    """Take over `tensors`, from a peer or a file. All checks precede the first change."""
-    expected = state_to_tensors(stage, optimizer)
+def load_state(
+    stage: Stage,
+    optimizer: AdamW,
+    tensors: Mapping[str, Tensor],
+    previous: Stage | None = None,
+) -> None:
+    """Take over `tensors`, from a peer or a file. All checks precede the first change.
+
+    `previous` takes the parameters of the version before, which have to be there then.
+    """
+    expected = state_to_tensors(stage, optimizer, previous)
     _check_names(expected, tensors)
     for name, target in expected.items():
         _check_tensor(name, target, tensors[name])

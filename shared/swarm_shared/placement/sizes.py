@@ -10,7 +10,8 @@ from swarm_shared.model_config import ModelConfig
 FLOAT_BYTES = 4
 TOKEN_BYTES = 4
 STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
-"""The weight and AdamW's two moments; a snapshot holds nothing else of weight."""
+"""The weight and AdamW's two moments; a snapshot holds nothing else of weight, but for the
+weight of the version before where gradients lag a step behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class StageSizes:
     """What it answers with; 0 at the first stage, whose input has no gradient."""
     output_gradient_bytes: int
     """What comes back for what it sent on; 0 at the last stage."""
+    staleness: int = 0
+    """Of the run; as many older versions of the parameters are part of the state."""
 
     @property
     def sent_bytes(self) -> int:
@@ -36,7 +39,7 @@ class StageSizes:
 
     @property
     def state_bytes(self) -> int:
-        return STATE_BYTES_PER_PARAMETER * self.parameters
+        return (STATE_BYTES_PER_PARAMETER + FLOAT_BYTES * self.staleness) * self.parameters
 
     @property
     def gradient_bytes(self) -> int:
@@ -74,6 +77,7 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
                 output_bytes=activation if index < last else 0,
                 input_gradient_bytes=gradient if index else 0,
                 output_gradient_bytes=gradient if index < last else 0,
+                staleness=manifest.training.staleness,
             )
         )
     return tuple(sizes)
