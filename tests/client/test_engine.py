@@ -391,6 +391,46 @@ async def test_nothing_is_counted_while_the_step_is_closing() -> None:
     assert answer.header.receipts == ()
 
 
+async def test_while_a_step_closes_the_next_one_is_counted_where_gradients_may_lag() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        assert last.holding is not None
+        downstream = w.downstream(sender, 1)
+        await downstream.send(parcel(2), lambda: True)
+        last.holding.closing, last.holding.staleness = True, 1
+        late = await downstream.send(parcel(3), lambda: True)
+        ahead = [await downstream.send(parcel(index, step=2), lambda: True) for index in (2, 4, 4)]
+    # What is held of one step says nothing about the other.
+    assert last.worker.forwards == [(2, True), (3, False), (2, True), (4, True), (4, False)]
+    assert late.header.receipts == ()
+    receipts = [open_receipt(base64.b64decode(r)) for a in ahead for r in a.header.receipts]
+    assert [(r.step, r.microbatch) for r in receipts] == [(2, 2), (2, 4), (2, 4)]
+    assert len(last.holding.receipts.take_unreported()) == 3
+    assert (last.holding.receipts.count(1), last.holding.receipts.count(2)) == (1, 2)
+
+
+async def test_a_step_too_far_ahead_and_an_evaluation_of_what_is_not_applied_yet_are_refused() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as last:
+        assert last.holding is not None
+        last.holding.staleness = 1
+        stream = await raw_edge(w, sender, last)
+        answers = []
+        for request, step, mode in (
+            (1, 0, "train"), (2, 1, "train"), (3, 2, "train"), (4, 3, "train"),
+            (5, 2, "evaluate"),
+        ):  # fmt: skip
+            await stream.send(forward(request, step=step, mode=mode), (INPUT, TARGETS))
+            answers.append(await answer_to(stream))
+    refused = [
+        answer.request
+        for answer in answers
+        if isinstance(answer, StageRefused) and answer.reason is RefusalReason.WRONG_STEP
+    ]
+    assert refused == [1, 4, 5]
+    assert [microbatch for microbatch, _ in last.worker.forwards] == [2, 3]
+
+
 async def test_a_payload_of_another_size_ends_the_link_and_reaches_no_worker() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         tries = itertools.count()

@@ -87,9 +87,9 @@ async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
     assert w.masks == []
 
 
-def lease(*microbatches: int) -> Lease:
+def lease(*microbatches: int, step: int = 1) -> Lease:
     return Lease(
-        step=Step(1), lease=7, window=1,
+        step=Step(step), lease=7, window=1,
         microbatches=tuple(
             LeasedMicrobatch(microbatch=MicrobatchIndex(m), accumulate=()) for m in microbatches
         ),
@@ -121,6 +121,30 @@ class Zeros:
 
     def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
         return self.training(Step(0), microbatch)
+
+
+async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -> None:
+    said: list[LeaseResult] = []
+    async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as own:
+        w.publish(own)
+        for peer in (first, last):
+            assert peer.holding is not None
+            peer.holding.staleness = 1
+        hold = first.worker.hold = trio.Event()
+        async with trio.open_nursery() as nursery:
+            to_first = w.downstream(own, 0)
+            trainer = Trainer(Zeros(), to_first, said.append, lambda: Step(1), nursery)
+            trainer.take(lease(0))
+            await first.worker.entered.wait()
+            trainer.take(lease(1, 2, step=2))
+            trainer.take(lease(3))  # leased again
+            hold.set()
+    assert [(r.step, r.microbatch, r.ok) for r in said] == [
+        (1, 0, True),
+        (1, 3, True),
+        (2, 1, True),
+        (2, 2, True),
+    ]
 
 
 async def test_the_coordinator_hears_of_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ class Worker:
         return self.can_uncommit
 
     async def reset_accumulator(self, step: int) -> None:
+        assert step == 1
         self.resets += 1
         self.held.clear()
 
@@ -73,7 +74,8 @@ class Averager:
 
 
 class Scene:
-    def __init__(self, held: set[int]) -> None:
+    def __init__(self, held: set[int], next_held: tuple[int, ...] = ()) -> None:
+        """`next_held` is accumulated of step 2, which is worked on with staleness 1."""
         identity = Identity.generate()
         self.me = identity.peer_id
         self.worker = Worker(held)
@@ -81,7 +83,10 @@ class Scene:
         book = ReceiptBook(identity, "ab" * 32, 0, lambda: 1)
         for microbatch in held:
             book.add(1, microbatch, 1, 4, None)
+        for microbatch in next_held:
+            book.add(2, microbatch, 1, 4, None)
         self.holding = Holding(0, self.worker, 0, book, False)  # type: ignore[arg-type]
+        self.holding.staleness = 1 if next_held else 0
         self.counted: list[int] = []
         self.out_of_step = trio.Event()
         self._put, self._said = trio.open_memory_channel[object](100)
@@ -110,8 +115,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*held: int) -> AsyncIterator[Scene]:
-    made = Scene(set(held))
+async def scene(*held: int, next_held: tuple[int, ...] = ()) -> AsyncIterator[Scene]:
+    made = Scene(set(held), next_held)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.rounds.run)
         yield made
@@ -230,3 +235,39 @@ async def test_a_step_that_cannot_be_applied_here_is_told_and_does_not_end_the_v
         assert s.holding.averaged_attempt is None
         s.close((0,), attempt=2)
         assert (await report(s)).ok
+
+
+async def test_what_was_counted_of_the_next_step_outlives_the_apply_of_this_one() -> None:
+    async with scene(0, 3, next_held=(3, 5)) as s:
+        s.close((0, 3))
+        assert (await report(s)).ok
+        assert s.holding.closes(1)
+        assert not s.holding.closes(2)
+        s.apply()
+        assert isinstance(await s.said(), Applied)
+        assert s.counted == [2]
+        assert [s.holding.receipts.get(step, 3) is None for step in (1, 2)] == [True, False]
+        assert len(s.holding.receipts.all()) == 2
+        s.worker.held |= {3, 5}
+        s.close((3, 5), step=2, attempt=2)
+        assert (await report(s)).ok
+
+
+async def test_an_accumulator_that_is_emptied_takes_the_receipts_of_its_step_along() -> None:
+    async with scene(0, 3, 5, next_held=(3, 5)) as s:
+        s.worker.can_uncommit = False
+        s.close((0, 3))
+        assert (await report(s)).reset
+        assert s.holding.receipts.count(1) == 0
+        assert s.holding.receipts.count(2) == 2
+
+
+async def test_the_next_step_does_not_close_before_this_one_was_applied() -> None:
+    async with scene(0, next_held=(3,)) as s:
+        s.close((3,), step=2)
+        answer = await report(s)
+        assert (answer.step, answer.ok, answer.missing) == (2, False, (3,))
+        assert s.averager.rounds == []
+        s.apply(step=2)
+        await s.out_of_step.wait()
+        assert s.worker.applied == []

@@ -32,7 +32,7 @@ from swarm_shared.types import MicrobatchIndex, StageIndex, Step
 SLOTS = 4
 
 
-def make_manifest() -> Manifest:
+def make_manifest(staleness: int = 0) -> Manifest:
     shards = tuple(
         ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
         for split in ("train", "heldout")
@@ -47,7 +47,8 @@ def make_manifest() -> Manifest:
         stages=(StageRange(first_layer=0, end_layer=1), StageRange(first_layer=1, end_layer=2)),
         data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
         training=TrainingConfig(
-            steps=10, microbatches_per_step=4, sequences_per_microbatch=1, seed=5
+            steps=10, microbatches_per_step=4, sequences_per_microbatch=1, seed=5,
+            staleness=staleness,
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
     )  # fmt: skip
@@ -56,9 +57,10 @@ def make_manifest() -> Manifest:
 class Rig:
     """A loop in a thread, holding stage 0, and the daemon's end of its socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, staleness: int = 0) -> None:
         torch.set_num_threads(1)
-        self.runner = StageRunner(make_manifest(), StageIndex(0), torch.device("cpu"), 2**30, 2**30)
+        manifest = make_manifest(staleness)
+        self.runner = StageRunner(manifest, StageIndex(0), torch.device("cpu"), 2**30, 2**30)
         slot_bytes = self.runner.sizes.slot_bytes
         name = f"test-{uuid.uuid4().hex[:12]}"
         self.memory = WorkerMemory(name, SLOTS * slot_bytes, slot_bytes, self.runner.layout.count)
@@ -76,12 +78,12 @@ class Rig:
         """All in one write, so that the loop sees them all before it computes."""
         self.socket.sendall(b"".join(encode_frame(request) for request in requests))
 
-    def forward(self, number: int, slot: int) -> protocol.Forward:
+    def forward(self, number: int, slot: int, step: int = 1) -> protocol.Forward:
         nbytes = self.runner.sizes.input_bytes
         ids = np.random.default_rng(number).integers(0, 64, nbytes // 4, dtype=np.uint32)
         self.memory.slot(slot, nbytes)[:] = ids.tobytes()
         return protocol.Forward(
-            request=number, step=Step(1), microbatch=MicrobatchIndex(number), accumulate=True,
+            request=number, step=Step(step), microbatch=MicrobatchIndex(number), accumulate=True,
             slot=slot, nbytes=nbytes,
         )  # fmt: skip
 
@@ -96,6 +98,13 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     made = Rig()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def stale_rig() -> Iterator[Rig]:
+    made = Rig(staleness=1)
     yield made
     made.close()
 
@@ -308,3 +317,43 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
     )
     answers = [rig.link.receive() for _ in range(4)]
     assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]
+
+
+def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
+    stale_rig: Rig,
+) -> None:
+    rig = stale_rig
+    nbytes = rig.runner.sizes.output_bytes
+    rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
+    rig.ask(rig.forward(1, slot=0), rig.forward(2, slot=1, step=2))
+    assert all(isinstance(rig.link.receive(), protocol.ForwardDone) for _ in range(2))
+    rig.ask(protocol.Backward(request=3, forward=1, slot=3, nbytes=nbytes))
+    assert isinstance(rig.link.receive(), protocol.BackwardDone)
+    rig.memory.result.fill_(1.0)
+    rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
+    rig.ask(
+        protocol.Backward(request=4, forward=2, slot=3, nbytes=nbytes),
+        protocol.PrepareRound(request=5, step=Step(1)),
+        protocol.Norm(request=6, step=Step(1), step_tokens=8),
+        protocol.Apply(request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1),
+        protocol.ResetAccumulator(request=8, step=Step(1)),
+        protocol.Accumulated(request=9, step=Step(3)),
+    )
+    answers = [rig.link.receive() for _ in range(6)]
+    # Control goes first; nothing of the step that closes is touched by the other, or the reverse.
+    prepared, norm, applied, over, empty, done = answers
+    assert isinstance(prepared, protocol.RoundPrepared)
+    assert prepared.microbatches == (1,)
+    assert isinstance(norm, protocol.NormDone)
+    assert isinstance(applied, protocol.Applied)
+    assert applied.version == 1
+    assert isinstance(over, protocol.Failed)
+    assert over.code == "wrong_step"
+    assert isinstance(empty, protocol.AccumulatedAre)
+    assert empty.microbatches == ()
+    assert isinstance(done, protocol.BackwardDone)
+    assert done.added
+    rig.ask(protocol.Accumulated(request=10, step=Step(2)))
+    told = rig.link.receive()
+    assert isinstance(told, protocol.AccumulatedAre)
+    assert told.microbatches == (2,)

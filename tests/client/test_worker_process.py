@@ -350,13 +350,13 @@ def test_killing_the_worker_fails_every_caller_and_clears_its_memory(
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(call, worker.forward, STEP, MicrobatchIndex(5), True, payload)
                 nursery.start_soon(call, worker.backward, held[0], bytes(worker.sizes.output_bytes))
-                nursery.start_soon(call, worker.accumulated)
+                nursery.start_soon(call, worker.accumulated, STEP)
                 await trio.testing.wait_all_tasks_blocked()
                 assert deaths == []
                 os.kill(worker.pid, signal.SIGKILL)
             assert len(deaths) == 3
             assert "exit status -9" in str(await worker.wait_died())
-            await call(worker.accumulated)
+            await call(worker.accumulated, STEP)
             await call(worker.forward, STEP, MicrobatchIndex(6), True, payload)
             held[1].release()
 

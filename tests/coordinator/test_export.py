@@ -167,6 +167,20 @@ def test_a_stage_of_another_model_is_refused(tmp_path):
         export_huggingface(other, paths, None, tmp_path / "out")
 
 
+def test_parameters_of_the_version_before_are_left_out(tmp_path):
+    described = manifest(tied=False)
+    plain = save_stages(described, tmp_path)
+    export_huggingface(described, plain, None, tmp_path / "plain")
+    for index, path in enumerate(plain):
+        tensors = dict(open_state(path).tensors)
+        previous = build_stage(described, index).all_parameters()
+        tensors.update({"previous." + name: value.detach() for name, value in previous})
+        save_state(path, tensors, {"stage": str(index)})
+    export_huggingface(described, plain, None, tmp_path / "stale")
+    one, other = (tmp_path / name / "model.safetensors" for name in ("plain", "stale"))
+    assert one.read_bytes() == other.read_bytes()
+
+
 @pytest.mark.parametrize("wrong", [1.0, float("nan")])
 def test_tied_halves_of_different_checkpoints_are_refused(tmp_path, wrong):
     described = manifest(tied=True)

@@ -25,7 +25,7 @@ from swarm_shared.model_config import ModelConfig
 STEPS = 6
 
 
-def manifest(tied: bool = False) -> Manifest:
+def manifest(tied: bool = False, staleness: int = 0) -> Manifest:
     return Manifest(
         name="test",
         organiser="nobody",
@@ -42,7 +42,8 @@ def manifest(tied: bool = False) -> Manifest:
             ),
         ),
         training=TrainingConfig(
-            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4
+            steps=12, microbatches_per_step=3, sequences_per_microbatch=4, seed=4,
+            staleness=staleness,
         ),
         optimizer=OptimizerConfig(
             learning_rate=0.02, warmup_steps=2, clip_norm=0.5, weight_decay=0.1
@@ -66,11 +67,16 @@ def run(described: Manifest, steps: int = STEPS, threads: int | None = 1):
     return stage, records
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied):
-    described = manifest(tied)
+def values_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("tied", "staleness"), [(False, 0), (True, 0), (False, 1), (True, 1)])
+def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied, staleness):
+    described = manifest(tied, staleness)
     stage, records = run(described)
     plain = build_whole(described)
+    versions = [values_of(plain)]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in plain.parameters() if p.ndim >= 2], "weight_decay": 0.1},
@@ -87,10 +93,16 @@ def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied):
             torch.from_numpy(np.concatenate(part)).long()
             for part in zip(*samples(step), strict=True)
         )
-        logits = plain(inputs)
+        used = versions[max(0, step - 1 - staleness)]
+        for value in used.values():
+            value.requires_grad_()
+            value.grad = None
+        logits = torch.func.functional_call(plain, used, (inputs,))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()
+        for name, parameter in plain.named_parameters():
+            parameter.grad = used[name].grad
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         assert norm > 0.5, "the test must clip"
         warm = 0.02 * step / 2
@@ -98,6 +110,7 @@ def test_losses_and_parameters_equal_those_of_a_plain_torch_loop(tied):
         for group in optimizer.param_groups:
             group["lr"] = warm if step <= 2 else cosine
         optimizer.step()
+        versions.append(values_of(plain))
         record = records[step - 1]
         assert record.step == step
         assert record.tokens == 3 * 4 * 16
@@ -148,3 +161,11 @@ def test_nothing_to_train_or_evaluate_on_is_said_so():
         evaluate(build_whole(manifest()), [])
     with pytest.raises(DataError, match="without microbatches"):
         train_reference(manifest(), lambda step: [], 1, lambda record: None)
+
+
+def test_a_gradient_that_lags_a_step_behind_makes_another_run_from_the_second_step_on():
+    at_once, lagging = run(manifest(), steps=3), run(manifest(staleness=1), steps=3)
+    losses = [[record.loss for record in records] for _, records in (at_once, lagging)]
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1] != losses[1][1]
+    assert fingerprint(at_once[0]) != fingerprint(lagging[0])

@@ -143,6 +143,31 @@ def test_a_wrong_state_is_refused_and_changes_nothing(change, message):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("previous." + NORM), "is missing"),
+        (lambda t: t.update({"previous.surprise": torch.zeros(1)}), "is unknown"),
+        (lambda t: t.update({"previous." + NORM: torch.zeros(33)}), "has shape"),
+        (lambda t: t["previous." + NORM].__setitem__(4, float("nan")), "cannot have made"),
+    ],
+)
+def test_the_version_before_is_checked_like_the_newest(change, message):
+    model, optimizer = trained()
+    stored = state_to_tensors(model, optimizer, stage(3))
+    tensors = {name: tensor.clone() for name, tensor in stored.items()}
+    other, previous = stage(5), stage(6)
+    other_optimizer = make_optimizer(other, ADAMW)
+    load_state(other, other_optimizer, tensors, previous)
+    assert fingerprint(other) == fingerprint(model)
+    assert fingerprint(previous) == fingerprint(stage(3))
+    change(tensors)
+    with pytest.raises(ProtocolError, match=message):
+        load_state(stage(5), other_optimizer, tensors, stage(6))
+    with pytest.raises(ProtocolError, match="unknown"):
+        load_state(other, other_optimizer, stored)
+
+
 def test_the_state_of_another_stage_is_refused():
     model, optimizer = trained()
     other = stage(1, start=1)

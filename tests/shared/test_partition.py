@@ -16,6 +16,7 @@ from swarm_shared.partition import (
     plan_stages,
     stage_flops,
     stage_memory_bytes,
+    stage_parameters,
 )
 
 parts = st.builds(
@@ -71,9 +72,9 @@ def worst_cost(profile: ModelProfile, plan, flops_per_byte: float) -> float:
     return max(costs)
 
 
-def worst_memory(profile: ModelProfile, plan, kept: int) -> int:
+def worst_memory(profile: ModelProfile, plan, kept: int, staleness: int) -> int:
     return max(
-        stage_memory_bytes(profile, cut, index == 0, index == len(plan) - 1, kept)
+        stage_memory_bytes(profile, cut, index == 0, index == len(plan) - 1, kept, staleness)
         for index, cut in enumerate(plan)
     )
 
@@ -82,28 +83,34 @@ def worst_memory(profile: ModelProfile, plan, kept: int) -> int:
 @given(
     profile=profiles(), stages=st.integers(1, 10), kept=st.integers(0, 3),
     flops_per_byte=st.sampled_from([0.0, 0.25, 3.0]),
-    limit=st.none() | st.integers(0, 4000),
+    limit=st.none() | st.integers(0, 4000), staleness=st.integers(0, 1),
 )  # fmt: skip
 def test_no_cut_that_fits_is_faster_or_as_fast_and_smaller(
-    profile, stages, kept, flops_per_byte, limit
+    profile, stages, kept, flops_per_byte, limit, staleness
 ):
     if stages > len(profile.layers) + 2:
         with pytest.raises(ConfigurationError):
             plan_stages(profile, stages)
         return
     every = list(cuts(len(profile.layers), stages))
-    fitting = [p for p in every if limit is None or worst_memory(profile, p, kept) <= limit]
+    fitting = [
+        p for p in every if limit is None or worst_memory(profile, p, kept, staleness) <= limit
+    ]
     if not fitting:
-        least = min(worst_memory(profile, plan, kept) for plan in every)
+        least = min(worst_memory(profile, plan, kept, staleness) for plan in every)
         with pytest.raises(CapacityError, match=rf"\({least} bytes\)"):
-            plan_stages(profile, stages, limit, flops_per_byte, kept)
+            plan_stages(profile, stages, limit, flops_per_byte, kept, staleness)
         return
-    plan = plan_stages(profile, stages, limit, flops_per_byte, kept)
+    plan = plan_stages(profile, stages, limit, flops_per_byte, kept, staleness)
     assert plan in fitting
     best = min(
-        (worst_cost(profile, p, flops_per_byte), worst_memory(profile, p, kept)) for p in fitting
+        (worst_cost(profile, p, flops_per_byte), worst_memory(profile, p, kept, staleness))
+        for p in fitting
     )
-    assert (worst_cost(profile, plan, flops_per_byte), worst_memory(profile, plan, kept)) == best
+    assert (
+        worst_cost(profile, plan, flops_per_byte),
+        worst_memory(profile, plan, kept, staleness),
+    ) == best
 
 
 def test_equal_layers_are_shared_equally():
@@ -145,3 +152,11 @@ def test_a_large_model_is_planned_in_little_time():
     plan = plan_stages(uniform(200, head_flops=25), 64)
     assert len(plan) == 64
     assert plan[-1].end_layer == 200
+
+
+def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():
+    profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
+    at_once, lagging = (
+        stage_memory_bytes(profile, cut, False, False, 2, staleness) for staleness in (0, 1)
+    )
+    assert lagging - at_once == 8 * stage_parameters(profile, cut, False, False)

@@ -62,6 +62,15 @@ def test_parameters_are_those_of_the_built_stage(ends: tuple[int, ...], tied: bo
         assert sizes.gradient_bytes == 4 * sizes.parameters
 
 
+def test_the_version_before_is_part_of_the_state_where_gradients_lag_a_step_behind() -> None:
+    manifest = manifest_of((1, 3))
+    training = manifest.training.model_copy(update={"staleness": 1})
+    stale = stage_sizes(manifest.model_copy(update={"training": training}))
+    for plain, sizes in zip(stage_sizes(manifest), stale, strict=True):
+        assert sizes.state_bytes == plain.state_bytes + 4 * sizes.parameters
+        assert sizes.gradient_bytes == plain.gradient_bytes
+
+
 def test_a_boundary_carries_one_activation_in_the_run_s_precision() -> None:
     first, last = stage_sizes(manifest_of((1, 2)))
     assert (first.input_bytes, first.output_bytes) == (3 * 8 * 4, 3 * 8 * 16 * 4)
