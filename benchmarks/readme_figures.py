@@ -211,10 +211,11 @@ def growth_markdown(document: Mapping[str, Any]) -> str:
 def wan_markdown(document: Mapping[str, Any]) -> str:
     """Training over emulated lines: a table per mix of machines."""
     machine, model = document["machine"], document["model"]
+    measured = document["steps"] - document["warmup_steps"] - document["cooldown_steps"]
     lines = [
         f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
         f"load {document['load_before']:.1f} before; medians of {document['repetitions']} "
-        f"repetition(s) of {document['steps'] - document['warmup_steps']} steps. "
+        f"repetition(s) of {measured} steps. "
         f"{document['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
         f"{document['microbatches_per_step']} microbatches a step, float32; an ordinary machine "
         f"computes a stage's microbatch in {document['microbatch_seconds']:g} s.",

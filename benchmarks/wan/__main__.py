@@ -34,8 +34,10 @@ SERVER = "server"
 @click.command()
 @click.option("--mix", "mixes", multiple=True, help="Repeatable; default: all.")
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
-@click.option("--steps", default=5, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
+@click.option("--cooldown", default=1, show_default=True, type=click.IntRange(0),
+              help="Steps at the end that are not measured.")  # fmt: skip
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
               help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
@@ -45,17 +47,19 @@ SERVER = "server"
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(
-    mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, repetitions: int,
-    seconds: float, microbatches: int, check: bool, mix_file: Path, out: Path,
+    mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
+    repetitions: int, seconds: float, microbatches: int, check: bool, mix_file: Path, out: Path,
 ) -> None:  # fmt: skip
     """Measure the swarm and its opponents over emulated lines."""
-    if warmup >= steps:
-        raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
+    if warmup + cooldown >= steps:
+        raise click.UsageError(
+            "--steps must be more than --warmup and --cooldown, or nothing is measured"
+        )
     # Asked to end, everything is torn down as after Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     chosen = tuple(name for name in CONTENDERS if not only or name in only)
-    plan = Plan(chosen, steps, warmup, repetitions, seconds, check)
+    plan = Plan(chosen, steps, warmup, cooldown, repetitions, seconds, check)
     with work_folder("wan", LabError) as work:
         file = read_mixes(mix_file)
         templates = Templates(work / "templates", steps, microbatches)
@@ -69,8 +73,8 @@ def main(
         **result_head(PACKAGES),
         "load_before": load_before,
         "preset": PRESET, "changes": CHANGES, "model": model, "stages": STAGES,
-        "steps": steps, "warmup_steps": warmup, "repetitions": repetitions,
-        "microbatches_per_step": microbatches, "microbatch_seconds": seconds,
+        "steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown,
+        "repetitions": repetitions, "microbatches_per_step": microbatches, "microbatch_seconds": seconds,
         "contenders": {name: CONTENDERS[name].title for name in chosen},
         "mixes": found,
     }  # fmt: skip

@@ -31,6 +31,7 @@ class Plan:
     contenders: tuple[str, ...]
     steps: int
     warmup: int
+    cooldown: int
     repetitions: int
     microbatch_seconds: float
     """An ordinary machine computes a stage's microbatch for so long."""
@@ -81,7 +82,7 @@ def _take_turns(field: Field, plan: Plan, work: Path) -> dict[str, list[dict[str
             with Recorder(field.network) as recorder:
                 outcome = CONTENDERS[name].run(field, place)
             field.network.end_programs()
-            row = result_row(outcome, plan.warmup, recorder.samples)
+            row = result_row(outcome, plan.warmup, plan.cooldown, recorder.samples)
             runs.append(row)
             shutil.rmtree(place)
             click.echo(

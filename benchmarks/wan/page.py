@@ -12,7 +12,10 @@ _OPPONENTS = {
     "expert-fp16": "RemoteExpert fp16",
     "data-parallel": "hivemind.Optimizer",
 }
-_OURS = {"swarm": "float32", "swarm-fp16": "float16", "swarm-int8": "int8"}
+_OURS = {
+    "swarm": "float32", "swarm-fp16": "float16", "swarm-int8": "int8",
+    "swarm-late": "float32, staleness 1", "swarm-late-int8": "int8, staleness 1",
+}  # fmt: skip
 
 
 def ratios_markdown(document: Mapping[str, Any]) -> str:

@@ -19,15 +19,22 @@ LOSS_TOLERANCE = 1e-4
 OURS = "swarm"
 
 
-def result_row(outcome: Outcome, warmup: int, samples: Sequence[Sample]) -> dict[str, Any]:
-    """One run of one contender. Seconds are between the ends of steps, so nothing is left out."""
+def result_row(
+    outcome: Outcome, warmup: int, cooldown: int, samples: Sequence[Sample]
+) -> dict[str, Any]:
+    """One run of one contender. Seconds are between the ends of steps, so nothing is left out.
+
+    Who works ahead has done a part of a step before the first of them, and as much of the one after
+    the last: without that one it would seem faster than it is.
+    """
     timed = outcome.steps
-    begin, end = timed[warmup - 1].ended_at, timed[-1].ended_at
+    last = len(timed) - 1 - cooldown
+    begin, end = timed[warmup - 1].ended_at, timed[last].ended_at
     seconds = end - begin
-    steps = len(timed) - warmup
+    steps = last + 1 - warmup
     sent, received = bytes_between(samples, begin, end)
     return {
-        "tokens_per_second": sum(one.tokens for one in timed[warmup:]) / seconds,
+        "tokens_per_second": sum(one.tokens for one in timed[warmup : last + 1]) / seconds,
         "step_seconds": seconds / steps,
         "all_step_seconds": [one.seconds for one in timed],
         "sent_bytes_per_step": {name: round(count / steps) for name, count in sent.items()},

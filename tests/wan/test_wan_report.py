@@ -29,9 +29,14 @@ def test_bytes_between_two_moments_are_interpolated() -> None:
     assert bytes_between(samples, 0.0, 9.0) == ({"a": 500.0}, {"a": 1000.0})
 
 
-def test_steps_are_timed_from_the_end_of_the_last_warm_up_step() -> None:
-    timed = [TimedStep(n, 1.0, 70, 0.1, at) for n, at in ((1, 1.0), (2, 2.0), (3, 4.0))]
-    row = result_row(Outcome(timed), 1, [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500)])
+@pytest.mark.parametrize("cooldown", [0, 1])
+def test_steps_are_timed_from_the_end_of_the_warm_up_to_the_begin_of_the_cool_down(
+    cooldown: int,
+) -> None:
+    ends = (1.0, 2.0, 4.0, 9.0)[: 3 + cooldown]
+    timed = [TimedStep(n, 1.0, 70, 0.1, at) for n, at in enumerate(ends, 1)]
+    samples = [sample(1.0, 0), sample(2.0, 100), sample(4.0, 500), sample(9.0, 9000)]
+    row = result_row(Outcome(timed), 1, cooldown, samples)
     assert row["tokens_per_second"] == pytest.approx(140 / 3)
     assert row["step_seconds"] == pytest.approx(1.5)
     assert row["sent_bytes_per_step"] == {"a": 250}
@@ -74,8 +79,9 @@ def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
     check = LinkCheck("peer-1", CABLE, 20.04, 199.0, 41.0, 1.0).document()
     slow = {**summary, "tokens_per_second_median": 50.0}
     document: dict[str, Any] = {
-        "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 5,
-        "warmup_steps": 2, "stages": 4, "microbatches_per_step": 16, "microbatch_seconds": 0.25,
+        "measured_at": "2026-11-22T01:00:00", "load_before": 0.1, "repetitions": 2, "steps": 6,
+        "warmup_steps": 2, "cooldown_steps": 1, "stages": 4, "microbatches_per_step": 16,
+        "microbatch_seconds": 0.25,
         "machine": {"cpu_count": 2, "processor": "one"},
         "model": {"hidden_size": 128, "layers": 8},
         "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},

@@ -45,7 +45,14 @@ def test_contenders_train_over_the_network_to_the_same_losses(
     mixes, out = tmp_path / "mixes.toml", tmp_path / "wan.json"
     mixes.write_text(PAIR)
     words = ["--file", str(mixes), "--mix", mix, "--out", str(out), "--no-check"]
-    sizes = {"steps": 2, "warmup": 1, "repetitions": 1, "microbatches": 8, "seconds": 0.001}
+    sizes = {
+        "steps": 2,
+        "warmup": 1,
+        "cooldown": 0,
+        "repetitions": 1,
+        "microbatches": 8,
+        "seconds": 0.001,
+    }
     for option, value in sizes.items():
         words += [f"--{option}", str(value)]
     for name in contenders:
