@@ -74,7 +74,8 @@ def main(
         "load_before": load_before,
         "preset": PRESET, "changes": CHANGES, "model": model, "stages": STAGES,
         "steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown,
-        "repetitions": repetitions, "microbatches_per_step": microbatches, "microbatch_seconds": seconds,
+        "repetitions": repetitions, "microbatches_per_step": microbatches,
+        "microbatch_seconds": seconds,
         "contenders": {name: CONTENDERS[name].title for name in chosen},
         "mixes": found,
     }  # fmt: skip
