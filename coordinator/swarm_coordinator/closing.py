@@ -317,7 +317,7 @@ def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
         # fsum: the mean must not depend on the order in which receipts arrived.
         loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
         tokens=tokens,
-        seconds=now - step.began_at,
+        seconds=now - step.in_front_at,
         global_norm=norm,
         learning_rate=learning_rate(run.manifest.optimizer, run.manifest.training.steps, step.step),
         shares=tuple(

@@ -97,8 +97,7 @@ def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
     run.phase = RunPhase.COLLECT
     run.step, run.ahead = run.ahead or _new_step(run, Step(run.version + 1), now), None
-    # What has been done of it while the one before was closing took no time of its own.
-    run.step.began_at = now
+    run.step.in_front_at = now
     run.training_began = True
     run.waiting_reason = ""
     for peer in run.peers.values():
@@ -141,7 +140,7 @@ def begin_evaluation(run: RunState, now: float) -> None:
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
     microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
-    return StepState(step=step, began_at=now, unsettled=microbatches)
+    return StepState(step=step, began_at=now, in_front_at=now, unsettled=microbatches)
 
 
 def windows(run: RunState, trainers: int) -> tuple[int, int]:

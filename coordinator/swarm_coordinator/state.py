@@ -74,6 +74,9 @@ class Closing:
 class StepState:
     step: Step
     began_at: float
+    in_front_at: float
+    """When the step before it was applied. What was done of it before then took no time of its
+    own."""
     attempt: int = 0
     """Names the latest close: never used for another one, not by another step nor generation."""
     closes: int = 0
