@@ -44,11 +44,12 @@ class Contender:
 
 
 def swarm(
-    field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False
-) -> Outcome:
+    field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False,
+    staleness: int = 0,
+) -> Outcome:  # fmt: skip
     """Ours: the programs that organisers and volunteers start."""
     run_dir = work / "run"
-    shutil.copytree(field.run_folder(codec=codec), run_dir)
+    shutil.copytree(field.run_folder(codec=codec, staleness=staleness), run_dir)
     with Children() as children:
         local = LocalSwarm(run_dir, children)
         local.prefix = field.network.hosts[COORDINATOR].prefix
@@ -178,6 +179,13 @@ CONTENDERS: dict[str, Contender] = {
         "swarm, float16 on the wire", partial(swarm, codec="float16"), exact=False
     ),
     "swarm-int8": Contender("swarm, int8 on the wire", partial(swarm, codec="int8"), exact=False),
+    "swarm-late": Contender(
+        "swarm, staleness 1", partial(swarm, staleness=1), exact=False
+    ),
+    "swarm-late-int8": Contender(
+        "swarm, staleness 1, int8 on the wire", partial(swarm, codec="int8", staleness=1),
+        exact=False,
+    ),
     "swarm-equal": Contender(
         "swarm, routing by equal shares", partial(swarm, equal_shares=True),
         why_not=several_to_choose_from,

@@ -35,9 +35,11 @@ class Field:
     def stages(self) -> int:
         return self.sizes.stages
 
-    def run_folder(self, chunks: int = 1, codec: ActivationCodec = "none") -> Path:
+    def run_folder(
+        self, chunks: int = 1, codec: ActivationCodec = "none", staleness: int = 0
+    ) -> Path:
         """Not to be written into. With so many stages for each machine."""
-        return self.templates.folder(self.stages * chunks, self.pipelines, codec)
+        return self.templates.folder(self.stages * chunks, self.pipelines, codec, staleness)
 
     @property
     def pipelines(self) -> int:

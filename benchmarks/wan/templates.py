@@ -27,24 +27,29 @@ class Templates:
         self._folder = folder
         self._steps = steps
         self._microbatches = microbatches
-        self._made: dict[tuple[int, int, str], tuple[Path, Manifest]] = {}
+        self._made: dict[tuple[int, int, str, int], tuple[Path, Manifest]] = {}
 
-    def folder(self, stages: int, peers_per_stage: int, codec: ActivationCodec = "none") -> Path:
+    def folder(
+        self, stages: int, peers_per_stage: int, codec: ActivationCodec = "none", staleness: int = 0
+    ) -> Path:
         """The first step waits for so many peers of each stage."""
-        return self._make(stages, peers_per_stage, codec)[0]
+        return self._make(stages, peers_per_stage, codec, staleness)[0]
 
     def manifest(self, stages: int) -> Manifest:
-        return self._make(stages, 1, "none")[1]
+        return self._make(stages, 1, "none", 0)[1]
 
-    def _make(self, stages: int, peers: int, codec: ActivationCodec) -> tuple[Path, Manifest]:
-        key = (stages, peers, codec)
+    def _make(
+        self, stages: int, peers: int, codec: ActivationCodec, staleness: int
+    ) -> tuple[Path, Manifest]:
+        key = (stages, peers, codec, staleness)
         if key not in self._made:
-            path = self._folder / f"{stages}-stages-{peers}-peers-{codec}"
+            path = self._folder / f"{stages}-stages-{peers}-peers-{codec}-{staleness}-late"
             changes = {
                 **CHANGES, "run.name": "wan", "training.steps": self._steps,
                 "training.microbatches_per_step": self._microbatches,
                 "checkpoint.every_steps": self._steps, "limits.starting_peers_per_stage": peers,
                 "codecs.activation": codec, "codecs.gradient": codec,
+                "training.staleness": staleness,
             }  # fmt: skip
             manifest = initialise_run(path, PRESET, stages=stages, overrides=changes)
             self._made[key] = (path, manifest)

@@ -342,6 +342,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
     elif late:
         # It had missed the word to apply while the coordinator was away.
         peer.version, peer.phase = Version(message.step), PeerPhase.READY
+        progress.commit_early(run, peer)
         run.on_branch.add(peer.peer)
         run.roster_dirty = True
 

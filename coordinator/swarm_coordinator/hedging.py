@@ -50,7 +50,7 @@ def hedge(run: RunState, now: float) -> None:
         if lease.resolved_at is None
         and lease.granted_at <= since
         and microbatch not in step.hedges
-        and not progress.is_done(run, microbatch)
+        and not progress.is_done(run, step, microbatch)
     ]
     if late:
         _grant(run, step, late, now)

@@ -39,17 +39,14 @@ def _is_last(run: RunState, peer: PeerState) -> bool:
 
 
 def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether this step should end first. Between steps nothing depends on anybody."""
-    step = run.step
-    if run.phase is RunPhase.WAITING or step is None:
-        return False
+    """Whether this step should end first. Between steps nothing depends on anybody, unless the
+    next one has begun already."""
     if now - peer.leaving_since > LEAVE_SECONDS or not run.staffed():
         return False
-    return (
-        _is_last(run, peer)
-        or step.table.holds_any(peer.peer)
-        or bool(step.leases.driven_by(peer.peer))
-    )
+    steps = [step for step in (run.step, run.ahead) if step is not None]
+    if any(step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps):
+        return True
+    return run.phase is not RunPhase.WAITING and bool(steps) and _is_last(run, peer)
 
 
 def _leaves_nothing_open(run: RunState, peer: PeerState, now: float) -> bool:

@@ -64,6 +64,11 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
     )
     if must_apply:
         _send_missed_apply(run, peer, hello.stage, now)
+        peer.early_receipts = {
+            (receipt.step, receipt.microbatch): receipt
+            for receipt in event.receipts
+            if receipt.peer == event.peer and receipt.step > run.version
+        }
     elif current:
         peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
         run.roster_dirty = True
@@ -220,11 +225,11 @@ def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bo
 def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -> None:
     """A peer got no numbers out of a microbatch. The first one is to blame for it, and if another
     one gets none either, it is the model's doing."""
-    step = run.step
-    if step is None or message.step != step.step or peer.stage is None:
+    step = run.step_numbered(message.step)
+    if step is None or peer.stage is None or not run.holds_current(peer):
         return
-    if run.phase is not RunPhase.COLLECT or not run.holds_current(peer):
-        return
+    if run.phase is not RunPhase.COLLECT:
+        return  # in the middle of a close nobody is synced anew; it gets none the next time either
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
     if first != peer.peer:

@@ -96,25 +96,52 @@ def _figure(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> N
 def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
     run.phase = RunPhase.COLLECT
-    run.step = _new_step(run, now)
+    run.step, run.ahead = run.ahead or _new_step(run, Step(run.version + 1), now), None
+    # What has been done of it while the one before was closing took no time of its own.
+    run.step.began_at = now
     run.training_began = True
     run.waiting_reason = ""
     for peer in run.peers.values():
-        receipts, peer.early_receipts = peer.early_receipts, {}
-        for receipt in receipts.values():
-            commit(run, receipt)
-    lease_open_microbatches(run, now)
+        commit_early(run, peer)
+    lease_open_microbatches(run, run.step, now)
+
+
+def begin_ahead(run: RunState, now: float) -> None:
+    """With staleness 1: open the step after this one as soon as what is left of this one does not
+    fill the pipelines any more (delayed parameter updates; docs/decisions, number 0024)."""
+    training, step = run.manifest.training, run.step
+    if not training.staleness or run.ahead is not None or step is None:
+        return
+    cells = training.microbatches_per_step * run.manifest.stage_count
+    carried = len(run.working_peers(0)) * run.manifest.limits.stage_queue
+    if (
+        step.step >= training.steps
+        or run.stop_requested_at is not None
+        or cells - len(step.table) > carried * run.manifest.stage_count
+    ):
+        return
+    run.ahead = _new_step(run, Step(step.step + 1), now)
+    for peer in run.peers.values():
+        commit_early(run, peer)
+    lease_open_microbatches(run, run.ahead, now)
+
+
+def commit_early(run: RunState, peer: PeerState) -> None:
+    """Enter what a peer told of steps before they began; what they have not yet is kept."""
+    told, peer.early_receipts = peer.early_receipts, {}
+    for receipt in told.values():
+        commit(run, receipt)
 
 
 def begin_evaluation(run: RunState, now: float) -> None:
     run.phase = RunPhase.EVALUATING
-    run.step = _new_step(run, now)
-    lease_open_microbatches(run, now)
+    run.step = _new_step(run, Step(run.version + 1), now)
+    lease_open_microbatches(run, run.step, now)
 
 
-def _new_step(run: RunState, now: float) -> StepState:
+def _new_step(run: RunState, step: Step, now: float) -> StepState:
     microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
-    return StepState(step=Step(run.version + 1), began_at=now, unsettled=microbatches)
+    return StepState(step=step, began_at=now, unsettled=microbatches)
 
 
 def windows(run: RunState, trainers: int) -> tuple[int, int]:
@@ -133,9 +160,10 @@ def microbatch_count(run: RunState) -> int:
     return training.microbatches_per_step
 
 
-def missing_stages(run: RunState, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...]:
-    assert run.step is not None
-    table = run.step.table
+def missing_stages(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex
+) -> tuple[StageIndex, ...]:
+    table = step.table
     if table.filled(microbatch) == run.manifest.stage_count:
         return ()
     return tuple(
@@ -152,7 +180,7 @@ def complete(run: RunState) -> bool:
 
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
-    step, peer = run.step, run.peers.get(receipt.peer)
+    step, peer = run.step_numbered(receipt.step), run.peers.get(receipt.peer)
     wrong = _wrong(run, peer, receipt)
     if peer is None or wrong is not None:
         if int(receipt.step) != int(
@@ -162,9 +190,9 @@ def commit(run: RunState, receipt: Receipt) -> bool:
         return False
     if step is None:
         # After a restart peers come back one by one, and the step begins when enough are there.
-        peer.early_receipts[receipt.microbatch] = receipt
+        peer.early_receipts[receipt.step, receipt.microbatch] = receipt
         return False
-    if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
+    if step is run.step and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
         return False
     cell = (receipt.microbatch, receipt.stage)
     if cell in step.table:
@@ -180,10 +208,13 @@ def commit(run: RunState, receipt: Receipt) -> bool:
 
 
 def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
-    """Why this is no receipt of the step at hand by a peer that can have earned it; None: it is."""
-    if receipt.step != run.version + 1 or receipt.generation > run.generation:
+    """Why this is no receipt of a step at hand by a peer that can have earned it; None: it is."""
+    last = run.version + 1 + run.manifest.training.staleness
+    if not run.version < receipt.step <= last or receipt.generation > run.generation:
         return Rejection.OTHER_STEP
-    if peer is None or not run.holds_current(peer) or peer.stage != receipt.stage:
+    ahead = run.ahead is not None and receipt.step == run.ahead.step
+    holds = run.computes_ahead if ahead else run.holds_current
+    if peer is None or not holds(peer) or peer.stage != receipt.stage:
         return Rejection.NOT_THE_HOLDER
     possible = (
         0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
@@ -196,12 +227,20 @@ def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection
 
 def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
     """Clear what a dead peer had committed and free the leases that it drove."""
-    step = run.step
-    if step is None:
-        return
+    for step in (run.step, run.ahead):
+        if step is not None:
+            _forget_in(run, step, peer, now)
+
+
+def clear_counted(run: RunState, step: StepState, peer: PeerId) -> None:
+    """What it has counted of the step is gone."""
     for cell in step.table.held_by(peer):
         del step.table[cell]
         run.work.cleared += 1
+
+
+def _forget_in(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
+    clear_counted(run, step, peer)
     for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
         del step.hedges[microbatch]
     for microbatch in sorted(step.leases.of(peer)):
@@ -245,8 +284,8 @@ def readmit(run: RunState) -> None:
 
 
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
-    step = run.step
-    if step is None or event.step != step.step:
+    step = run.step_numbered(event.step)
+    if step is None:
         return
     for receipt in event.receipts:
         commit(run, receipt)
@@ -264,7 +303,7 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     _resolve(run, step, event.microbatch, lease, now)
     if run.phase is RunPhase.EVALUATING:
         return
-    if not event.ok and missing_stages(run, event.microbatch):
+    if not event.ok and missing_stages(run, step, event.microbatch):
         run.note(
             f"microbatch {event.microbatch} of step {event.step} failed at trainer "
             f"{short(event.peer)} and is leased again: {event.reason}",
@@ -300,11 +339,8 @@ def _resolve(
     heapq.heappush(step.lease_alarms, (_due_at(run, resolved), microbatch))
 
 
-def lease_open_microbatches(run: RunState, now: float) -> None:
+def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
     """Lease every microbatch that is incomplete and that nobody is working on any more."""
-    step = run.step
-    if step is None:
-        return
     if step.table.reopened:
         step.unsettled |= step.table.reopened
         step.table.reopened.clear()
@@ -314,7 +350,7 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
         return
     open_microbatches: list[MicrobatchIndex] = []
     for microbatch in sorted(step.unsettled):
-        if is_done(run, microbatch):
+        if is_done(run, step, microbatch):
             continue
         lease = step.leases.get(microbatch)
         if lease is None or now >= _due_at(run, lease):
@@ -326,12 +362,11 @@ def lease_open_microbatches(run: RunState, now: float) -> None:
         _grant(run, step, open_microbatches, now)
 
 
-def is_done(run: RunState, microbatch: MicrobatchIndex) -> bool:
+def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
     """Whether a microbatch of the step is counted in every stage, or evaluated."""
-    assert run.step is not None
     if run.phase is RunPhase.EVALUATING:
-        return microbatch in run.step.evaluations
-    return run.step.table.filled(microbatch) == run.manifest.stage_count
+        return microbatch in step.evaluations
+    return step.table.filled(microbatch) == run.manifest.stage_count
 
 
 def _due_at(run: RunState, lease: LeaseState) -> float:
@@ -394,7 +429,7 @@ def grant(
             microbatches=tuple(
                 LeasedMicrobatch(
                     microbatch=microbatch,
-                    accumulate=() if evaluating else missing_stages(run, microbatch),
+                    accumulate=() if evaluating else missing_stages(run, step, microbatch),
                 )
                 for microbatch in microbatches
             ),
@@ -417,10 +452,9 @@ def answer_masks(run: RunState, now: float) -> None:
     due = [mask for mask in run.pending_masks if mask.due_at <= now]
     run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
     for mask in due:
-        current = (
-            run.step is not None and run.step.step == mask.step and run.phase is RunPhase.COLLECT
-        )
-        accumulate = missing_stages(run, mask.microbatch) if current else ()
+        step = run.step_numbered(mask.step)
+        counts = step is not None and (step is run.ahead or run.phase is RunPhase.COLLECT)
+        accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
         run.send(
             mask.peer,
             Mask(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swarm_coordinator import membership, syncing
+from swarm_coordinator import membership, progress, syncing
 from swarm_coordinator.moving import (
     DecisionNote,
     Moving,
@@ -297,6 +297,8 @@ def switch(run: RunState, closing: Closing) -> None:
         run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
         peer.moving = None
         peer.stage = stage
+        if run.ahead is not None:
+            progress.clear_counted(run, run.ahead, peer_id)  # it stays behind with the old stage
         run.rebalancing.made += 1
 
 

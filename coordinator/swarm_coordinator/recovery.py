@@ -94,7 +94,7 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.version = version
     run.last_applied = None
     run.heldout_loss = None
-    run.step = None
+    run.step = run.ahead = None
     run.snapshots.clear()
     run.prints.clear()
     run.pending_checkpoint = None

@@ -81,6 +81,7 @@ class TrainingSection(FrozenModel):
     sequences_per_microbatch: int = Field(ge=1, le=65_536)
     dtype: ComputeDtype = "float32"
     evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
+    staleness: Literal[0, 1] = 0
 
 
 class NetworkSection(FrozenModel):

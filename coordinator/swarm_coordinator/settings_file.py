@@ -68,6 +68,8 @@ _SETTINGS: dict[str, str] = {
     "training.sequences_per_microbatch": "",
     "training.dtype": '"float32", or "bfloat16" for computing in half the memory.',
     "training.evaluation_microbatches": "Held-out microbatches measured after the last step.",
+    "training.staleness": "1: gradients are one version late, and the pipeline never runs empty "
+    "between steps.",
     "optimizer.learning_rate": "At its highest, after the warm-up.",
     "optimizer.minimum_learning_rate_ratio": "The last step's rate over the highest.",
     "optimizer.warmup_steps": "Steps over which the rate rises from zero.",

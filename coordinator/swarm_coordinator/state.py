@@ -178,6 +178,8 @@ class RunState:
     peers: PeerTable = field(init=False)
     figures: Figures = field(init=False)
     step: StepState | None = None
+    ahead: StepState | None = None
+    """The step after it, where the manifest lets that be worked on before this one is applied."""
     snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
     checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
@@ -261,6 +263,24 @@ class RunState:
             and peer.version == self.version
             and not (self.step is not None and peer.peer in self.step.excluded)
         )
+
+    def step_numbered(self, number: int) -> StepState | None:
+        """That of the steps that are worked on which has this number."""
+        for step in (self.step, self.ahead):
+            if step is not None and step.step == number:
+                return step
+        return None
+
+    def computes_ahead(self, peer: PeerState) -> bool:
+        """Whether it can have worked on the step after this one: it may still have to apply this
+        one, for what it computes is one version behind anyway."""
+        behind = (
+            self.phase is RunPhase.APPLYING
+            and peer.phase is PeerPhase.READY
+            and peer.version == self.version - 1
+            and not (self.step is not None and peer.peer in self.step.excluded)
+        )
+        return behind or self.holds_current(peer)
 
     def ready_peers(self, stage: int) -> Sequence[PeerState]:
         """Peers that hold the stage at the run's version, leaving ones included."""

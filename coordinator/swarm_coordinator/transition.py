@@ -293,6 +293,8 @@ def _advance(run: RunState, now: float) -> None:
 def _advance_step(run: RunState, now: float) -> None:
     """The rules of a step that is being worked on."""
     progress.answer_masks(run, now)
+    if run.ahead is not None and run.stop_requested_at is None:
+        progress.lease_open_microbatches(run, run.ahead, now)
     if run.phase is RunPhase.COLLECT:
         _collect(run, now)
     elif run.phase is RunPhase.EVALUATING:
@@ -304,8 +306,9 @@ def _collect(run: RunState, now: float) -> None:
     assert step is not None
     if run.stop_requested_at is not None:
         return
+    progress.begin_ahead(run, now)
     if not progress.complete(run):
-        progress.lease_open_microbatches(run, now)
+        progress.lease_open_microbatches(run, step, now)
         hedging.hedge(run, now)
         return
     if step.complete_at is None:
@@ -357,7 +360,7 @@ def _evaluate(run: RunState, now: float) -> None:
     if run.stop_requested_at is not None:
         return
     if len(step.evaluations) < progress.microbatch_count(run):
-        progress.lease_open_microbatches(run, now)
+        progress.lease_open_microbatches(run, step, now)
         hedging.hedge(run, now)
         return
     tokens = sum(count for _, count in step.evaluations.values())

@@ -66,6 +66,9 @@ def check_send(world: World, command: Send) -> None:
         if last is None or last.attempt != message.attempt:
             raise Violation(f"{message} is sent before it is durable")
     elif isinstance(message, Lease):
+        if not run.version < message.step <= run.version + 1 + world.options.staleness:
+            raise Violation(f"{message} at version {run.version}")
+        world.early_leases += message.step > run.version + 1
         trainer = run.peers.get(command.peer)
         others = [p for p in run.peers.values() if p.trainer and not p.leaving]
         if (
@@ -106,7 +109,7 @@ def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
     hears = peer.attached and peer.link is not None and peer.link.open
     if since is None or world.run_state is None or not hears:
         return
-    if world.now - max(since, peer.attached_at) > REVOCATION_SECONDS:
+    if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
         raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
 
 
@@ -188,6 +191,10 @@ def check_state(world: World) -> None:
             held = run.peers.get(cell.peer)
             if held is None or held.stage != stage or held.version != run.version:
                 raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
+    for (microbatch, stage), cell in run.ahead.table.items() if run.ahead is not None else ():
+        held = run.peers.get(cell.peer)
+        if held is None or held.stage != stage or not run.computes_ahead(held):
+            raise Violation(f"{cell} of {microbatch}, {stage} of the next step is held by {held}")
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
         step is None or step.closing is None
     ):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Literal
 
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_shared.manifest import (
@@ -53,6 +54,7 @@ class Options:
     uncommit_fails: float = 0.2
     busy: float = 0.03
     leave_bound_seconds: float = 400.0
+    staleness: Literal[0, 1] = 0
     moves: RebalancingRule = RebalancingRule.NONE
     """With it peers are unlike, some cannot hold two stages, and every gain is worth a move."""
 
@@ -97,6 +99,7 @@ def manifest_of(options: Options) -> Manifest:
         training=TrainingConfig(
             steps=options.steps, microbatches_per_step=options.microbatches,
             sequences_per_microbatch=2, seed=0, evaluation_microbatches=options.evaluation,
+            staleness=options.staleness,
         ),
         optimizer=OptimizerConfig(learning_rate=0.1, warmup_steps=1),
         limits=LimitsConfig(

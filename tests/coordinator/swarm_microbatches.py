@@ -141,7 +141,7 @@ class Computing(PeerBase):
         while self.waiting and self.driving < self.window:
             lease, leased = self.waiting.pop(0)
             idle = self.leaving or self.paused
-            if idle or self.holding is None or lease.step != self.holding.version + 1:
+            if idle or self.holding is None or not self.holding.works_on(lease.step):
                 self._resolve(lease, leased.microbatch, Answer("failed"))
                 continue
             self.driving += 1
@@ -177,11 +177,7 @@ class Computing(PeerBase):
         holding = self.holding
 
         def wanted() -> bool:
-            return (
-                holding is not None
-                and self.holding is holding
-                and holding.version + 1 == parcel.step
-            )
+            return holding is not None and self.holding is holding and holding.works_on(parcel.step)
 
         race = Race(self, stage, parcel, wanted, done)
         race.run(parcel.accumulate)
@@ -206,7 +202,7 @@ class Computing(PeerBase):
         self, sender: PeerBase, stage: int, parcel: Parcel, reply: Callable[[Answer], None]
     ) -> None:
         holding, world = self.holding, self.world
-        if holding is None or holding.stage != stage or holding.version + 1 != parcel.step:
+        if holding is None or holding.stage != stage or not holding.works_on(parcel.step):
             reply(Answer("wrong_step"))
             return
         if self.paused or holding.in_flight >= 8 or world.rng.random() < world.options.busy:
@@ -231,8 +227,8 @@ class Computing(PeerBase):
         count = (
             parcel.mode == "train"
             and stage in parcel.accumulate
-            and parcel.microbatch not in holding.held
-            and holding.closing is None
+            and parcel.microbatch not in holding.of(parcel.step)
+            and (holding.closing is None or holding.closing.step != parcel.step)
         )
 
         def finish(answer: Answer) -> None:
@@ -245,10 +241,10 @@ class Computing(PeerBase):
             if answer.state != "ok" or self.holding is not holding:
                 finish(Answer("failed"))
                 return
-            current = holding.version + 1 == parcel.step
-            if count and current and parcel.microbatch not in holding.held:
+            current = holding.works_on(parcel.step)
+            if count and current and parcel.microbatch not in holding.of(parcel.step):
                 self._accumulate(holding, parcel, last)
-            own = holding.held.get(parcel.microbatch) if current else None
+            own = holding.of(parcel.step).get(parcel.microbatch) if current else None
             receipts = answer.receipts if own is None else (*answer.receipts, own)
             finish(Answer("ok", receipts, answer.loss))
 
@@ -276,5 +272,5 @@ class Computing(PeerBase):
             microbatch=MicrobatchIndex(parcel.microbatch), stage=StageIndex(holding.stage),
             peer=self.id, samples=2, tokens=TOKENS, loss_sum=loss,
         )  # fmt: skip
-        holding.held[parcel.microbatch] = receipt
+        holding.of(parcel.step)[parcel.microbatch] = receipt
         holding.unreported.append(receipt)

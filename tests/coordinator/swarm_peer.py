@@ -81,7 +81,7 @@ class SimPeer(Averaging, Computing):
         life = self.life
 
         def wake() -> None:
-            self.hung = False
+            self.hung, self.woke_at = False, self.world.now
             backlog, self.backlog = self.backlog, []
             for entry in backlog:
                 self._act(*entry)
@@ -113,8 +113,10 @@ class SimPeer(Averaging, Computing):
 
     def lose(self, _seconds: float) -> None:
         """A microbatch that was signed for is gone: its peer is wrong about itself."""
-        if self.holding is not None and self.holding.held:
-            self.holding.held.popitem()
+        for held in self.holding.held.values() if self.holding is not None else ():
+            if held:
+                held.popitem()
+                return
 
     def unsaving(self, seconds: float) -> None:
         """No disk for snapshots."""
@@ -188,7 +190,8 @@ class SimPeer(Averaging, Computing):
             version=Version(0 if holding is None else holding.version),
             averaged_attempt=holding.averaged[0] if holding and holding.averaged else None,
         )  # fmt: skip
-        return hello, () if holding is None else tuple(holding.held.values())
+        held = holding.held.values() if holding is not None else ()
+        return hello, tuple(receipt for of_step in held for receipt in of_step.values())
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -254,6 +257,7 @@ class SimPeer(Averaging, Computing):
         elif isinstance(message, Lease):
             self.window = message.window
             self.waiting.extend((message, leased) for leased in message.microbatches)
+            self.waiting.sort(key=lambda entry: entry[0].step)  # nobody waits for a later one
             self._drive_more()
         elif isinstance(message, Mask):
             answer = self.masks.pop(message.request, None)
@@ -347,9 +351,9 @@ class SimPeer(Averaging, Computing):
         if len(params) != version:
             raise Violation(f"{self.id} fetched version {version} and got {params}")
         if message.prepare:
-            self.prepared = Holding(stage, version, params)
+            self.prepared = Holding(stage, version, params, self.world.options.staleness)
         else:
-            self.holding = Holding(stage, version, params)
+            self.holding = Holding(stage, version, params, self.world.options.staleness)
         self.say(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
 
     def _saving(self, message: SaveSnapshot) -> Callable[[], None]:

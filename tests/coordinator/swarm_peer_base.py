@@ -93,11 +93,24 @@ class Holding:
     stage: int
     version: int
     params: Params
-    held: dict[int, Receipt] = field(default_factory=dict)
+    staleness: int
+    held: dict[int, dict[int, Receipt]] = field(default_factory=dict)
+    """step → microbatch → what was signed for it."""
     unreported: list[Receipt] = field(default_factory=list)
     closing: Close | None = None
     averaged: tuple[int, Counter[Any], Counter[Any] | None] | None = None
     in_flight: int = 0
+
+    def works_on(self, step: int) -> bool:
+        """Whether it has the parameters that gradients of this step are taken at."""
+        return self.version < step <= self.version + 1 + self.staleness
+
+    def of(self, step: int) -> dict[int, Receipt]:
+        return self.held.setdefault(step, {})
+
+    def forget(self, step: int) -> None:
+        self.held.pop(step, None)
+        self.unreported = [receipt for receipt in self.unreported if receipt.step != step]
 
 
 class PeerBase:
@@ -111,6 +124,7 @@ class PeerBase:
         self.gone = False
         self.trainer = True
         self.hung = False
+        self.woke_at = 0.0
         self.wedged = False
         self.memory_bytes = 1000
         self.speed = 1.0

@@ -52,28 +52,27 @@ class Averaging(PeerBase):
     def _reconcile(self, holding: Holding, close: Close) -> None:
         if self.holding is not holding or holding.closing is not close:
             return
+        held = holding.of(close.step)
         if self.sums_nan:
             self.sums_nan = False
-            holding.held.clear()
-            holding.unreported.clear()
+            holding.forget(close.step)
             self._failed(close, reset=True, not_finite=True, reason="a NaN")
             return
-        extra = set(holding.held) - set(close.committed)
-        missing = set(close.committed) - set(holding.held)
+        extra = set(held) - set(close.committed)
+        missing = set(close.committed) - set(held)
         if extra and self.world.rng.random() < self.world.options.uncommit_fails:
-            holding.held.clear()
-            holding.unreported.clear()
+            holding.forget(close.step)
             self._failed(close, reset=True, reason="extras cannot be taken out")
             return
         for microbatch in extra:
-            del holding.held[microbatch]
+            del held[microbatch]
         if missing:
             self._failed(
                 close, missing=tuple(MicrobatchIndex(m) for m in sorted(missing)), reason="missing"
             )
             return
         self.averaging = True
-        own = Counter((holding.stage, m) for m in holding.held)
+        own = Counter((holding.stage, m) for m in held)
         self._average(holding, close, close.reductions, own, {})
         if close.moving and self.prepared is not None:
             self._average(self.prepared, close, close.moving, Counter(), {})
@@ -186,8 +185,7 @@ class Averaging(PeerBase):
         self._unprepare()
         holding.params += ((message.step, message.attempt),)
         holding.version = message.step
-        holding.held.clear()
-        holding.unreported.clear()
+        holding.forget(message.step)
         holding.closing = holding.averaged = None
         self.waiting = [entry for entry in self.waiting if entry[0].step > message.step]
         check_replicas(self.world, self)

@@ -138,6 +138,8 @@ class World(Network):
         self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
         """And since when: durable, as in the run's database."""
+        self.early_leases = 0
+        """Leases of a step before the step before it was applied."""
         self.hedges = 0
         """Microbatches that were sent to a second peer while the first one had them."""
         self.turned_away = 0

@@ -23,6 +23,7 @@ options_strategy = st.builds(
     checkpoint_steps=st.sampled_from([2, 3, 10]),
     tied=st.booleans(),
     moves=st.sampled_from([RebalancingRule.THROUGHPUT, RebalancingRule.SWARM]),
+    staleness=st.sampled_from([0, 1]),
 )
 faults_strategy = st.lists(
     st.builds(

@@ -7,6 +7,8 @@ A failing example is printed as options, seed and faults, which reproduce it exa
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -38,6 +40,7 @@ options_strategy = st.builds(
     evaluation=st.sampled_from([0, 1, 3]),
     tied=st.booleans(),
     starting=st.sampled_from([1, 1, 2]),
+    staleness=st.sampled_from([0, 1]),
 )
 faults_strategy = st.lists(
     st.builds(
@@ -59,16 +62,22 @@ def run_to_the_end(options: Options, seed: int, faults: tuple[Fault, ...] = ()) 
     return world
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(stages: int, tied: bool) -> None:
-    options = Options(stages=stages, peers=2 * stages, steps=4, tied=tied, starting=2)
+def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
+    stages: int, tied: bool, staleness: Literal[0, 1]
+) -> None:
+    options = Options(
+        stages=stages, peers=2 * stages, steps=4, tied=tied, starting=2, staleness=staleness
+    )
     for seed in range(3):
         world = World(options, seed)
         world.run()
         check_end(world)
         assert world.aborts == 0
         assert len(world.store.applied) == len(world.attempts) == 4
+        assert (world.early_leases > 0) is (staleness > 0)
 
 
 @settings(simulated, max_examples=250)
@@ -81,11 +90,15 @@ def test_whatever_happens_every_microbatch_counts_once_and_the_run_ends(
     run_to_the_end(options, seed, faults)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("kind", FAULTS)
-def test_one_kind_of_fault_again_and_again_does_not_break_a_run(kind: str) -> None:
+def test_one_kind_of_fault_again_and_again_does_not_break_a_run(
+    kind: str, staleness: Literal[0, 1]
+) -> None:
     for seed in range(4):
         faults = tuple(Fault(1.5, kind, seed + i, 2.0) for i in range(6))
-        run_to_the_end(Options(steps=4, peers=5, checkpoint_steps=2), seed, faults)
+        options = Options(steps=4, peers=5, checkpoint_steps=2, staleness=staleness)
+        run_to_the_end(options, seed, faults)
 
 
 def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing() -> None:
@@ -102,7 +115,9 @@ def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_s
     at: int,
 ) -> None:
     faults = (Fault(2.0 + 0.1 * (at % 5), "crash_between", at),)
-    run_to_the_end(Options(steps=3, checkpoint_steps=1), at, faults)
+    for staleness in (0, 1):
+        options = Options(steps=3, checkpoint_steps=1, staleness=staleness)
+        run_to_the_end(options, at, faults)
 
 
 @settings(simulated, max_examples=25)

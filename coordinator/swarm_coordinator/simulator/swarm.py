@@ -368,8 +368,8 @@ def collect_rarely() -> Iterator[None]:
 
 
 def endless(manifest: Manifest) -> Manifest:
-    """The same run without an end, and without evaluation."""
+    """The same run without an end and without evaluation, each step after the one before it."""
     training = manifest.training.model_copy(
-        update={"steps": NEVER_ENDING_STEPS, "evaluation_microbatches": 0}
+        update={"steps": NEVER_ENDING_STEPS, "evaluation_microbatches": 0, "staleness": 0}
     )
     return manifest.model_copy(update={"training": training})
