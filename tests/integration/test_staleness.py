@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from integration.real_run import reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
