@@ -1,4 +1,4 @@
-"""What the codecs between stages cost in loss: `make bench-quality`.
+"""What the codecs between stages, and late gradients, cost in loss: `make bench-quality`.
 
 Trains one small model on the demo's data in this process, as `swarm-coordinator reference` does,
 with every pair of codecs and several seeds. The reference puts activations and gradients through
@@ -9,6 +9,8 @@ Runs of one seed have the same initial values and the same data in the same orde
 run without codecs is the codecs' doing, and the chance of where any rounding leads training (what
 float16 is off by says how much that is). Against it stands the noise that nobody can choose away:
 how far the runs without codecs differ from seed to seed.
+
+Beside the pairs stands a run without codecs whose gradients are a version late (staleness 1).
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ SETTINGS: dict[str, object] = {
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 10,
 }
+LATE = "no codecs, staleness 1"
 STAGES = 4
 """Three borders, as many as four layers can have."""
 STEPS = 120
@@ -78,7 +81,7 @@ SEEDS = 3
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
 )
 def main(steps: int, seeds: int, out: Path) -> None:
-    """Final held-out loss per pair of codecs, against none."""
+    """Final held-out loss per pair of codecs, and with late gradients, against none."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         initialise_run(
@@ -95,6 +98,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
     train = open_shards(folder.data, manifest.data, "train")
     heldout = open_shards(folder.data, manifest.data, "heldout")
     losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
+    late: list[float] = []
     began, load = time.monotonic(), os.getloadavg()[0]
     for seed in seeds:
         for pair in PAIRS:
@@ -104,6 +108,9 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
                 f"({time.monotonic() - began:.0f} s)",
                 err=True,
             )
+        lagging = one_of(manifest, seed, *PAIRS[0], staleness=1)
+        late.append(final_loss(lagging, train, heldout))
+        click.echo(f"seed {seed} {LATE}: {late[-1]:.4f}", err=True)
     return {
         **result_head(PACKAGES),
         "load_before": load,
@@ -114,6 +121,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
         "tokens_per_step": manifest.tokens_per_step,
         "seeds": list(seeds),
         **judged(losses, manifest),
+        "late": gap_of(late, losses[name_of(*PAIRS[0])]),
     }
 
 
@@ -123,18 +131,12 @@ def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]
     noise = statistics.stdev(baseline)
     pairs: dict[str, Any] = {}
     for activation, gradient in PAIRS:
-        seen = losses[name_of(activation, gradient)]
-        gaps = [loss - base for loss, base in zip(seen, baseline, strict=True)]
         described = one_of(manifest, 1, activation, gradient)
         pairs[name_of(activation, gradient)] = {
             "activation": activation,
             "gradient": gradient,
             "bytes_per_microbatch": described.activation_bytes + described.gradient_bytes,
-            "losses": seen,
-            "gap_mean": statistics.mean(gaps),
-            "gap_spread": max(gaps) - min(gaps),
-            "gap_relative": statistics.mean(gaps) / statistics.mean(baseline),
-            "within_noise": abs(statistics.mean(gaps)) <= noise,
+            **gap_of(losses[name_of(activation, gradient)], baseline),
         }
     within = {name: one for name, one in pairs.items() if one["within_noise"]}
     return {
@@ -144,11 +146,27 @@ def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]
     }
 
 
+def gap_of(seen: list[float], baseline: list[float]) -> dict[str, Any]:
+    """Of equal seeds; the noise is the baseline's own from seed to seed."""
+    gaps = [loss - base for loss, base in zip(seen, baseline, strict=True)]
+    return {
+        "losses": seen,
+        "gap_mean": statistics.mean(gaps),
+        "gap_spread": max(gaps) - min(gaps),
+        "gap_relative": statistics.mean(gaps) / statistics.mean(baseline),
+        "within_noise": abs(statistics.mean(gaps)) <= statistics.stdev(baseline),
+    }
+
+
 def one_of(
-    manifest: Manifest, seed: int, activation: ActivationCodec, gradient: GradientCodec
+    manifest: Manifest,
+    seed: int,
+    activation: ActivationCodec,
+    gradient: GradientCodec,
+    staleness: int = 0,
 ) -> Manifest:
     codecs = CodecsConfig(activation=activation, gradient=gradient)
-    training = manifest.training.model_copy(update={"seed": seed})
+    training = manifest.training.model_copy(update={"seed": seed, "staleness": staleness})
     return manifest.model_copy(update={"codecs": codecs, "training": training})
 
 
@@ -182,6 +200,11 @@ def render(document: dict[str, Any]) -> str:
         )
         for name, one in document["pairs"].items()
     ]  # fmt: skip
+    late = document["late"]
+    rows.append(
+        (LATE, rows[0][1], f"{statistics.mean(late['losses']):.4f}", f"{late['gap_mean']:+.4f}",
+         f"{late['gap_spread']:.4f}")
+    )  # fmt: skip
     head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of gaps")
     return (
         table(head, rows, right=(1, 2, 3, 4))

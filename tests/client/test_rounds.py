@@ -263,11 +263,13 @@ async def test_an_accumulator_that_is_emptied_takes_the_receipts_of_its_step_alo
 
 
 async def test_the_next_step_does_not_close_before_this_one_was_applied() -> None:
-    async with scene(0, next_held=(3,)) as s:
+    async with scene(3, next_held=(3,)) as s:
         s.close((3,), step=2)
         answer = await report(s)
         assert (answer.step, answer.ok, answer.missing) == (2, False, (3,))
         assert s.averager.rounds == []
+        s.close((3,))
+        assert (await report(s)).ok
         s.apply(step=2)
         await s.out_of_step.wait()
         assert s.worker.applied == []

@@ -230,6 +230,17 @@ def test_states_with_and_without_the_version_before_do_not_pass_for_each_other(
     assert failure(plain.load, with_it, Version(0)) == "bad_input"
 
 
+def test_starting_again_from_the_seed_is_version_0_in_both_lanes(tmp_path: Path) -> None:
+    manifest = with_staleness(make_manifest(1))
+    pipeline = Pipeline(manifest)
+    fresh = contents(pipeline.save(tmp_path / "fresh", 0))
+    in_order(pipeline, 1, 3)
+    pipeline.microbatch(4, 0)
+    pipeline.steps[0].adopt_fresh(Version(0))
+    assert contents(pipeline.save(tmp_path / "again", 0)) == fresh
+    assert all(not lane.accumulator.flat.any() for lane in pipeline.runners[0].lanes)
+
+
 def test_two_steps_are_open_and_only_the_first_of_them_closes() -> None:
     pipeline = Pipeline(with_staleness(make_manifest(2)))
     runner, closing = pipeline.runners[0], pipeline.steps[0]

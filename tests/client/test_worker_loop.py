@@ -357,3 +357,18 @@ def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
     told = rig.link.receive()
     assert isinstance(told, protocol.AccumulatedAre)
     assert told.microbatches == (2,)
+
+
+def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
+    rig = stale_rig
+    nbytes = rig.runner.sizes.output_bytes
+
+    def backward(number: int, of: int, slot: int) -> protocol.Backward:
+        rig.memory.slot(slot, nbytes)[:] = bytes(nbytes)
+        return protocol.Backward(request=number, forward=of, slot=slot, nbytes=nbytes)
+
+    steps = {1: 2, 2: 2, 3: 1, 4: 1}
+    rig.ask(*(rig.forward(number, number - 1, step) for number, step in steps.items()))
+    assert [rig.link.receive().request for _ in steps] == [3, 4, 1, 2]
+    rig.ask(backward(5, of=2, slot=0), backward(6, of=4, slot=1), backward(7, of=3, slot=2))
+    assert [rig.link.receive().request for _ in range(3)] == [6, 7, 5]

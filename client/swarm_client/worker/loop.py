@@ -71,10 +71,7 @@ class ComputeLoop:
         """Return when the daemon has closed the link."""
         try:
             while self._drain():
-                if self._backwards:
-                    request: protocol.ComputeRequest = self._backwards.popleft()
-                else:
-                    request = self._forwards.popleft()
+                request = self._next()
                 begun = self._clock()
                 self._computing = request.request
                 answer = _answer(request, self._compute)
@@ -83,6 +80,16 @@ class ComputeLoop:
                 self._duty.computed(self._clock() - begun)
         except LinkClosed:
             return
+
+    def _next(self) -> protocol.ComputeRequest:
+        """What is computed now, out of its queue."""
+        if self._backwards:
+            backward = min(self._backwards, key=self._step_of)
+            self._backwards.remove(backward)
+            return backward
+        forward = min(self._forwards, key=self._step_of)
+        self._forwards.remove(forward)
+        return forward
 
     def _drain(self) -> bool:
         """Take in all messages; wait for one when nothing is queued. False at the end."""
@@ -122,7 +129,8 @@ class ComputeLoop:
 
     def _fetch_next(self) -> None:
         """The next input goes to the device while it computes something else."""
-        if self._forwards and isinstance(coming := self._forwards[0], protocol.Forward):
+        coming = min(self._forwards, key=self._step_of, default=None)
+        if isinstance(coming, protocol.Forward):
             with suppress(RequestFailed):  # told when its turn has come
                 payload = self._memory.slot(coming.slot, coming.nbytes)
                 self._runner.prefetch(coming.request, payload)
@@ -165,6 +173,7 @@ class ComputeLoop:
         return self._answer_of(request, step, result, started)
 
     def _step_of(self, request: protocol.ComputeRequest) -> Step:
+        """The older of two goes first: what it lacks holds up its close, and all that follows."""
         match request:
             case protocol.Forward():
                 return request.step

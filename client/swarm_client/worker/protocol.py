@@ -14,9 +14,10 @@ Rules
    how many requests it holds is bounded by the number of slots.
 4. **Order.** Between two computations the inbox is drained. Control requests are carried out
    there, in the order they came and ahead of queued computations; then one computation: a
-   Backward before any Forward or Evaluate (1F1B: it frees memory soonest), else in order of
-   arrival. Under a duty cycle a rest goes before that computation, and control requests are carried
-   out in it. Who needs a control request after a computation awaits the computation's answer first.
+   Backward before any Forward or Evaluate (1F1B: it frees memory soonest), one of an older step
+   before one of the next, else in order of arrival. Under a duty cycle a rest goes before that
+   computation, and control requests are carried out in it. Who needs a control request after a
+   computation awaits the computation's answer first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
    and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
    PrepareRound, Norm and Apply are of step v + 1, whatever is computed of step v + 2 meanwhile.
