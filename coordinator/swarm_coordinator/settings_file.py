@@ -95,6 +95,9 @@ _SETTINGS: dict[str, str] = {
     "codecs.activation": '"none", "float16", "bfloat16", "int8" (a quarter of the bytes) or "int4" '
     "(an eighth); docs/benchmarks.md has what each costs in loss.",
     "codecs.gradient": 'The same, and "topk": the sixteenth of a gradient that is largest.',
+    "codecs.average": '"none", "float16" or "int8", for the average of gradients among the peers of '
+    "a stage. What a lossy one loses depends on how many average: replicas stay equal to the bit, "
+    "but the run is no longer equal to its reference, only near it by the codec's error.",
     "coordinator.store": '"sqlite", in this folder; or "postgresql://user@host/database", a '
     "database of the run's own on a server, with which coordinators stand in for each other.",
     "coordinator.lease_seconds": "With PostgreSQL: a coordinator that is silent for so long has "
