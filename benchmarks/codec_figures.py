@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.codec_choice import choose, costs_of, pairs_of
-from benchmarks.codecs import HEAD, MEGABIT_BYTES, RESULTS, rows_of
+from benchmarks.codecs import HEAD, RESULTS, cost_of, rows_of
+from benchmarks.quality import package_table
+from swarm_shared.codecs.choice import MEGABIT_BYTES, choose
 
 LINES_MBIT = (5, 20, 100, 1000, 10_000)
 BUDGETS = (0.0005, 0.005, 0.03)
@@ -70,7 +71,8 @@ def quality_markdown(document: Mapping[str, Any]) -> str:
 
 def _choices(quality: Mapping[str, Any], codecs: Mapping[str, Any]) -> list[str]:
     """The fastest pair per line and accepted loss."""
-    pairs, costs = pairs_of(quality), costs_of(codecs)
+    pairs = package_table(quality).pairs
+    costs = {name: cost_of(one) for name, one in codecs["codecs"].items()}
     lines = [
         "Fastest pair by the line's rate each way and by the largest gap that one accepts, from "
         "both tables:",

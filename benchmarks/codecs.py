@@ -16,7 +16,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.outcome import result_head, write_result
 from swarm_coordinator.summary import table
+from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.model_config import preset
@@ -37,17 +37,9 @@ PRESET = "1b"
 REPETITIONS = 15
 OUTLIER_CHANNELS = 6
 OUTLIER_SIZE = 20.0
-MEGABIT_BYTES = 1e6 / 8
 
 RoundTrip = Callable[[], tuple[int, float, float, Tensor]]
 """Bytes, seconds of encoding and of decoding, and what came back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    nbytes: int
-    seconds: float
-    """Encoding and decoding."""
 
 
 @click.command()
