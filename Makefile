@@ -134,6 +134,9 @@ bench-copies: setup-dev
 bench-codecs: setup-dev
 	@$(PY) -m benchmarks.codecs $(ARGS)
 
+bench-agreement: setup-dev
+	@$(PY) -m benchmarks.agreement $(ARGS)
+
 bench-quality: setup-dev
 	@$(PY) -m benchmarks.quality $(ARGS)
 

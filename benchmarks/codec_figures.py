@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.codecs import HEAD, RESULTS, cost_of, rows_of
+from benchmarks import agreement
+from benchmarks.codecs import HEAD, RESULTS, average_rows_of, cost_of, rows_of
 from benchmarks.quality import package_table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, choose
 
@@ -28,6 +29,34 @@ def codecs_markdown(document: Mapping[str, Any]) -> str:
         f"| {' | '.join(HEAD)} |",
         "|---|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(row)} |" for row in rows_of(dict(document))),
+    ]
+    return "\n".join(lines)
+
+
+def averages_markdown(document: Mapping[str, Any]) -> str:
+    """The same of the all-reduce's."""
+    lines = [
+        f"The same run; {document['average_elements']:,} elements in pieces of 1 MiB, one thread.",
+        "",
+        f"| {' | '.join(HEAD[:-1])} |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in average_rows_of(document["averages"])),
+    ]
+    return "\n".join(lines)
+
+
+def agreement_markdown(document: Mapping[str, Any]) -> str:
+    """How far real runs are from the reference."""
+    machine = document["machine"]
+    head = agreement.HEAD
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
+        f"load {document['load_before']:.1f} before; {document['stages']} stages with "
+        f"{document['peers_per_stage']} peers each, {document['steps']} steps, one run per codec.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|---|---|{'---:|' * (len(head) - 2)}",
+        *(f"| {' | '.join(row)} |" for row in agreement.rows_of(document)),
     ]
     return "\n".join(lines)
 
