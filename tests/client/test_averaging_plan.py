@@ -207,6 +207,16 @@ def test_int8_is_off_by_half_a_level_of_its_block_at_most(values: np.ndarray) ->
         assert (error <= max(half, 127 * 2.0**-126)).all()
 
 
+def test_the_largest_floats_stay_finite_and_keep_their_sign_and_the_smallest_become_zero() -> None:
+    largest = np.finfo(np.float32).max
+    values = np.array([largest, -largest, 1.0], np.float32)
+    encoded = encode_piece(values, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8")
+    np.testing.assert_allclose(back, [127 * 2.0**121, -127 * 2.0**121, 0], rtol=1e-6)
+    tiny = encode_piece(np.full(3, 2.0**-140, np.float32), "int8")
+    assert not decode_piece(tiny.exponent, tiny.payload, "int8").any()
+
+
 def test_an_outlier_coarsens_its_own_block_only() -> None:
     values = np.full(3 * INT8_BLOCK, 0.5, np.float32)
     values[INT8_BLOCK] = 1e4
