@@ -75,7 +75,7 @@ def hivemind_averages(vector: Tensor) -> dict[str, RoundTrip]:
 
 def _hivemind(parts: Any, name: str, vector: Tensor) -> RoundTrip:
     kind = getattr(parts.CompressionType, name)
-    pieces = vector.split(PIECE_ELEMENTS)
+    pieces = vector.view(PIECES, PIECE_ELEMENTS).unbind()
 
     def turn() -> tuple[int, float, float, Tensor]:
         began = time.perf_counter()
