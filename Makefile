@@ -13,6 +13,7 @@ TWO = -n 2 --dist loadfile
         test-installers fuzz \
         check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
+        bench-agreement \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -41,8 +42,9 @@ help:
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
 	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in them"
 	@echo "make bench-copies how often a tensor's bytes are copied, hop by hop; needs a C compiler"
-	@echo "make bench-codecs what codecs between stages take and give, beside hivemind's"
-	@echo "make bench-quality what they cost in loss, over several seeds"
+	@echo "make bench-codecs what codecs take and give, beside hivemind's"
+	@echo "make bench-quality what those between stages cost in loss, over several seeds"
+	@echo "make bench-agreement how far a real run with a codec is from one process"
 	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
@@ -133,6 +135,9 @@ bench-copies: setup-dev
 
 bench-codecs: setup-dev
 	@$(PY) -m benchmarks.codecs $(ARGS)
+
+bench-agreement: setup-dev
+	@$(PY) -m benchmarks.agreement $(ARGS)
 
 bench-quality: setup-dev
 	@$(PY) -m benchmarks.quality $(ARGS)

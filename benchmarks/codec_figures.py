@@ -7,8 +7,10 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.codec_choice import choose, costs_of, pairs_of
-from benchmarks.codecs import HEAD, MEGABIT_BYTES, RESULTS, rows_of
+from benchmarks import agreement
+from benchmarks.codecs import HEAD, RESULTS, average_rows_of, cost_of, rows_of
+from benchmarks.quality import package_table
+from swarm_shared.codecs.choice import MEGABIT_BYTES, choose
 
 LINES_MBIT = (5, 20, 100, 1000, 10_000)
 BUDGETS = (0.0005, 0.005, 0.03)
@@ -27,6 +29,34 @@ def codecs_markdown(document: Mapping[str, Any]) -> str:
         f"| {' | '.join(HEAD)} |",
         "|---|---:|---:|---:|---:|---:|",
         *(f"| {' | '.join(row)} |" for row in rows_of(dict(document))),
+    ]
+    return "\n".join(lines)
+
+
+def averages_markdown(document: Mapping[str, Any]) -> str:
+    """The same of the all-reduce's."""
+    lines = [
+        f"The same run; {document['average_elements']:,} elements in pieces of 1 MiB, one thread.",
+        "",
+        f"| {' | '.join(HEAD[:-1])} |",
+        "|---|---:|---:|---:|---:|",
+        *(f"| {' | '.join(row)} |" for row in average_rows_of(document["averages"])),
+    ]
+    return "\n".join(lines)
+
+
+def agreement_markdown(document: Mapping[str, Any]) -> str:
+    """How far real runs are from the reference."""
+    machine = document["machine"]
+    head = agreement.HEAD
+    lines = [
+        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
+        f"load {document['load_before']:.1f} before; {document['stages']} stages with "
+        f"{document['peers_per_stage']} peers each, {document['steps']} steps, one run per codec.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|---|---|{'---:|' * (len(head) - 2)}",
+        *(f"| {' | '.join(row)} |" for row in agreement.rows_of(document)),
     ]
     return "\n".join(lines)
 
@@ -70,7 +100,8 @@ def quality_markdown(document: Mapping[str, Any]) -> str:
 
 def _choices(quality: Mapping[str, Any], codecs: Mapping[str, Any]) -> list[str]:
     """The fastest pair per line and accepted loss."""
-    pairs, costs = pairs_of(quality), costs_of(codecs)
+    pairs = package_table(quality).pairs
+    costs = {name: cost_of(one) for name, one in codecs["codecs"].items()}
     lines = [
         "Fastest pair by the line's rate each way and by the largest gap that one accepts, from "
         "both tables:",

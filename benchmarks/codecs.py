@@ -1,4 +1,4 @@
-"""What the codecs between stages take and give: `make bench-codecs`.
+"""What the codecs take and give, between stages and in averages: `make bench-codecs`.
 
 One hidden state of a model of a billion parameters (preset `1b`) is encoded into memory and decoded
 again, by each codec in turn, and by hivemind's own 8-bit quantisations where hivemind is installed
@@ -7,7 +7,8 @@ compute. From the medians follows below which rate of a line a codec pays agains
 larger one: its bytes are saved there at the price of its time.
 
 The error is that of normal noise with a few outlier channels, as hidden states have (Dettmers et
-al. 2022, arXiv 2208.07339); what errors cost in loss is `benchmarks/quality.py`'s question.
+al. 2022, arXiv 2208.07339); what errors cost in loss is `benchmarks/quality.py`'s question. The
+all-reduce's codecs are `benchmarks/average_codecs.py`'s.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ import click
 import torch
 from torch import Tensor
 
+from benchmarks.average_codecs import RoundTrip, gradients, hivemind_averages, our_averages
 from benchmarks.outcome import result_head, write_result
 from swarm_coordinator.summary import table
+from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.model_config import preset
@@ -37,17 +39,6 @@ PRESET = "1b"
 REPETITIONS = 15
 OUTLIER_CHANNELS = 6
 OUTLIER_SIZE = 20.0
-MEGABIT_BYTES = 1e6 / 8
-
-RoundTrip = Callable[[], tuple[int, float, float, Tensor]]
-"""Bytes, seconds of encoding and of decoding, and what came back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    nbytes: int
-    seconds: float
-    """Encoding and decoding."""
 
 
 @click.command()
@@ -68,6 +59,7 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
+    vector = gradients()
     try:
         tensor_BTD = hidden_state()
         turns: dict[str, RoundTrip] = {}
@@ -75,16 +67,35 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
             turns[codec] = our_codec(codec, tensor_BTD)
         for name, make in others.items():
             turns[name] = make(tensor_BTD)
-        seen: dict[str, list[tuple[int, float, float]]] = {name: [] for name in turns}
-        errors: dict[str, float] = {}
-        for _ in range(repetitions + 1):
-            for name, turn in turns.items():
-                nbytes, encoding, decoding, back = turn()
-                seen[name].append((nbytes, encoding, decoding))
-                errors[name] = float((back - tensor_BTD).norm() / tensor_BTD.norm())
+        codecs = taken(turns, tensor_BTD, repetitions)
+        of_averages = our_averages(vector) | (hivemind_averages(vector) if others else {})
+        averages = taken(of_averages, vector, repetitions)
     finally:
         torch.set_num_threads(before)
-    codecs = {
+    ours: dict[str, Cost] = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
+    return {
+        **result_head(PACKAGES),
+        "load_before": load,
+        "preset": PRESET,
+        "shape": list(tensor_BTD.shape),
+        "repetitions": repetitions,
+        "codecs": codecs,
+        "pays_below_bytes_per_second": pays_below(ours),
+        "average_elements": vector.numel(),
+        "averages": averages,
+    }
+
+
+def taken(turns: dict[str, RoundTrip], tensor: Tensor, repetitions: int) -> dict[str, Any]:
+    """What each takes, in turns; and the error of what comes back."""
+    seen: dict[str, list[tuple[int, float, float]]] = {name: [] for name in turns}
+    errors: dict[str, float] = {}
+    for _ in range(repetitions + 1):
+        for name, turn in turns.items():
+            nbytes, encoding, decoding, back = turn()
+            seen[name].append((nbytes, encoding, decoding))
+            errors[name] = float((back - tensor).norm() / tensor.norm())
+    return {
         # The first round warms caches up.
         name: {
             "bytes": times[0][0],
@@ -95,16 +106,6 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
             "relative_error": errors[name],
         }
         for name, times in seen.items()
-    }
-    ours: dict[str, Cost] = {name: cost_of(codecs[name]) for name in GRADIENT_CODECS}
-    return {
-        **result_head(PACKAGES),
-        "load_before": load,
-        "preset": PRESET,
-        "shape": list(tensor_BTD.shape),
-        "repetitions": repetitions,
-        "codecs": codecs,
-        "pays_below_bytes_per_second": pays_below(ours),
     }
 
 
@@ -185,7 +186,15 @@ def rate_text(bytes_per_second: float | None) -> str:
 
 def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of the printed table and of the page's: milliseconds, bytes over float32's, error, rate."""
-    codecs, rates = document["codecs"], document["pays_below_bytes_per_second"]
+    rates = document["pays_below_bytes_per_second"]
+    return [
+        (*row, rate_text(rates[row[0]]) if row[0] in rates else "")
+        for row in average_rows_of(document["codecs"])
+    ]
+
+
+def average_rows_of(codecs: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The same without the rate, which a codec of averages is not chosen by."""
     whole = codecs["none"]["bytes"]
     return [
         (
@@ -194,7 +203,6 @@ def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{1000 * one['encode_seconds_median']:.1f}",
             f"{1000 * one['decode_seconds_median']:.1f}",
             f"{one['relative_error']:.2%}",
-            rate_text(rates[name]) if name in rates else "",
         )
         for name, one in codecs.items()
     ]
@@ -206,7 +214,9 @@ HEAD: Sequence[str] = (
 
 
 def render(document: dict[str, Any]) -> str:
-    return table(HEAD, rows_of(document), right=(1, 2, 3, 4, 5))
+    borders = table(HEAD, rows_of(document), right=(1, 2, 3, 4, 5))
+    averages = table(HEAD[:-1], average_rows_of(document["averages"]), right=(1, 2, 3, 4))
+    return f"between stages\n{borders}\n\naverages in a stage\n{averages}"
 
 
 if __name__ == "__main__":

@@ -11,15 +11,18 @@ float16 is off by says how much that is). Against it stands the noise that nobod
 how far the runs without codecs differ from seed to seed.
 
 Beside the pairs stands a run without codecs whose gradients are a version late (staleness 1).
+The gaps also go to `swarm_shared/codecs/quality.json`, by which `swarm-coordinator init --codec
+auto` chooses; `--from` writes that table anew from a result that is there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,17 @@ from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.summary import table
+from swarm_shared.codecs import quality as shipped
+from swarm_shared.codecs.choice import Pair
+from swarm_shared.codecs.choice import pair_name as name_of
+from swarm_shared.codecs.quality import QualityTable
 from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import TokenStream, open_shards
 from swarm_shared.manifest import CodecsConfig, Manifest
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGE_FILE = Path(shipped.__file__).with_name(shipped.FILE_NAME)
 PACKAGES = ("torch", "numpy")
 
 PAIRS: tuple[tuple[ActivationCodec, GradientCodec], ...] = (
@@ -78,10 +86,19 @@ SEEDS = 3
 @click.option("--steps", type=click.IntRange(2), default=STEPS, show_default=True)
 @click.option("--seeds", type=click.IntRange(2), default=SEEDS, show_default=True)
 @click.option(
+    "--from",
+    "measured",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Write the package's table of this result and measure nothing.",
+)
+@click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
 )
-def main(steps: int, seeds: int, out: Path) -> None:
+def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
     """Final held-out loss per pair of codecs, and with late gradients, against none."""
+    if measured is not None:
+        write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
+        return
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         initialise_run(
@@ -89,6 +106,7 @@ def main(steps: int, seeds: int, out: Path) -> None:
         )
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
+    write_result(PACKAGE_FILE, package_table(document).model_dump())
     click.echo(render(document))
 
 
@@ -158,6 +176,23 @@ def gap_of(seen: list[float], baseline: list[float]) -> dict[str, Any]:
     }
 
 
+def package_table(document: Mapping[str, Any]) -> QualityTable:
+    """What the package takes of a result."""
+    pairs: Mapping[str, Mapping[str, Any]] = document["pairs"]
+    baseline = next(iter(pairs.values()))["losses"]
+    return QualityTable(
+        source="benchmarks/quality.py",
+        measured_at=document["measured_at"],
+        steps=document["steps"],
+        seeds=len(document["seeds"]),
+        noise_relative=document["noise"] / statistics.mean(baseline),
+        pairs={
+            name: Pair.model_validate({field: one[field] for field in Pair.model_fields})
+            for name, one in pairs.items()
+        },
+    )
+
+
 def one_of(
     manifest: Manifest,
     seed: int,
@@ -186,10 +221,6 @@ def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> 
     )
     count = training.evaluation_microbatches
     return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
-
-
-def name_of(activation: str, gradient: str) -> str:
-    return f"{activation} / {gradient}"
 
 
 def render(document: dict[str, Any]) -> str:

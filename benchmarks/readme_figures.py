@@ -15,7 +15,12 @@ from typing import Any
 
 import click
 
-from benchmarks.codec_figures import codecs_markdown, quality_markdown
+from benchmarks.codec_figures import (
+    agreement_markdown,
+    averages_markdown,
+    codecs_markdown,
+    quality_markdown,
+)
 from benchmarks.copies.page import copies_markdown
 from benchmarks.rebalancing import table
 from benchmarks.wan.page import ratios_markdown
@@ -338,6 +343,8 @@ PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
     ("wan", "README.md", "wan ratios", ratios_markdown),
     ("wan", "docs/benchmarks.md", "wan figures", wan_markdown),
     ("codecs", "docs/benchmarks.md", "codec figures", codecs_markdown),
+    ("codecs", "docs/benchmarks.md", "average figures", averages_markdown),
+    ("agreement", "docs/benchmarks.md", "agreement figures", agreement_markdown),
     ("quality", "docs/benchmarks.md", "quality figures", quality_markdown),
     ("simulator", "docs/simulator.md", "growth figures", growth_markdown),
     ("yielding", "docs/preferences.md", "yielding figures", yielding_markdown),

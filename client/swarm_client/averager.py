@@ -29,6 +29,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
 from swarm_client.pairs import Pairs
+from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import CarrierAddress, LinkBytes, Reduction
@@ -53,6 +54,7 @@ class GroupAverager:
     def __init__(self, worker: AveragingWorker) -> None:
         self.worker = worker
         self.stall_seconds = 10.0
+        self.codec: AverageCodec = "none"
         self._host: Libp2pAveraging | None = None
         self._pairs: Pairs | None = None
         self._roster: RosterView | None = None
@@ -74,6 +76,7 @@ class GroupAverager:
     def use_manifest(self, manifest: Manifest) -> None:
         assert self._pairs is not None
         self.stall_seconds = manifest.limits.round_stall_seconds
+        self.codec = manifest.codecs.average
         self._pairs.use_manifest(manifest)
         self._wake.set()
 
@@ -155,7 +158,11 @@ class GroupAverager:
         offset = 0 if own else worker.own_elements
         where = "tied" if not own else str(holding.stage)
         spec = RoundSpec(
-            f"{self._run[:16]}/{step}/{attempt}/{where}", reduction.members, self._me, elements
+            f"{self._run[:16]}/{step}/{attempt}/{where}",
+            reduction.members,
+            self._me,
+            elements,
+            codec=self.codec,
         )
         try:
             if self.worker.available and len(reduction.members) > 1:
@@ -177,6 +184,7 @@ class GroupAverager:
             members=self._pairs.members(spec.members),
             me=spec.me,
             elements=spec.elements,
+            codec=spec.codec,
             source_shm_name=holding.worker.gradients_name,
             result_shm_name=holding.worker.result_name,
             offset_elements=offset,

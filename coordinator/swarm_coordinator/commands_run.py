@@ -32,6 +32,7 @@ from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import (
     DEFAULT_PRESET,
     RunSettings,
+    parse_codec,
     parse_override,
 )
 from swarm_coordinator.standby import wait_for_turn
@@ -89,6 +90,12 @@ _CHANGEABLE = (
 @click.option("--seed", type=int, help="Decides initialisation and data order.")
 @click.option("--tokenizer", type=click.Choice(["bytes", "bpe"]), help="The preset's otherwise.")
 @click.option(
+    "--codec",
+    metavar="auto|NAME|NAME/NAME",
+    help="How tensors cross between stages: none, int8, … for both ways, int8/int4 for activations "
+    "and gradients, or auto: what is fastest here of what costs no visible loss.",
+)
+@click.option(
     "--set",
     "changes",
     multiple=True,
@@ -103,6 +110,7 @@ def init_command(
     steps: int | None,
     seed: int | None,
     tokenizer: str | None,
+    codec: str | None,
     changes: tuple[str, ...],
 ) -> None:
     """Make a run: settings, data, key and signed manifest in RUN_DIR."""
@@ -114,6 +122,8 @@ def init_command(
     ):
         if value is not None:
             overrides[name] = value
+    if codec is not None:
+        overrides |= parse_codec(codec)
     from swarm_coordinator.initialise_run import initialise_run
 
     initialise_run(run_dir, preset, data, stages, overrides, click.echo)
@@ -229,6 +239,8 @@ def _follow_settings(
         if done.returncode != 0:
             words = done.stderr.strip().removeprefix("swarm-coordinator: error: ")
             raise ConfigurationError(words or "the changed run.toml could not be followed")
+        for line in done.stdout.splitlines():
+            click.echo(line)
     elif all(difference.startswith(_CHANGEABLE) for difference in differences):
         changed = manifest.model_copy(
             update={
@@ -321,7 +333,7 @@ def refresh_command(run_dir: Path) -> None:
     restored = read_progress(folder)
     if restored is not None and restored.version > 0:
         raise ConfigurationError(f"the run has applied {restored.version} steps already")
-    refresh_manifest(folder)
+    refresh_manifest(folder, click.echo)
 
 
 # ---------------------------------------------------------------- invite, status, history

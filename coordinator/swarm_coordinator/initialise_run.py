@@ -18,7 +18,7 @@ from swarm_coordinator.corpus import PYTHON_STDLIB, ReadyShards, read_corpus
 from swarm_coordinator.prepare_data import Progress, prepare_data
 from swarm_coordinator.run_folder import RunFolder, refuse_existing
 from swarm_coordinator.settings import RunSettings, default_settings
-from swarm_coordinator.settings_file import render_run_toml
+from swarm_coordinator.settings_file import render_run_toml, write_codecs
 from swarm_coordinator.stored_run import (
     data_differences,
     load_identity,
@@ -65,6 +65,7 @@ def initialise_from_settings(
     corpus = read_corpus(settings.data.source)
     stages = _planned_stages(settings)
     with _built_beside(run_dir.absolute()) as folder:
+        settings = _codecs_chosen(settings, progress)
         data = prepare_data(folder, settings, corpus, progress)
         identity = Identity.load_or_create(folder.organiser_key)
         manifest = _manifest(settings, identity, stages, data)
@@ -74,11 +75,11 @@ def initialise_from_settings(
     return manifest
 
 
-def refresh_manifest(folder: RunFolder) -> Manifest:
+def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) -> Manifest:
     """Sign the manifest anew after run.toml was edited, keeping the data.
 
-    Only for a run that has not applied a step: the caller knows. ConfigurationError if the edit
-    needs other data.
+    Codecs that are asked to be chosen are, and run.toml then says which. Only for a run that has
+    not applied a step: the caller knows. ConfigurationError if the edit needs other data.
     """
     settings, old = load_settings(folder), load_manifest(folder)
     needs_data = data_differences(folder, settings)
@@ -95,9 +96,24 @@ def refresh_manifest(folder: RunFolder) -> Manifest:
     for split in ("train", "heldout"):
         split_slots(old.data, split, model.sequence_length)
     identity = load_identity(folder)
-    manifest = _manifest(settings, identity, _planned_stages(settings), old.data)
+    stages = _planned_stages(settings)
+    if settings.codecs.to_be_chosen:
+        settings = _codecs_chosen(settings, progress)
+        write_codecs(folder.settings, settings.codecs.config)
+    manifest = _manifest(settings, identity, stages, old.data)
     write_atomically(folder.manifest, sign_manifest(identity, manifest))
     return manifest
+
+
+def _codecs_chosen(settings: RunSettings, progress: Progress) -> RunSettings:
+    if not settings.codecs.to_be_chosen:
+        return settings
+    # Here for torch, like the stages' planning.
+    from swarm_coordinator.codec_choice import with_codecs_chosen
+
+    chosen, why = with_codecs_chosen(settings)
+    progress(why)
+    return chosen
 
 
 def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
@@ -134,7 +150,7 @@ def _manifest(
         training=settings.training_config,
         optimizer=settings.optimizer,
         limits=settings.limits,
-        codecs=settings.codecs,
+        codecs=settings.codecs.config,
         checkpoint_steps=settings.checkpoint.every_steps,
     )
 

@@ -19,6 +19,8 @@ from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.corpus import PYTHON_STDLIB
 from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.places import SCHEMES
+from swarm_shared.codecs.quality import measured_noise
+from swarm_shared.codecs.sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import (
@@ -109,6 +111,38 @@ class CoordinatorSection(FrozenModel):
         return self
 
 
+AUTO: Literal["auto"] = "auto"
+
+
+class CodecsSection(FrozenModel):
+    """`auto` is a request: making the run or its manifest puts names of codecs in its place."""
+
+    activation: Literal[ActivationCodec, "auto"] = "none"
+    gradient: Literal[GradientCodec, "auto"] = "none"
+    average: AverageCodec = "none"
+    largest_loss_gap: float = Field(default_factory=measured_noise, ge=0, le=1)
+    up_mbit_per_second: float = Field(default=20.0, gt=0, le=1e6)
+
+    @model_validator(mode="after")
+    def _both_or_neither(self) -> Self:
+        if (self.activation == AUTO) != (self.gradient == AUTO):
+            raise ValueError('activation and gradient are chosen together: write "auto" for both')
+        return self
+
+    @property
+    def to_be_chosen(self) -> bool:
+        return self.activation == AUTO
+
+    @property
+    def config(self) -> CodecsConfig:
+        """What the manifest fixes; nothing may be left to be chosen."""
+        assert self.activation != AUTO
+        assert self.gradient != AUTO
+        return CodecsConfig(
+            activation=self.activation, gradient=self.gradient, average=self.average
+        )
+
+
 class AdmissionSection(FrozenModel):
     mode: AdmissionMode = "open"
 
@@ -144,7 +178,7 @@ class RunSettings(FrozenModel):
     network: NetworkSection = NetworkSection()
     checkpoint: CheckpointSection = CheckpointSection()
     limits: LimitsConfig = LimitsConfig()
-    codecs: CodecsConfig = CodecsConfig()
+    codecs: CodecsSection = Field(default_factory=CodecsSection)
     admission: AdmissionSection = AdmissionSection()
     coordinator: CoordinatorSection = CoordinatorSection()
     rebalancing: RebalancingSection = RebalancingSection()
@@ -167,7 +201,7 @@ class RunSettings(FrozenModel):
 _SECTIONS: dict[str, type[FrozenModel]] = {
     "run": RunSection, "model": ModelSection, "stages": StagesSection, "data": DataSection,
     "training": TrainingSection, "optimizer": OptimizerConfig, "network": NetworkSection,
-    "checkpoint": CheckpointSection, "limits": LimitsConfig, "codecs": CodecsConfig,
+    "checkpoint": CheckpointSection, "limits": LimitsConfig, "codecs": CodecsSection,
     "admission": AdmissionSection,
     "coordinator": CoordinatorSection,
     "rebalancing": RebalancingSection, "http": HttpSection,
@@ -328,9 +362,10 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         ("training", settings.training_config, manifest.training),
         ("optimizer", settings.optimizer, manifest.optimizer),
         ("limits", settings.limits, manifest.limits),
+        # What `auto` chooses by is not in the manifest.
         ("codecs", settings.codecs, manifest.codecs),
     ):
-        for field in type(now).model_fields:
+        for field in type(fixed).model_fields:
             home = "run" if field == "seed" else section
             pairs.append((f"[{home}] {field}", getattr(now, field), getattr(fixed, field)))
     return [
@@ -338,6 +373,15 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         for name, now, fixed in pairs
         if now != fixed
     ]
+
+
+def parse_codec(text: str) -> dict[str, str]:
+    """`int8/int4` of a command line, or one name for both, as settings."""
+    activation, slash, gradient = (part.strip() for part in text.partition("/"))
+    return {
+        "codecs.activation": activation,
+        "codecs.gradient": gradient if slash else activation,
+    }
 
 
 def parse_override(text: str) -> tuple[str, object]:

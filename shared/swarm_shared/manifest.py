@@ -12,7 +12,12 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec, encoded_bytes
+from swarm_shared.codecs.sizes import (
+    ActivationCodec,
+    AverageCodec,
+    GradientCodec,
+    encoded_bytes,
+)
 from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig
 
 MANIFEST_FORMAT = 1
@@ -93,6 +98,9 @@ class CodecsConfig(FrozenModel):
 
     activation: ActivationCodec = "none"
     gradient: GradientCodec = "none"
+    average: AverageCodec = "none"
+    """Of the all-reduce in a stage. What a lossy one loses depends on how many average, so that
+    replicas stay equal to the bit and the run is only near its reference (number 0023)."""
 
 
 class LimitsConfig(FrozenModel):

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import trio
@@ -25,6 +26,7 @@ from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.routes import Route
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.rounds import AveragingFailed
+from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.identity import Identity
 from swarm_shared.messages import PeerRecord, Roster
 from swarm_shared.network import Node, RelayLimits, open_node
@@ -145,6 +147,34 @@ async def test_members_end_bitwise_equal_whatever_the_mix_of_carriers(
                 assert used == {"p2pd_relayed", "host_relayed"}
                 assert relay.relay is not None
                 assert relay.relay.forwarded_bytes > 4 * SMALL
+
+
+async def test_with_and_without_hivemind_members_average_in_the_runs_codec(tmp_path: Path) -> None:
+    async with group(tmp_path, [True, True, False], SMALL) as g:
+        exact = sum(peer.source.astype(np.float64) for peer in g.peers)
+        plain = await sent_in_a_round(g, "none")
+        sent = await sent_in_a_round(g, "int8")
+        assert len({peer.result.tobytes() for peer in g.peers}) == 1
+        error = np.linalg.norm(g.peers[0].result - exact) / np.linalg.norm(exact)
+        assert 0 < error < 0.02
+        assert sent < plain * 0.3
+
+
+async def test_a_member_with_another_codec_fails_the_round_before_any_data(tmp_path: Path) -> None:
+    async with group(tmp_path, [False, False], SMALL) as g:
+        g.peers[0].averager.codec = "int8"
+        failures = await g.round()
+        assert set(failures) == {peer.id for peer in g.peers}
+        assert any("another plan" in str(failure) for failure in failures.values())
+
+
+async def sent_in_a_round(g: Group, codec: AverageCodec) -> int:
+    """Bytes that all members sent."""
+    before = sum(sum(peer.carried().values()) for peer in g.peers)
+    for peer in g.peers:
+        peer.averager.codec = codec
+    assert await g.round() == {}
+    return sum(sum(peer.carried().values()) for peer in g.peers) - before
 
 
 # ------------------------------------------------------------------------ routes that do not work

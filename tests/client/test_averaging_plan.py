@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_client.averaging.codec import (
+    INT8_BLOCK,
     NotFiniteError,
+    check_finite,
     decode_piece,
     encode_piece,
     exponent_is_valid,
@@ -21,6 +23,7 @@ from swarm_client.averaging.codec import (
 from swarm_client.averaging.errors import RoundFailure
 from swarm_client.averaging.frames import HEADER_BYTES, Abort, Header, Hello, Kind
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest
+from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
 from swarm_shared.errors import FrameError, ProtocolError
 from swarm_shared.types import PeerId
 
@@ -116,6 +119,7 @@ def test_the_digest_tells_any_difference_between_plans() -> None:
         dataclasses.replace(spec, shares=(1.0, 2.0, 1.0)),
         dataclasses.replace(spec, piece_elements=17),
         dataclasses.replace(spec, codec="float16"),
+        dataclasses.replace(spec, codec="int8"),
     ]
     digests = {plan_digest(each) for each in [spec, *others]}
     assert len(digests) == 1 + len(others)
@@ -175,9 +179,97 @@ def test_float16_keeps_eleven_bits_of_any_scale(values: np.ndarray) -> None:
     assert (np.abs(back - exact) <= tolerance).all()
 
 
-@pytest.mark.parametrize("codec", ["none", "float16"])
+@st.composite
+def long_pieces(draw: st.DrawFn) -> np.ndarray:
+    """One to three blocks of unlike magnitude, the last one whole or not."""
+    count = draw(st.integers(1, 3 * INT8_BLOCK))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    powers = draw(st.lists(st.integers(-149, 127), min_size=3, max_size=3))
+    scales = np.repeat(np.ldexp(np.float64(1), powers), INT8_BLOCK)[:count]
+    return (rng.uniform(-1.999, 1.999, count) * scales).astype(np.float32)
+
+
+@unhurried
+@given(long_pieces())
+def test_int8_is_off_by_half_a_level_of_its_block_at_most(values: np.ndarray) -> None:
+    encoded = encode_piece(values, "int8")
+    assert len(encoded.payload) == payload_bytes(len(values), "int8")
+    assert exponent_is_valid(encoded.exponent, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8")
+    assert back.shape == values.shape
+    for start in range(0, len(values), INT8_BLOCK):
+        block = values[start : start + INT8_BLOCK].astype(np.float64)
+        largest = float(np.abs(block).max())
+        # The largest floats come back as the largest multiple of the largest scale; blocks below
+        # the smallest scale as zeros.
+        half = max(largest / 254, largest - 127 * 2.0**121) * (1 + 2.0**-20)
+        error = np.abs(back[start : start + INT8_BLOCK] - block)
+        assert (error <= max(half, 127 * 2.0**-126)).all()
+
+
+def test_the_largest_floats_stay_finite_and_keep_their_sign_and_the_smallest_become_zero() -> None:
+    largest = np.finfo(np.float32).max
+    values = np.array([largest, -largest, 1.0], np.float32)
+    encoded = encode_piece(values, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8")
+    np.testing.assert_allclose(back, [127 * 2.0**121, -127 * 2.0**121, 0], rtol=1e-6)
+    tiny = encode_piece(np.full(3, 2.0**-140, np.float32), "int8")
+    assert not decode_piece(tiny.exponent, tiny.payload, "int8").any()
+
+
+def test_an_outlier_coarsens_its_own_block_only() -> None:
+    values = np.full(3 * INT8_BLOCK, 0.5, np.float32)
+    values[INT8_BLOCK] = 1e4
+    encoded = encode_piece(values, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8").reshape(3, INT8_BLOCK)
+    np.testing.assert_allclose(back[[0, 2]], 0.5, rtol=1e-6)
+    assert back[1, 0] == pytest.approx(1e4)
+    assert not back[1, 1:].any()
+
+
+@unhurried
+@given(st.integers(1, 3 * INT8_BLOCK), st.data())
+def test_any_bytes_of_an_int8_piece_are_finite_elements_or_refused(
+    count: int, data: st.DataObject
+) -> None:
+    size = payload_bytes(count, "int8")
+    payload = memoryview(data.draw(st.binary(min_size=size, max_size=size)))
+    scales = np.frombuffer(payload, "<f4", -(-count // INT8_BLOCK))
+    values = decode_piece(0, payload, "int8")
+    assert values.shape == (count,)
+    if np.abs(scales).max() <= (1 - 2.0**-24) * 2.0**121:
+        check_finite(values)
+    elif not np.isfinite(scales).all():
+        with pytest.raises(NotFiniteError):
+            check_finite(values)
+
+
+@unhurried
+@given(st.sampled_from(AVERAGE_CODECS), st.integers(2, 5), st.integers(1, 700), st.integers(0, 99))
+def test_the_reducer_keeps_exactly_what_the_others_will_decode(
+    codec: AverageCodec, count: int, elements: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    vectors = rng.standard_normal((count, elements)).astype(np.float32)
+    me = seed % count
+    inputs = [None if i == me else encode_piece(vectors[i], codec) for i in range(count)]
+    kept = np.empty(elements, np.float32)
+    summed = reduce_piece(vectors[me], inputs, codec, kept)
+    taken = decode_piece(summed.exponent, summed.payload, codec)
+    assert kept.tobytes() == taken.tobytes()
+    np.testing.assert_allclose(kept, vectors.sum(0), atol=0.02 * count * 4)
+
+
+@pytest.mark.parametrize("codec", AVERAGE_CODECS)
+def test_a_header_says_no_exponent_that_its_codec_does_not_write(codec: AverageCodec) -> None:
+    assert exponent_is_valid(0, codec)
+    assert exponent_is_valid(-7, codec) == (codec == "float16")
+    assert not exponent_is_valid(200, codec)
+
+
+@pytest.mark.parametrize("codec", AVERAGE_CODECS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_piece_that_is_not_finite_is_not_encoded(codec: str, bad: float) -> None:
+def test_a_piece_that_is_not_finite_is_not_encoded(codec: AverageCodec, bad: float) -> None:
     with pytest.raises(NotFiniteError):
         encode_piece(np.array([1, bad, 2], np.float32), codec)
 

@@ -153,21 +153,28 @@ def test_pieces_large_enough_for_threads_give_the_same_sum(run: Any) -> None:
         assert group.results[name].tobytes() == group.in_order().tobytes()
 
 
-def test_float16_on_the_wire_is_near_and_still_bitwise_equal(run: Any) -> None:
+@pytest.mark.parametrize(
+    ("codec", "element_bytes", "off_by"), [("float16", 2, 5e-3), ("int8", 1 + 4 / 256, 0.1)]
+)
+@pytest.mark.parametrize("shares", [None, (0.0, 1.0, 0.7)], ids=str)
+def test_what_is_narrow_on_the_wire_is_near_and_still_bitwise_equal(
+    run: Any, codec: str, element_bytes: float, off_by: float, shares: Any
+) -> None:
     group = Group((A, B, C), 30_000)
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
-        await group.all(carriers, codec="float16")
+        await group.all(carriers, codec=codec, shares=shares)
 
     run(lambda: with_network(group.names, body))
     assert group.failures == {}
     assert len({group.results[name].tobytes() for name in group.names}) == 1
-    np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=5e-3)
+    np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=off_by)
+    assert group.results[A].tobytes() != group.in_order().tobytes()
     sent = sum(report.bytes_sent for report in group.reports.values())
-    assert sent < 1.1 * 2 * 2 * group.elements * 2
+    assert sent < 1.1 * 2 * 2 * group.elements * element_bytes
 
 
-@pytest.mark.parametrize("codec", ["none", "float16"])
+@pytest.mark.parametrize("codec", ["none", "float16", "int8"])
 @pytest.mark.parametrize("place", [0, 15_000, 29_999])
 def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
     run: Any, codec: str, place: int

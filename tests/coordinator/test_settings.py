@@ -248,6 +248,13 @@ def test_a_setting_of_this_machine_alone_may_change(change: str):
     assert settings_differences(default_settings("tiny", overrides={change: 9}), manifest) == []
 
 
+def test_averages_have_a_codec_of_their_own():
+    assert parse_run_toml("").codecs.average == "none"
+    assert parse_run_toml('[codecs]\naverage = "int8"\n').codecs.average == "int8"
+    with pytest.raises(ConfigurationError, match=r"\[codecs\] average must be 'none', 'float16'"):
+        parse_run_toml('[codecs]\naverage = "int4"\n')
+
+
 def test_the_largest_values_alone_are_for_gradients():
     assert parse_run_toml('[codecs]\ngradient = "topk"\n').codecs.gradient == "topk"
     with pytest.raises(ConfigurationError, match=r"\[codecs\] activation must be 'none'"):

@@ -28,12 +28,17 @@ from multiaddr import Multiaddr
 from pydantic import TypeAdapter
 
 from swarm_client.averaging import bridge_messages, frames
-from swarm_client.averaging.codec import check_finite, decode_piece, exponent_is_valid
+from swarm_client.averaging.codec import (
+    check_finite,
+    decode_piece,
+    exponent_is_valid,
+    payload_bytes,
+)
 from swarm_client.averaging.errors import RoundFailure
 from swarm_client.averaging.routes import Route
 from swarm_client.port_mapping import gateway, nat_pmp, upnp
 from swarm_shared import messages
-from swarm_shared.codecs.sizes import GRADIENT_CODECS, encoded_bytes
+from swarm_shared.codecs.sizes import AVERAGE_CODECS, GRADIENT_CODECS, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.credentials import (
     CarrierBinding,
@@ -368,10 +373,15 @@ def decode_averaging(data: bytes) -> None:
     if header.kind is frames.Kind.ABORT:
         abort = frames.Abort.decode(rest, members=3)
         assert abort.reason.isprintable()
-    elif header.kind is frames.Kind.PIECE and exponent_is_valid(header.exponent, "float16"):
-        piece = decode_piece(header.exponent, memoryview(rest[: len(rest) // 2 * 2]), "float16")
-        with suppress(SwarmError):
-            check_finite(piece)
+    elif header.kind is frames.Kind.PIECE:
+        for codec in AVERAGE_CODECS:
+            elements = max(n for n in range(len(rest) + 1) if payload_bytes(n, codec) <= len(rest))
+            if elements and exponent_is_valid(header.exponent, codec):
+                payload = memoryview(rest)[: payload_bytes(elements, codec)]
+                piece = decode_piece(header.exponent, payload, codec)
+                assert piece.shape == (elements,)
+                with suppress(SwarmError):
+                    check_finite(piece)
 
 
 def answer_of_router(data: bytes) -> None:
@@ -528,6 +538,8 @@ TARGETS: dict[str, Target] = {
         decode_averaging,
         (
             frames.Header(frames.Kind.PIECE, 1, b"t" * 8, 0, 3, 4).encode() + b"\x00\x3c\x00\x3c",
+            frames.Header(frames.Kind.PIECE, 1, b"t" * 8, 0, 0, 7).encode()
+            + b"\x00\x00\x00\x3c\x01\x7f\x80",
             frames.Header(frames.Kind.ABORT, 1, b"t" * 8).encode()
             + frames.Abort(next(iter(RoundFailure)), None, "why").encode(),
         ),

@@ -64,3 +64,20 @@ def test_a_lossy_run_equals_the_reference_though_one_is_killed_and_another_joins
     assert swarm.wait_for_goodbye() == []
     assert sum(c.microbatches for c in history.contributions) == 12 * 12 * 2
     run.assert_equals_reference()
+
+
+def test_with_int8_averages_replicas_are_equal_and_the_run_is_near_its_reference(make_run) -> None:
+    """The reference averages nothing: by how much they differ is what the average lost."""
+    run = make_run(2, steps=12, codecs__average="int8")
+    swarm = run.swarm
+    invite = swarm.start_coordinator()
+    for number in range(4):
+        swarm.start_volunteer(invite, stage=number % 2)
+    swarm.watch(lambda *_: None)
+
+    assert swarm.wait_for_goodbye() == []
+    rejected = swarm.status()["figures"]["rejected"]
+    assert rejected["other average"] == rejected["other parameters"] == 0
+    # In float32 both are below 1e-5.
+    assert run.losses() == pytest.approx(run.reference_losses(), rel=1e-2)
+    assert 1e-4 < run.parameter_distance(12) < 3e-2

@@ -126,8 +126,23 @@ def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_r
     assert read.activation_bytes == read.gradient_bytes == 128 * 128 * 4
 
 
+def test_a_manifest_from_before_averages_had_a_codec_averages_in_float32():
+    manifest = manifest_of(codecs={"activation": "int8", "gradient": "int4"})
+    old = json.loads(manifest.model_dump_json())
+    del old["codecs"]["average"]
+    read = Manifest.model_validate_json(json.dumps(old))
+    assert read == manifest
+    assert read.codecs.average == "none"
+
+
 @pytest.mark.parametrize(
-    "codecs", [{"activation": "topk"}, {"gradient": "zip"}, {"activation": "int8", "border": 1}]
+    "codecs",
+    [
+        {"average": "int4"},
+        {"activation": "topk"},
+        {"gradient": "zip"},
+        {"activation": "int8", "border": 1},
+    ],
 )
 def test_codecs_that_there_are_not_are_refused(codecs: dict[str, object]):
     with pytest.raises(ValidationError):

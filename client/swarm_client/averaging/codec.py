@@ -4,8 +4,22 @@
     float16   little-endian float16 times 2**exponent, the exponent chosen per piece so that the
               largest element lies in [2**14, 2**15]: gradients of any scale keep float16's 11
               bits without overflow, and scaling by a power of two rounds nothing
+    int8      blocks of 256 elements, the last one perhaps short: a little-endian float32 scale
+              per block, then a level (-127 to 127, a byte) per element
+              scale    largest magnitude of the block / 127 in float32, at most (1 - 2**-24) 2**121
+                       so that no byte decodes to an infinity; 0 when that is below 2**-126
+              level    element / scale in float32, to the nearest, ties to even; 0 in a block
+                       whose scale is 0
+              element  float32(level) * scale, one rounding
 
-P: elements of one piece.
+The sum is encoded once, by its reducer, and everybody decodes these bytes by operations that IEEE
+754 fixes to the bit; so members end equal whatever machines they are. What a lossy codec loses does
+depend on the group: each part but the reducer's own is rounded, then the sum.
+
+A header says an exponent for float16 only. Of int8's payload any bytes of the right length decode:
+to finite elements, or, where a scale is no number, to such as `check_finite` refuses.
+
+P: elements of one piece. B: blocks. S: elements of one block.
 """
 
 from __future__ import annotations
@@ -17,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarm_client.averaging.plan import Codec
+from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.errors import SwarmError
 
 Float32 = NDArray[np.float32]
@@ -26,6 +40,13 @@ _TARGET_EXPONENT = 15
 # 2**100 and its inverse are ordinary float32; elements below 2**-115 become 0 in float16.
 _MIN_EXPONENT = -100
 _MAX_EXPONENT = 112
+
+INT8_BLOCK = 256
+"""An outlier coarsens the steps of its own block only; scales take 1.6 % of the bytes."""
+_SCALE_BYTES = 4
+_TOP_LEVEL = np.float32(127)
+_LARGEST_SCALE = np.float32((1 - 2.0**-24) * 2.0**121)
+_SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 class NotFiniteError(SwarmError):
@@ -42,21 +63,35 @@ class EncodedPiece:
     payload: memoryview
 
 
-def payload_bytes(elements: int, codec: Codec) -> int:
-    return elements * (2 if codec == "float16" else 4)
+def payload_bytes(elements: int, codec: AverageCodec) -> int:
+    match codec:
+        case "none":
+            return 4 * elements
+        case "float16":
+            return 2 * elements
+        case "int8":
+            return _SCALE_BYTES * _blocks(elements) + elements
 
 
-def exponent_is_valid(exponent: int, codec: Codec) -> bool:
+def exponent_is_valid(exponent: int, codec: AverageCodec) -> bool:
     if codec == "float16":
         return _MIN_EXPONENT <= exponent <= _MAX_EXPONENT
     return exponent == 0
 
 
-def encode_piece(values_P: Float32, codec: Codec) -> EncodedPiece:
+def encode_piece(values_P: Float32, codec: AverageCodec) -> EncodedPiece:
     """NotFiniteError when an element is not finite (or does not fit). `none` does not copy."""
-    if codec == "none":
-        check_finite(values_P)
-        return EncodedPiece(0, values_P.astype("<f4", copy=False).data.cast("B"))
+    match codec:
+        case "none":
+            check_finite(values_P)
+            return EncodedPiece(0, values_P.astype("<f4", copy=False).data.cast("B"))
+        case "float16":
+            return _encode_float16(values_P)
+        case "int8":
+            return EncodedPiece(0, _encode_int8(values_P))
+
+
+def _encode_float16(values_P: Float32) -> EncodedPiece:
     largest = float(np.abs(values_P).max())
     if not math.isfinite(largest):
         raise NotFiniteError
@@ -67,13 +102,69 @@ def encode_piece(values_P: Float32, codec: Codec) -> EncodedPiece:
     return EncodedPiece(exponent, scaled_P.astype("<f2").data.cast("B"))
 
 
-def decode_piece(exponent: int, payload: memoryview, codec: Codec) -> Float32:
+def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec) -> Float32:
     """The piece as float32; for `none` a view on the payload."""
-    if codec == "none":
-        return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
-    values_P = np.frombuffer(payload, "<f2").astype(np.float32)
-    values_P *= np.float32(2.0**exponent)
+    match codec:
+        case "none":
+            return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
+        case "float16":
+            values_P = np.frombuffer(payload, "<f2").astype(np.float32)
+            values_P *= np.float32(2.0**exponent)
+            return values_P
+        case "int8":
+            return _decode_int8(payload)
+
+
+def _encode_int8(values_P: Float32) -> memoryview:
+    blocks, whole = _blocks(len(values_P)), len(values_P) // INT8_BLOCK
+    payload = np.empty(payload_bytes(len(values_P), "int8"), np.uint8)
+    scales_B = payload[: _SCALE_BYTES * blocks].view("<f4")
+    levels_P = payload[_SCALE_BYTES * blocks :].view(np.int8)
+    end = whole * INT8_BLOCK
+    if whole:
+        _quantise(
+            values_P[:end].reshape(whole, INT8_BLOCK),
+            scales_B[:whole],
+            levels_P[:end].reshape(whole, INT8_BLOCK),
+        )
+    if whole < blocks:
+        _quantise(values_P[end:][None], scales_B[whole:], levels_P[end:][None])
+    return payload.data
+
+
+def _quantise(values_BS: Float32, scales_B: Float32, levels_BS: NDArray[np.int8]) -> None:
+    largest_B = np.maximum(values_BS.max(axis=1), -values_BS.min(axis=1))
+    # A NaN stays one through both.
+    if not np.isfinite(largest_B).all():
+        raise NotFiniteError
+    exact_B = np.minimum(largest_B / _TOP_LEVEL, _LARGEST_SCALE)
+    exact_B[exact_B < _SMALLEST_SCALE] = 0
+    scales_B[:] = exact_B
+    exact_B[exact_B == 0] = np.inf
+    nearest_BS = values_BS / exact_B[:, None]
+    np.rint(nearest_BS, out=nearest_BS)
+    if largest_B.max() / _TOP_LEVEL >= _LARGEST_SCALE:
+        np.clip(nearest_BS, -_TOP_LEVEL, _TOP_LEVEL, out=nearest_BS)
+    np.copyto(levels_BS, nearest_BS, casting="unsafe")
+
+
+def _decode_int8(payload: memoryview) -> Float32:
+    # Of n elements n + 4 * blocks(n) bytes are made: one block's more are one block more.
+    blocks = -(-payload.nbytes // (INT8_BLOCK + _SCALE_BYTES))
+    scales_B = np.frombuffer(payload, "<f4", blocks).astype(np.float32, copy=False)
+    values_P = np.frombuffer(payload, np.int8, offset=_SCALE_BYTES * blocks).astype(np.float32)
+    whole = len(values_P) // INT8_BLOCK
+    end = whole * INT8_BLOCK
+    # What a remote's bytes make of it, `check_finite` finds.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values_P[:end].reshape(whole, INT8_BLOCK)[:] *= scales_B[:whole, None]
+        if end < len(values_P):
+            values_P[end:] *= scales_B[-1]
     return values_P
+
+
+def _blocks(elements: int) -> int:
+    return -(-elements // INT8_BLOCK)
 
 
 def check_finite(values_P: Float32, member: int | None = None) -> None:
@@ -82,7 +173,7 @@ def check_finite(values_P: Float32, member: int | None = None) -> None:
 
 
 def reduce_piece(
-    own_P: Float32, inputs: Sequence[EncodedPiece | None], codec: Codec, out_P: Float32
+    own_P: Float32, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Float32
 ) -> EncodedPiece:
     """Sum one piece over the group, in group order: member 0 + member 1 + …, in float32.
 

@@ -14,12 +14,10 @@ import json
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
+from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
 from swarm_shared.errors import ProtocolError
 from swarm_shared.types import PeerId
-
-Codec = Literal["none", "float16"]
 
 PIECE_ELEMENTS = 256 * 1024
 """1 MiB of float32: long enough to amortise Python's cost per piece, short enough to pipeline."""
@@ -46,7 +44,7 @@ class RoundSpec:
     elements: int
     shares: tuple[float, ...] | None = None
     piece_elements: int = PIECE_ELEMENTS
-    codec: Codec = "none"
+    codec: AverageCodec = "none"
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.round_id) <= MAX_ROUND_ID_CHARACTERS:
@@ -59,7 +57,7 @@ class RoundSpec:
             raise _refused(f"this peer ({self.me}) is not one of its members")
         if self.elements < 1 or self.piece_elements < 1:
             raise _refused(f"{self.elements} elements in pieces of {self.piece_elements}")
-        if self.codec not in ("none", "float16"):
+        if self.codec not in AVERAGE_CODECS:
             raise _refused(f"its codec {self.codec!r} is unknown")
         self._check_shares()
 

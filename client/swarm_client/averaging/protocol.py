@@ -15,6 +15,7 @@ from pydantic import Base64Bytes, Field, TypeAdapter
 from swarm_client.averaging import errors
 from swarm_client.averaging.plan import MAX_MEMBERS, MAX_ROUND_ID_CHARACTERS, PIECE_ELEMENTS
 from swarm_client.averaging.routes import Route
+from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import PeerId, RunId
 
@@ -64,7 +65,7 @@ class StartRound(FrozenModel):
     me: PeerId
     elements: Annotated[int, Field(ge=1, lt=2**48)]
     shares: tuple[float, ...] | None = None
-    codec: Literal["none", "float16"] = "none"
+    codec: AverageCodec = "none"
     piece_elements: Annotated[int, Field(ge=1, le=2**26)] = PIECE_ELEMENTS
     source_shm_name: str
     result_shm_name: str

@@ -13,9 +13,12 @@ from swarm_shared.model_config import ComputeDtype
 ActivationCodec = Literal["none", "float16", "bfloat16", "int8", "int4"]
 GradientCodec = Literal["none", "float16", "bfloat16", "int8", "int4", "topk"]
 CodecName = GradientCodec
+AverageCodec = Literal["none", "float16", "int8"]
+"""Of the vectors that a stage's peers average; their format is swarm_client.averaging.codec's."""
 
 ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
 GRADIENT_CODECS: tuple[GradientCodec, ...] = get_args(GradientCodec)
+AVERAGE_CODECS: tuple[AverageCodec, ...] = get_args(AverageCodec)
 
 DTYPE_BYTES: dict[ComputeDtype, int] = {"float32": 4, "bfloat16": 2}
 

@@ -1,0 +1,38 @@
+"""What each pair of codecs costs in loss: the table that `benchmarks/quality.py` wrote.
+
+quality.json beside this file is never edited by hand: `make bench-quality` measures and writes it,
+together with its result file, whose date it repeats.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.resources import files
+
+from pydantic import Field
+
+from swarm_shared.codecs.choice import Pair
+from swarm_shared.model_config import FrozenModel
+
+FILE_NAME = "quality.json"
+
+
+class QualityTable(FrozenModel):
+    source: str
+    measured_at: str
+    steps: int
+    seeds: int = Field(ge=2)
+    noise_relative: float = Field(gt=0)
+    """Standard deviation of the final loss from seed to seed without codecs, over that loss."""
+    pairs: dict[str, Pair]
+
+
+@functools.cache
+def quality_table() -> QualityTable:
+    text = (files(__package__) / FILE_NAME).read_text("utf-8")
+    return QualityTable.model_validate_json(text)
+
+
+def measured_noise() -> float:
+    """The gap that no reader of a loss curve could tell from another seed's; four digits."""
+    return round(quality_table().noise_relative, 4)
