@@ -202,7 +202,7 @@ def remove(
         run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer_id)
     run.pending_masks = [m for m in run.pending_masks if m.peer != peer_id]
     rounds.forget(run, peer_id, f"{short(peer_id)} is gone", now)
-    progress.readmit(run)
+    rounds.readmit(run)
 
 
 def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
@@ -251,7 +251,7 @@ def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: fl
     rounds.forget(run, peer.peer, f"{short(peer.peer)} is given a stage anew", now)
     run.roster_dirty = True
     assign(run, peer, stage, reason, now)
-    progress.readmit(run)
+    rounds.readmit(run)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:

@@ -259,21 +259,6 @@ def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> No
     )
 
 
-def readmit(run: RunState) -> None:
-    """A peer that sits out is better than none: when the others are gone it is needed again."""
-    step = run.step
-    if step is None:
-        return
-    for peer_id in list(step.excluded):
-        peer = run.peers.get(peer_id)
-        if peer is None:
-            step.excluded.discard(peer_id)
-        elif peer.stage is not None and not run.ready_peers(peer.stage):
-            step.excluded.discard(peer_id)
-            step.blame.pop(peer_id, None)
-            run.roster_dirty = True
-
-
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     step = run.step_numbered(event.step)
     if step is None:

@@ -87,6 +87,21 @@ def exclude(run: RunState, peer: PeerId, now: float) -> bool:
     return True
 
 
+def readmit(run: RunState) -> None:
+    """A peer that sits out is better than none: when the others are gone it is needed again."""
+    step = run.step
+    if step is None:
+        return
+    for peer_id in list(step.excluded):
+        peer = run.peers.get(peer_id)
+        if peer is None:
+            step.excluded.discard(peer_id)
+        elif peer.stage is not None and not run.ready_peers(peer.stage):
+            step.excluded.discard(peer_id)
+            step.blame.pop(peer_id, None)
+            run.roster_dirty = True
+
+
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
     """One that was lost, and has come back with the average of its round, can apply it still."""
     closing = run.step.closing if run.step is not None else None
