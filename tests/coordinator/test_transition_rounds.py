@@ -196,7 +196,7 @@ def test_one_that_comes_back_without_its_average_is_synced_after_the_step(
 
 
 def test_a_newcomer_to_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
-    bench = closing()
+    bench = closing(limits={"join_hold_seconds": 60.0})
     stage_0_alone_again(bench)
     bench.failed("a0")
     assert bench.run.phase is RunPhase.COLLECT
@@ -364,6 +364,20 @@ def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
     assert bench.run.phase is RunPhase.CLOSING
     commands = bench.lose("b0")
     assert told(bench, AbortRound, commands) == {"c0", "a1", "b1"}
+
+
+def test_a_stage_whose_own_members_are_gone_is_not_applied_by_those_who_come_to_it() -> None:
+    """Who switches says nothing of the norm of the stage that it comes to."""
+    bench = switching()
+    averaged(bench, "a0", "b0", "c0", "a2", "b2", "a1")
+    bench.lose("b1")
+    assert bench.run.phase is RunPhase.APPLYING
+    bench = switching()
+    averaged(bench, "a0", "b0", "c0", "a1", "b1")
+    bench.lose("b1")
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.lose("a1")
+    assert told(bench, AbortRound, commands) == {"a0", "b0", "c0"}
 
 
 def test_a_mover_waits_for_the_next_step_when_its_next_stage_has_averaged() -> None:
