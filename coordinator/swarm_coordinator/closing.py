@@ -1,8 +1,9 @@
 """Close, norm, apply: how a complete table becomes one optimizer step, or none at all.
 
 Part of the pure core (design: the life of a step). Two phases: every member of every stage
-averages and reports; only then is the decision made durable and everybody told to apply. A
-failure before that aborts the attempt, and the accumulators are still there.
+averages and reports; only then is the decision made durable and everybody told to apply. Stages
+that share nothing average in rounds of their own (`round_book`): when one fails, its accumulators
+are still there, and what the others have averaged stays (`rounds`).
 """
 
 from __future__ import annotations
@@ -10,25 +11,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from swarm_coordinator import membership, progress, rebalancing, syncing
+from swarm_coordinator import membership, progress, rebalancing, rounds, syncing
 from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.figures import Rejection
-from swarm_coordinator.state import (
-    Closing,
-    PeerPhase,
-    PeerState,
-    RunPhase,
-    RunState,
-    StepState,
-    short,
-)
-from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
+from swarm_coordinator.round_book import Closing, Round
+from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState, StepState, short
+from swarm_shared.messages import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId, StageIndex, Version
-
-ABORT_BACKOFF_SECONDS = 0.5
-"""Pause after a failed attempt, doubled per attempt up to the maximum below."""
-ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 
 MAXIMUM_BLAME = 3
 """Failed attempts of one step after which the step closes without the peer that is blamed."""
@@ -44,40 +34,66 @@ FINGERPRINT_NORM_TOLERANCE = 1e-5
 
 
 def start_close(run: RunState, now: float) -> None:
-    """Name each stage's group and tell each member exactly what it may count."""
+    """Open a round for every stage that has none, name each one's group, and tell each member
+    exactly what it may count."""
     step = run.step
     assert step is not None
+    opened = [StageIndex(s) for s in run.stage_indices if run.round_of(StageIndex(s)) is None]
     run.attempt_counter += 1
     step.attempt = run.attempt_counter
     step.closes += 1
-    groups = {
-        StageIndex(s): tuple(sorted(p.peer for p in run.ready_peers(s))) for s in run.stage_indices
-    }
-    members = {peer: stage for stage, group in groups.items() for peer in group}
     switching = rebalancing.switching(run)
+    groups = {stage: [p.peer for p in run.ready_peers(stage)] for stage in opened}
+    members = {peer: stage for stage, group in groups.items() for peer in group}
     for peer, stage in switching.items():
-        groups[stage] = tuple(sorted((*groups[stage], peer)))
-    reductions = {stage: _reductions(run, groups, stage) for stage in groups}
+        groups[stage].append(peer)
+    named = {stage: tuple(sorted(group)) for stage, group in groups.items()}
+    reductions = {stage: _reductions(run, named, stage) for stage in opened}
+    step.closing = step.closing or Closing()
+    pairs = [(members[peer], goes_to) for peer, goes_to in switching.items()]
+    if run.tied_stages().intersection(opened):
+        pairs.append((StageIndex(0), run.last_stage))
+    for stages in _together(opened, pairs):
+        step.attempts.update(dict.fromkeys(stages, step.attempt))
+        step.closing.open(
+            Round(
+                attempt=step.attempt,
+                stages=stages,
+                members={peer: stage for peer, stage in members.items() if stage in stages},
+                began_at=now,
+                switching={p: to for p, to in switching.items() if to in stages},
+            )
+        )
     run.phase = RunPhase.CLOSING
-    step.closing = Closing(members, now, switching=switching)
-    for stage in groups:
-        _tell_to_close(run, step, stage, reductions)
+    for stage in opened:
+        _tell_to_close(run, step, stage, reductions, switching)
+
+
+def _together(
+    stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
+) -> list[frozenset[StageIndex]]:
+    """Stages that some pair connects, whether directly or through others, form one round."""
+    found = {stage: frozenset((stage,)) for stage in stages}
+    for one, other in pairs:
+        both = found[one] | found[other]
+        found.update(dict.fromkeys(both, both))
+    return list(dict.fromkeys(found.values()))
 
 
 def _tell_to_close(
     run: RunState, step: StepState, stage: StageIndex,
-    reductions: dict[StageIndex, tuple[Reduction, ...]],
+    reductions: dict[StageIndex, tuple[Reduction, ...]], switching: dict[PeerId, StageIndex],
 ) -> None:  # fmt: skip
     """Each member hears what it holds, and those that hold nothing all hear the same."""
-    assert step.closing is not None
-    switching = step.closing.switching
     bare = Close(
         step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
     )  # fmt: skip
     idle: list[PeerId] = []
     for member in run.ready_peers(stage):
         peer = member.peer
-        held, goes_to = step.table.held_by(peer), switching.get(peer)
+        # Who was at another stage in this step may have cells there, in an average without it.
+        held = sorted(m for m, of_stage in step.table.held_by(peer) if of_stage == stage)
+        goes_to = switching.get(peer)
         if not held and goes_to is None:
             idle.append(peer)
             continue
@@ -86,7 +102,7 @@ def _tell_to_close(
             Close(
                 step=step.step,
                 attempt=step.attempt,
-                committed=tuple(sorted(microbatch for microbatch, _ in held)),
+                committed=tuple(held),
                 reductions=reductions[stage],
                 moving=reductions[goes_to] if goes_to is not None else (),
             ),
@@ -98,72 +114,87 @@ def _reductions(
     run: RunState, groups: dict[StageIndex, tuple[PeerId, ...]], stage: StageIndex
 ) -> tuple[Reduction, ...]:
     own = Reduction(part="own", members=groups[stage])
-    first, last = StageIndex(0), run.last_stage
-    tied = run.manifest.model.tie_embeddings and first != last and stage in (first, last)
-    if not tied:
+    if stage not in run.tied_stages():
         return (own,)
-    both = tuple(sorted(groups[first] + groups[last]))
+    both = tuple(sorted(groups[StageIndex(0)] + groups[run.last_stage]))
     return (own, Reduction(part="tied", members=both))
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     step = run.step
-    if step is None or message.step != step.step or message.attempt != step.attempt:
+    if step is None or peer.stage is None or message.step != step.step:
         return
-    if not message.ok:
-        _take_back(run, peer, message)
-    if step.closing is None or peer.peer not in step.closing.members:
-        return  # another member's failure ended this attempt already
-    if run.phase is RunPhase.APPLYING and not message.ok:
-        _cannot_apply(run, peer, message, now)
-    elif run.phase is not RunPhase.CLOSING:
+    if message.attempt != step.attempts.get(peer.stage):
         return
+    closing = step.closing
+    found = closing.round_of(peer.peer) if closing is not None else None
+    if closing is None or found is None:
+        # Another member's failure has ended this attempt already. What a failed one says about
+        # itself counts all the same, unless its part is in an average that stands.
+        if not message.ok and run.round_of(peer.stage) is None:
+            _take_back(run, peer, message)
+    elif run.phase is RunPhase.APPLYING:
+        if not message.ok:
+            _cannot_apply(run, peer, message, now)
     elif not message.ok:
-        _attempt_failed(run, peer, message, now)
+        _take_back(run, peer, message)
+        _attempt_failed(run, found, peer, message, now)
     else:
-        _averaged(run, peer, message, now)
+        found.reports[peer.peer] = (message.own_squared, message.tied_squared)
+        found.awaited.discard(peer.peer)
+        if not found.awaited:
+            go_on(run, now)
 
 
-def _averaged(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
-    step = run.step
-    assert step is not None
-    assert step.closing is not None
-    step.closing.reports[peer.peer] = (message.own_squared, message.tied_squared)
-    if step.closing.reports.keys() == step.closing.members.keys():
-        _decide(run, now)
+def go_on(run: RunState, now: float) -> None:
+    """Do what follows from the last answer that somebody waited for, or from his going who would
+    have given it."""
+    closing = run.step.closing if run.step is not None else None
+    if closing is None:
+        return
+    if run.phase is RunPhase.APPLYING:
+        _finish_when_applied(run, closing, now)
+        return
+    for found in closing.each_round():
+        if not found.awaited and not found.averaged:
+            _settle(run, found, now)
+    if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
+        _decide(run, closing, now)
 
 
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     """The step is decided and this member cannot take it: the others go on, it is synced anew."""
     step = run.step
     assert step is not None
-    assert step.closing is not None
-    del step.closing.members[peer.peer]
     run.mark(peer, Rejection.NOT_APPLIED, f"it could not apply step {step.step}: {message.reason}")
     membership.resync(run, peer, f"it could not apply step {step.step}", now)
-    finish_when_applied(run, now)
+    go_on(run, now)
 
 
 def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
     """What a failed member says about itself counts, whoever was the first to fail."""
     step, stage = run.step, peer.stage
     assert step is not None
+    assert stage is not None
     if message.reset:
-        for held in step.table.held_by(peer.peer):
-            del step.table[held]
-            run.work.cleared += 1
+        progress.clear_counted(run, step, peer.peer, (stage,))
     for microbatch in message.missing:
-        if stage is not None:
-            cell_key = (microbatch, stage)
-            cell = step.table.get(cell_key)
-            if cell is not None and cell.peer == peer.peer:
-                del step.table[cell_key]
+        cell_key = (microbatch, stage)
+        cell = step.table.get(cell_key)
+        if cell is not None and cell.peer == peer.peer:
+            del step.table[cell_key]
 
 
-def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+def _attempt_failed(
+    run: RunState, failed: Round, peer: PeerState, message: RoundReport, now: float
+) -> None:
     step, stage = run.step, peer.stage
     assert step is not None
     culprit = f", it names {short(message.culprit)}" if message.culprit else ""
+    # First of all, so that nobody is taken out of a sum that will never be.
+    rounds.abort(
+        run, failed, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now
+    )
     # A carrier that fails is nobody's fault, and its members go around it in the next attempt. But
     # who cries so again and again keeps the step from closing, whatever the truth of it.
     excused = message.carrier_failed and step.excuses < MAXIMUM_EXCUSES
@@ -171,126 +202,112 @@ def _attempt_failed(run: RunState, peer: PeerState, message: RoundReport, now: f
     if message.not_finite and message.reset:
         own = "the sum of its gradients was not finite"
         if membership.replace_state(run, peer, own, now):
-            abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}", now)
             return
     elif message.not_finite:
         run.mark(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
-    if not excused and not (message.culprit is not None and _blame(run, message.culprit, 1, now)):
-        _blame(run, peer.peer, 1, now)
-    abort(run, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now)
+    if excused:
+        return
+    if message.culprit is None or not _blame(run, failed, message.culprit, 1, now):
+        _blame(run, failed, peer.peer, 1, now)
 
 
-def _blame(run: RunState, peer: PeerId, count: int, now: float) -> bool:
+def _blame(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
     """Who keeps failing the step, or is named for it, in the end sits it out.
 
     False when it cannot be the peer's fault, or nothing can be done about it.
     """
     step = run.step
     assert step is not None
-    if step.closing is None or peer not in step.closing.members:
+    if peer not in failed.members:
         return False
     step.blame[peer] = step.blame.get(peer, 0) + count
-    return step.blame[peer] < MAXIMUM_BLAME or progress.exclude(run, peer, now)
+    return step.blame[peer] < MAXIMUM_BLAME or rounds.exclude(run, peer, now)
 
 
 def time_out(run: RunState, now: float) -> None:
-    """End a close or an apply that does not come to its end; who is silent does not hold it up."""
+    """End a round or an apply that does not come to its end; who is silent does not hold it up."""
     step = run.step
-    assert step is not None
-    closing = step.closing
-    assert closing is not None
-    limit = run.manifest.limits.lease_seconds
-    if run.phase is RunPhase.CLOSING:
-        # Large states over slow links take long: the next attempt is given more time.
-        if now - closing.began_at > limit * 2 ** min(step.timeouts, 5):
-            step.timeouts += 1
-            # A whole stage that is silent is slow; one that is silent beside others is stuck.
-            done = {closing.members[peer] for peer in closing.reports}
-            for peer in sorted(closing.members.keys() - closing.reports.keys()):
-                if closing.members[peer] in done:
-                    _blame(run, peer, MAXIMUM_BLAME, now)
-            abort(run, "it took too long", now)
-    elif run.phase is RunPhase.APPLYING and now - closing.decided_at > limit:
-        for peer in sorted(closing.members.keys() - closing.applied.keys()):
-            run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
-            del closing.members[peer]
-        finish_when_applied(run, now)
-
-
-def abort(run: RunState, reason: str, now: float, *, of_death: bool = False) -> None:
-    """End this attempt for everybody; nothing has been applied anywhere."""
-    step = run.step
-    assert step is not None
-    assert step.closing is not None
-    run.broadcast(
-        [member for member in step.closing.members if member in run.peers],
-        AbortRound(step=step.step, attempt=step.attempt, reason=reason[:500]),
-    )
-    if not of_death:
-        rebalancing.not_switched(run, step.closing.switching)
-    pause = min(ABORT_BACKOFF_MAXIMUM_SECONDS, ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5))
-    step.close_not_before = max(step.close_not_before, now + pause)
-    step.closing = None
-    run.phase = RunPhase.COLLECT
-    run.note(f"attempt {step.closes} to close step {step.step} failed: {reason}")
-
-
-def member_lost(run: RunState, peer: PeerId, now: float) -> None:
-    """A peer died: before the decision this aborts the attempt, after it the others go on."""
-    step = run.step
-    if step is None or step.closing is None or peer not in step.closing.members:
+    if step is None or step.closing is None:
         return
-    if run.phase is RunPhase.CLOSING:
-        abort(run, f"{short(peer)} is gone", now, of_death=True)
-    elif run.phase is RunPhase.APPLYING:
-        del step.closing.members[peer]
-        finish_when_applied(run, now)
+    closing, limit = step.closing, run.manifest.limits.lease_seconds
+    if run.phase is RunPhase.APPLYING:
+        if now - closing.decided_at > limit:
+            for peer in sorted(closing.members.keys() - closing.applied.keys()):
+                run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
+                closing.take_out(peer)
+        return
+    # Large states over slow links take long: the next attempt is given more time.
+    longest = limit * 2 ** min(step.timeouts, 5)
+    late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
+    step.timeouts += bool(late)
+    for found in late:
+        _go_on_without_the_silent(run, found, now)
 
 
-def _decide(run: RunState, now: float) -> None:
+def _go_on_without_the_silent(run: RunState, late: Round, now: float) -> None:
+    """A whole stage that is silent is slow; one that is silent beside others is stuck."""
+    done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
+    silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
+    if late.is_done_without(silent):
+        late.awaited.difference_update(silent)
+        for peer in silent:
+            rounds.exclude(run, peer, now)
+        return
+    rounds.abort(run, late, "it took too long", now)
+    for peer in silent:
+        _blame(run, late, peer, MAXIMUM_BLAME, now)
+
+
+def _settle(run: RunState, found: Round, now: float) -> None:
+    """Everybody has averaged: to the same, or the round is given up."""
+    of_stage: dict[StageIndex, dict[PeerId, tuple[float, float]]] = {}
+    for peer, squares in found.reports.items():
+        stage = found.members.get(peer, found.kept.get(peer))
+        if stage is not None:
+            of_stage.setdefault(stage, {})[peer] = squares
+    for stage, reported in sorted(of_stage.items()):
+        own, tied = max(reported.values())
+        if not all(_close(own, s[0]) and _close(tied, s[1]) for s in reported.values()):
+            _mark_the_odd(run, reported)
+            reason = f"replicas of stage {stage} averaged to different gradients"
+            rounds.abort(run, found, reason, now)
+            return
+    found.squares = {stage: max(reported.values()) for stage, reported in of_stage.items()}
+
+
+def _decide(run: RunState, closing: Closing, now: float) -> None:
     """All have averaged: make the step durable, then tell everybody to apply it."""
     step = run.step
     assert step is not None
-    assert step.closing is not None
     total = 0.0
-    reported: dict[StageIndex, set[tuple[float, float]]] = {}
-    for peer, stage in step.closing.members.items():
-        reported.setdefault(stage, set()).add(step.closing.reports[peer])
-    for stage, squares in sorted(reported.items()):
-        own, tied = max(squares)
-        if not all(_close(own, other[0]) and _close(tied, other[1]) for other in squares):
-            _mark_the_odd(run, stage)
-            abort(run, f"replicas of stage {stage} averaged to different gradients", now)
-            return
+    for stage, found in sorted(closing.rounds.items()):
+        own, tied = found.squares[stage]
         total += own + (tied if stage == 0 else 0.0)
     if not math.isfinite(total):
-        abort(run, "the norm of the whole gradient is not a finite number", now)
+        rounds.abort_all(run, "the norm of the whole gradient is not a finite number", now)
         return
-    applied = _applied_step(run, math.sqrt(total), now)
+    applied = _applied_step(run, closing, math.sqrt(total), now)
     run.commands.append(Persist(applied))
     run.version = Version(step.step)
     run.last_applied = applied
     run.prints.clear()
     run.phase = RunPhase.APPLYING
-    step.closing.decided_at = now
-    rebalancing.switch(run, step.closing)
-    run.broadcast(
-        step.closing.members,
-        Apply(
-            step=step.step,
-            attempt=step.attempt,
-            global_norm=applied.global_norm,
-            learning_rate=applied.learning_rate,
-        ),
-    )
+    closing.decided_at = now
+    rebalancing.switch(run, closing)
+    for found in closing.each_round():
+        run.broadcast(
+            found.members,
+            Apply(
+                step=step.step,
+                attempt=found.attempt,
+                global_norm=applied.global_norm,
+                learning_rate=applied.learning_rate,
+            ),
+        )
 
 
-def _mark_the_odd(run: RunState, stage: StageIndex) -> None:
+def _mark_the_odd(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
     """Those that averaged to something else than most of their stage."""
-    assert run.step is not None
-    assert run.step.closing is not None
-    closing = run.step.closing
-    squares = {p: closing.reports[p] for p, of in closing.members.items() if of == stage}
     usual, count = Counter(squares.values()).most_common(1)[0]
     for peer_id, own in squares.items():
         peer = run.peers.get(peer_id)
@@ -303,7 +320,7 @@ def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
 
 
-def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
+def _applied_step(run: RunState, closing: Closing, norm: float, now: float) -> AppliedStep:
     step = run.step
     assert step is not None
     last = run.last_stage
@@ -311,6 +328,7 @@ def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
     tokens = sum(cell.tokens for cell in losses)
     shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
     per_microbatch = run.manifest.tokens_per_microbatch
+    attempts = tuple(closing.rounds[StageIndex(s)].attempt for s in run.stage_indices)
     return AppliedStep(
         step=step.step,
         attempt=step.attempt,
@@ -324,6 +342,7 @@ def _applied_step(run: RunState, norm: float, now: float) -> AppliedStep:
             StageShare(peer, stage, count, count * per_microbatch)
             for (peer, stage), count in sorted(shares.items())
         ),
+        attempts=attempts if set(attempts) != {step.attempt} else (),
     )
 
 
@@ -338,7 +357,7 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
     if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
         peer.version = Version(message.step)
         closing.applied[peer.peer] = (message.digest, message.norm)
-        finish_when_applied(run, now)
+        _finish_when_applied(run, closing, now)
     elif late:
         # It had missed the word to apply while the coordinator was away.
         peer.version, peer.phase = Version(message.step), PeerPhase.READY
@@ -347,12 +366,8 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
         run.roster_dirty = True
 
 
-def finish_when_applied(run: RunState, now: float) -> None:
+def _finish_when_applied(run: RunState, closing: Closing, now: float) -> None:
     """When every living member has applied, compare replicas and open the way to the next step."""
-    step = run.step
-    assert step is not None
-    assert step.closing is not None
-    closing = step.closing
     if not closing.members.keys() <= closing.applied.keys():
         return  # who applied and died since is in neither
     run.step = None

@@ -208,6 +208,7 @@ class AppliedStep:
 
     step: Step
     attempt: int
+    """The latest one."""
     loss: float
     """Mean cross entropy per token over the step, in nats."""
     tokens: int
@@ -215,6 +216,12 @@ class AppliedStep:
     global_norm: float
     learning_rate: float
     shares: tuple[StageShare, ...]
+    attempts: tuple[int, ...] = ()
+    """Of each stage, where not all have averaged in the same one; empty: all in `attempt`."""
+
+    def attempt_of(self, stage: StageIndex) -> int:
+        """In which attempt a stage has averaged what was applied."""
+        return self.attempts[stage] if self.attempts else self.attempt
 
 
 @dataclass(frozen=True, slots=True)

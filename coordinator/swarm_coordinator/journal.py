@@ -68,6 +68,8 @@ def _parts(decision: Decision | None) -> Iterator[str]:
             )
             for share in sorted(decision.shares, key=lambda share: (share.stage, share.peer)):
                 yield f"{share.stage} {share.peer} {share.microbatches} {share.tokens}"
+            if decision.attempts:
+                yield f"attempts {decision.attempts}"
         case CheckpointRecord(version, stages):
             yield str(version)
             for stage in sorted(stages, key=lambda stage: stage.stage):

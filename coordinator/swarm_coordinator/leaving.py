@@ -43,6 +43,9 @@ def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     next one has begun already."""
     if now - peer.leaving_since > LEAVE_SECONDS or not run.staffed():
         return False
+    closing = run.step.closing if run.step is not None else None
+    if closing is not None and peer.peer in closing.members:
+        return True
     steps = [step for step in (run.step, run.ahead) if step is not None]
     if any(step.table.holds_any(peer.peer) or step.leases.driven_by(peer.peer) for step in steps):
         return True

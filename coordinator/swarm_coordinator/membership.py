@@ -5,7 +5,7 @@ Part of the pure core: changes a RunState and queues commands, does no I/O.
 
 from __future__ import annotations
 
-from swarm_coordinator import progress, roster, syncing
+from swarm_coordinator import progress, roster, rounds, syncing
 from swarm_coordinator.events import CloseSession, PeerAttached
 from swarm_coordinator.figures import Rejection
 from swarm_coordinator.state import (
@@ -14,6 +14,7 @@ from swarm_coordinator.state import (
     RunPhase,
     RunState,
     display,
+    short,
 )
 from swarm_shared.errors import CapacityError
 from swarm_shared.messages import (
@@ -73,6 +74,8 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
         peer.stage, peer.version, peer.phase = hello.stage, hello.version, PeerPhase.READY
         run.roster_dirty = True
         run.note(f"{display(peer)} is back with stage {peer.stage}", peer.peer)
+        if hello.stage is not None:
+            rounds.rejoin(run, peer.peer, hello.stage, hello.averaged_attempt)
         for receipt in event.receipts:
             if receipt.peer == event.peer:
                 progress.commit(run, receipt)
@@ -101,7 +104,7 @@ def _still_has_to_apply(run: RunState, event: PeerAttached) -> bool:
         and hello.stage is not None
         and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.version - 1
-        and hello.averaged_attempt == last.attempt
+        and hello.averaged_attempt == last.attempt_of(hello.stage)
     )
 
 
@@ -118,7 +121,7 @@ def _send_missed_apply(
         peer.peer,
         Apply(
             step=last.step,
-            attempt=last.attempt,
+            attempt=last.attempt_of(stage),
             global_norm=last.global_norm,
             learning_rate=last.learning_rate,
         ),
@@ -198,8 +201,8 @@ def remove(
         stage = "no stage" if peer.stage is None else f"stage {peer.stage}"
         run.note(f"{display(peer)} ({stage}) is gone: {reason}", peer_id)
     run.pending_masks = [m for m in run.pending_masks if m.peer != peer_id]
-    progress.forget_peer(run, peer_id, now)
-    progress.readmit(run)
+    rounds.forget(run, peer_id, f"{short(peer_id)} is gone", now)
+    rounds.readmit(run)
 
 
 def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
@@ -228,7 +231,7 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
     step = run.step_numbered(message.step)
     if step is None or peer.stage is None or not run.holds_current(peer):
         return
-    if run.phase is not RunPhase.COLLECT:
+    if run.phase is not RunPhase.COLLECT or run.round_of(peer.stage) is not None:
         return  # in the middle of a close nobody is synced anew; it gets none the next time either
     cell = (message.microbatch, peer.stage)
     first = step.not_finite.setdefault(cell, peer.peer)
@@ -245,10 +248,10 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
 
 def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
     """Give a peer another stage, or the same one anew: what it has accumulated goes with it."""
-    progress.forget_peer(run, peer.peer, now)
+    rounds.forget(run, peer.peer, f"{short(peer.peer)} is given a stage anew", now)
     run.roster_dirty = True
     assign(run, peer, stage, reason, now)
-    progress.readmit(run)
+    rounds.readmit(run)
 
 
 def say_goodbye(run: RunState, peer: PeerState, reason: str, now: float) -> None:

@@ -224,22 +224,27 @@ def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection
     return None if possible else Rejection.IMPOSSIBLE
 
 
-def forget_peer(run: RunState, peer: PeerId, now: float) -> None:
-    """Clear what a dead peer had committed and free the leases that it drove."""
-    for step in (run.step, run.ahead):
-        if step is not None:
-            _forget_in(run, step, peer, now)
+def forget_peer(run: RunState, peer: PeerId, now: float, kept: Collection[StageIndex] = ()) -> None:
+    """Clear what a dead peer had committed and free the leases that it drove. Of the step that is
+    closed, what it had committed in stages that are `kept` is in their average already."""
+    stages = [StageIndex(stage) for stage in run.stage_indices]
+    if run.step is not None:
+        clear_counted(run, run.step, peer, [stage for stage in stages if stage not in kept])
+        _free_leases(run, run.step, peer, now)
+    if run.ahead is not None:
+        clear_counted(run, run.ahead, peer, stages)
+        _free_leases(run, run.ahead, peer, now)
 
 
-def clear_counted(run: RunState, step: StepState, peer: PeerId) -> None:
-    """What it has counted of the step is gone."""
+def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collection[int]) -> None:
+    """What it has counted of the step in these stages is gone."""
     for cell in step.table.held_by(peer):
-        del step.table[cell]
-        run.work.cleared += 1
+        if cell[1] in stages:
+            del step.table[cell]
+            run.work.cleared += 1
 
 
-def _forget_in(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
-    clear_counted(run, step, peer)
+def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
     for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
         del step.hedges[microbatch]
     for microbatch in sorted(step.leases.of(peer)):
@@ -251,35 +256,6 @@ def _forget_in(run: RunState, step: StepState, peer: PeerId, now: float) -> None
     step.close_not_before = max(
         step.close_not_before, now + run.manifest.limits.receipt_interval_seconds
     )
-
-
-def exclude(run: RunState, peer: PeerId, now: float) -> bool:
-    """Let the step close without this peer, unless it is the last of its stage."""
-    step, state = run.step, run.peers.get(peer)
-    if step is None or state is None or state.stage is None or peer in step.excluded:
-        return False
-    if all(p.peer == peer for p in run.ready_peers(state.stage)):
-        return False
-    forget_peer(run, peer, now)
-    step.excluded.add(peer)
-    run.roster_dirty = True
-    run.note(f"{short(peer)} keeps step {step.step} from closing and sits it out", peer)
-    return True
-
-
-def readmit(run: RunState) -> None:
-    """A peer that sits out is better than none: when the others are gone it is needed again."""
-    step = run.step
-    if step is None:
-        return
-    for peer_id in list(step.excluded):
-        peer = run.peers.get(peer_id)
-        if peer is None:
-            step.excluded.discard(peer_id)
-        elif peer.stage is not None and not run.ready_peers(peer.stage):
-            step.excluded.discard(peer_id)
-            step.blame.pop(peer_id, None)
-            run.roster_dirty = True
 
 
 def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:

@@ -220,27 +220,20 @@ def look_after(run: RunState, now: float) -> None:
         moving = peer.moving
         assert moving is not None
         if peer.leaving:
-            drop(run, peer, "it leaves")
+            syncing.drop_move(run, peer, "it leaves")
         elif peer.phase is not PeerPhase.READY:
-            drop(run, peer, "it has lost the stage that it held")
+            syncing.drop_move(run, peer, "it has lost the stage that it held")
         elif run.step is not None and peer.peer in run.step.excluded:
-            drop(run, peer, "it sits this step out")
+            syncing.drop_move(run, peer, "it sits this step out")
         elif moving.holds > syncing.MAXIMUM_HOLDS:
             # Not even so fast, then; it is not asked again before it has shown that it is faster.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
             peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
-            drop(run, peer, "its downloads take longer than a step")
+            syncing.drop_move(run, peer, "its downloads take longer than a step")
         elif now - moving.begun_at > MOVE_SECONDS:
-            drop(run, peer, "it took too long")
+            syncing.drop_move(run, peer, "it took too long")
         elif moving.partner is not None and not _comes(run, moving.partner, peer):
-            drop(run, peer, "nobody comes in its place any more")
-
-
-def drop(run: RunState, peer: PeerState, reason: str) -> None:
-    assert peer.moving is not None
-    run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
-    peer.moving = None
-    run.rebalancing.dropped += 1
+            syncing.drop_move(run, peer, "nobody comes in its place any more")
 
 
 def _comes(run: RunState, partner: PeerId, peer: PeerState) -> bool:
@@ -252,18 +245,25 @@ def _comes(run: RunState, partner: PeerId, peer: PeerState) -> bool:
 def holds_the_close(run: RunState, now: float) -> bool:
     """A mover that had to start over is waited for like a newcomer, for a bounded time."""
     return any(
-        peer.moving is not None and not peer.moving.ready and now < peer.moving.hold_until
+        peer.moving is not None
+        and not peer.moving.ready
+        and now < peer.moving.hold_until
+        and run.round_of(peer.stage) is None
+        and run.round_of(peer.moving.stage) is None
         for peer in run.peers.movers.values()
     )
 
 
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
-    """Who has the state of its next stage and can be spared where it is, in a close that begins."""
+    """Who has the state of its next stage and can be spared where it is, in a close that begins.
+    A stage that has averaged already takes nobody, and lets nobody go."""
     ready: dict[PeerId, Moving] = {}
     for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
         moving = peer.moving
         assert moving is not None
-        if moving.ready and moving.version == run.version and run.holds_current(peer):
+        averages = run.round_of(peer.stage) or run.round_of(moving.stage)
+        current = moving.version == run.version and run.holds_current(peer)
+        if moving.ready and current and averages is None:
             ready[peer.peer] = moving
     found: dict[PeerId, StageIndex] = {}
     for peer_id, moving in ready.items():
@@ -274,7 +274,7 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
         elif _can_be_spared(run, peer, found):
             found[peer_id] = moving.stage
         else:
-            drop(run, peer, f"stage {peer.stage} needs it")
+            syncing.drop_move(run, peer, f"stage {peer.stage} needs it")
     return found
 
 
@@ -291,23 +291,17 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
 
 def switch(run: RunState, closing: Closing) -> None:
     """The step is decided: with its Apply these hold their next stage."""
-    for peer_id, stage in closing.switching.items():
+    going = [each for found in closing.each_round() for each in found.switching.items()]
+    for peer_id, stage in going:
         peer = run.peers[peer_id]
-        closing.members[peer_id] = stage
+        closing.goes_over(peer_id, stage)
         run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
         peer.moving = None
         peer.stage = stage
         if run.ahead is not None:
-            progress.clear_counted(run, run.ahead, peer_id)  # it stays behind with the old stage
+            # It stays behind with the old stage.
+            progress.clear_counted(run, run.ahead, peer_id, run.stage_indices)
         run.rebalancing.made += 1
-
-
-def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
-    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
-    for peer_id in peers:
-        peer = run.peers.get(peer_id)
-        if peer is not None and peer.moving is not None:
-            drop(run, peer, "an attempt to close the step with it failed")
 
 
 def move_between_steps(run: RunState, now: float) -> None:
@@ -318,7 +312,7 @@ def move_between_steps(run: RunState, now: float) -> None:
         if not moving.gap or not run.holds_current(peer):
             continue
         if not _can_be_spared(run, peer, ()):
-            drop(run, peer, f"stage {peer.stage} needs it")
+            syncing.drop_move(run, peer, f"stage {peer.stage} needs it")
             continue
         run.rebalancing.made += 1
         run.rebalancing.bytes_moved += run.rebalancing.stages[moving.stage].state_bytes

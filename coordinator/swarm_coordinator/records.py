@@ -146,6 +146,10 @@ def _insert_step(connection: Connection, record: AppliedStep, generation: int, n
             for share in record.shares
         ],
     )  # fmt: skip
+    connection.executemany(
+        "INSERT INTO step_attempts (applied_step, stage, attempt) VALUES (?, ?, ?)",
+        [(row, stage, attempt) for stage, attempt in enumerate(record.attempts)],
+    )
     return row
 
 
@@ -280,6 +284,9 @@ def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
         "JOIN peers p ON p.id = s.peer WHERE s.applied_step = ? ORDER BY s.stage, s.peer",
         (row_id,),
     ).fetchall()
+    attempts = connection.execute(
+        "SELECT attempt FROM step_attempts WHERE applied_step = ? ORDER BY stage", (row_id,)
+    ).fetchall()
     step, attempt, loss, tokens, seconds, global_norm, learning_rate = row
     return AppliedStep(
         step=Step(step),
@@ -290,6 +297,7 @@ def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
         global_norm=number(global_norm),
         learning_rate=learning_rate,
         shares=tuple(StageShare(PeerId(p), StageIndex(s), m, t) for p, s, m, t in shares),
+        attempts=tuple(attempt for (attempt,) in attempts),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from swarm_coordinator import membership, syncing
+from swarm_coordinator import membership, rounds, syncing
 from swarm_coordinator.events import Persist, RolledBack
 from swarm_coordinator.state import PeerState, RunPhase, RunState
 from swarm_shared.types import StageIndex, Version
@@ -90,6 +90,7 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     names = ", ".join(str(stage) for stage in sorted(lost))
     reason = f"every peer of stage {names} is gone"
     run.note(f"{reason}: the run goes back from step {run.version} to its checkpoint at {version}")
+    rounds.abort_all(run, reason, now)
     run.commands.append(Persist(RolledBack(version, reason)))
     run.version = version
     run.last_applied = None

@@ -187,13 +187,25 @@ CREATE TABLE owners (
 ) STRICT;
 """
 
-MIGRATIONS: tuple[str, ...] = (_SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5)
+# Only of steps whose stages have averaged in unlike attempts; otherwise all have in the step's.
+_SCHEMA_6 = """
+CREATE TABLE step_attempts (
+    applied_step INTEGER NOT NULL REFERENCES applied_steps,
+    stage INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    PRIMARY KEY (applied_step, stage)
+) STRICT, WITHOUT ROWID;
+"""
+
+MIGRATIONS: tuple[str, ...] = (
+    _SCHEMA_1, _SCHEMA_2, _SCHEMA_3, _SCHEMA_4, _SCHEMA_5, _SCHEMA_6,
+)  # fmt: skip
 """Migration i takes a database from format i to i + 1; never edit one that was released."""
 
 TABLES = (
     "generations", "peers", "rollbacks", "applied_steps", "shares", "checkpoints",
     "checkpoint_stages", "evaluations", "finishes", "notes", "links", "tokens", "members",
-    "allowances", "bans", "journal", "teams", "owners",
+    "allowances", "bans", "journal", "teams", "owners", "step_attempts",
 )  # fmt: skip
 """All of the newest format, each after those that it refers to."""
 

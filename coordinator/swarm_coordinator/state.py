@@ -25,6 +25,7 @@ from swarm_coordinator.figures import Figures, Rejection
 from swarm_coordinator.lease_book import LeaseBook, LeaseState
 from swarm_coordinator.moving import Moving, Rebalancing
 from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally, rates_alike
+from swarm_coordinator.round_book import Closing, Round
 from swarm_coordinator.step_table import Cell, CellKey, StepTable
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -56,21 +57,6 @@ class RunPhase(StrEnum):
 
 
 @dataclass(slots=True)
-class Closing:
-    """One attempt to close the step: who takes part and what they have answered."""
-
-    members: dict[PeerId, StageIndex]
-    began_at: float
-    reports: dict[PeerId, tuple[float, float]] = field(default_factory=dict)
-    """Squared norms (own part, tied part) of those that have averaged."""
-    applied: dict[PeerId, tuple[str, float]] = field(default_factory=dict)
-    """Fingerprints of those that have applied."""
-    switching: dict[PeerId, StageIndex] = field(default_factory=dict)
-    """Members that hold another stage after this step: they average it too, adding nothing."""
-    decided_at: float = 0.0
-
-
-@dataclass(slots=True)
 class StepState:
     step: Step
     began_at: float
@@ -79,6 +65,8 @@ class StepState:
     own."""
     attempt: int = 0
     """Names the latest close: never used for another one, not by another step nor generation."""
+    attempts: dict[StageIndex, int] = field(default_factory=dict)
+    """The latest one of each stage."""
     closes: int = 0
     timeouts: int = 0
     blame: dict[PeerId, int] = field(default_factory=dict)
@@ -103,6 +91,7 @@ class StepState:
     not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
     """At whom a microbatch first gave no numbers."""
     closing: Closing | None = None
+    """From the first close on until the step ends, or no stage has a round any more."""
     close_not_before: float = 0.0
     complete_at: float | None = None
     """When its table was complete for the first time: newcomers may hold it for so long from then.
@@ -259,6 +248,12 @@ class RunState:
     def stage_indices(self) -> range:
         return range(self.manifest.stage_count)
 
+    def tied_stages(self) -> frozenset[StageIndex]:
+        """Both ends of a model whose embeddings are tied: they average these together."""
+        ends = frozenset((StageIndex(0), self.last_stage))
+        tied = self.manifest.model.tie_embeddings and len(ends) > 1
+        return ends if tied else frozenset()
+
     def holds_current(self, peer: PeerState) -> bool:
         """Whether it can take part in this step: it holds a stage at the run's version."""
         return (
@@ -273,6 +268,13 @@ class RunState:
             if step is not None and step.step == number:
                 return step
         return None
+
+    def round_of(self, stage: StageIndex | None) -> Round | None:
+        """The round that a stage has in this step: until it ends nothing of its table changes, and
+        nobody comes to it."""
+        if self.step is None or self.step.closing is None or stage is None:
+            return None
+        return self.step.closing.rounds.get(stage)
 
     def computes_ahead(self, peer: PeerState) -> bool:
         """Whether it can have worked on the step after this one: it may still have to apply this
@@ -422,6 +424,7 @@ __all__ = [
     "PendingCheckpoint",
     "PendingMask",
     "Reduction",
+    "Round",
     "RunPhase",
     "RunState",
     "Snapshots",

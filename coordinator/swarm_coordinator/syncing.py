@@ -7,6 +7,7 @@ stage is `membership`'s; a mover's next stage is fetched in the same way as a ne
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal
 
 from swarm_coordinator.figures import Rejection
@@ -27,7 +28,7 @@ from swarm_shared.messages import (
     SnapshotReady,
     SyncFailed,
 )
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.types import PeerId, StageIndex, Version
 
 SNAPSHOT_HOLDERS = 3
 """Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
@@ -50,8 +51,13 @@ SYNC_RETRY_SECONDS = 1.0
 TELLING_BYTES = 1_000_000
 """Downloads below this say more about waiting than about the line."""
 
-JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
+_JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which parameters stand still, so that a download can end in time."""
+
+
+def can_join(run: RunState, stage: StageIndex | None) -> bool:
+    """Whether one that gets the stage's state now can still take part in this step."""
+    return run.phase in _JOINING_PHASES and run.round_of(stage) is None
 
 
 def hold(run: RunState, way: PeerState | Moving, now: float) -> None:
@@ -118,7 +124,7 @@ def _find_source(
         return
     if run.version == 0:
         _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, way, now) and run.phase in JOINING_PHASES:
+    elif not _from_checkpoint(run, peer, way, now) and can_join(run, way.stage):
         _from_replicas(run, peer, way, now, queue)
 
 
@@ -230,7 +236,7 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
         if _differs(run, peer, message):
             start_over(run, moving, now)
             moving.ask_not_before = now + SYNC_RETRY_SECONDS
-        elif version == run.version and run.phase in JOINING_PHASES:
+        elif version == run.version and can_join(run, stage):
             _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
             moving.ready = True
         else:
@@ -238,7 +244,7 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
         return
     if peer.stage != stage or not _awaited(peer, version):
         return
-    if version != run.version or run.phase not in JOINING_PHASES:
+    if version != run.version or not can_join(run, stage):
         peer.source_asked = False
         hold(run, peer, now)
         find_sources(run, now)
@@ -277,6 +283,22 @@ def start_over(run: RunState, moving: Moving, now: float) -> None:
     """The run has gone on to another version: the next stage's state is to be had anew."""
     moving.source_asked = moving.ready = False
     hold(run, moving, now)
+
+
+def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
+    """It stays where it is."""
+    assert peer.moving is not None
+    run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
+    peer.moving = None
+    run.rebalancing.dropped += 1
+
+
+def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
+    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
+    for peer_id in peers:
+        peer = run.peers.get(peer_id)
+        if peer is not None and peer.moving is not None:
+            drop_move(run, peer, "an attempt to close the step with it failed")
 
 
 def _note_download(peer: PeerState, way: PeerState | Moving, state_bytes: int, now: float) -> None:

@@ -4,8 +4,9 @@ Rules, in the order in which they are applied after every event:
 
     WAITING     every stage has a ready peer               → COLLECT (or EVALUATING at the end)
     COLLECT     the table is complete, nobody is syncing   → CLOSING
-    CLOSING     every member has averaged                  → durable, then APPLYING
-                a member failed or died                    → COLLECT, next attempt
+    CLOSING     every member of every stage has averaged   → durable, then APPLYING
+                a member failed, or died before the others
+                of its stage had averaged                  → COLLECT; the other stages go on
     APPLYING    every living member has applied, or time's up → WAITING; who has not is synced
     EVALUATING  all held-out microbatches have a loss      → checkpoint → FINISHED
     any of the standing phases: a stage has nobody         → WAITING, at the checkpoint's version
@@ -139,7 +140,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
 def _one_of_many(run: RunState, event: Event) -> bool:
     """Everybody answers a close and an apply, within a second. Nothing follows from any answer
     before the last one, with which the phase changes, or before the next tick."""
-    if run.phase not in (RunPhase.CLOSING, RunPhase.APPLYING):
+    if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING):
         return False
     message = event.message if isinstance(event, MessageReceived) else None
     return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
@@ -258,9 +259,9 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 
 
 def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
-    """A peer is gone: its cells, its leases, and the attempt that it was part of."""
+    """A peer is gone: its cells, its leases, and what depended on it of the close."""
     membership.remove(run, peer, reason, now, announce=announce)
-    closing.member_lost(run, peer, now)
+    closing.go_on(run, now)
 
 
 def _notice_the_dead(run: RunState, now: float) -> None:
@@ -280,8 +281,8 @@ def _advance(run: RunState, now: float) -> None:
     syncing.find_sources(run, now)
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         leaving.release_leavers(run, now)
-    elif run.phase in (RunPhase.CLOSING, RunPhase.APPLYING):
-        closing.time_out(run, now)
+    closing.time_out(run, now)
+    closing.go_on(run, now)
     _advance_step(run, now)
     if run.stop_requested_at is not None:
         _stop(run, now)
@@ -322,7 +323,10 @@ def _collect(run: RunState, now: float) -> None:
 
 def _newcomer_holds(run: RunState, now: float) -> bool:
     """A newcomer that is downloading this version may hold the close, for a bounded time."""
-    return any(not p.leaving and now < p.hold_until for p in run.peers.syncing.values())
+    return any(
+        not peer.leaving and now < peer.hold_until and run.round_of(peer.stage) is None
+        for peer in run.peers.syncing.values()
+    )
 
 
 def _next(run: RunState, now: float) -> None:

@@ -22,15 +22,18 @@ ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 STAGES, MICROBATCHES = 2, 2
 
 
-def step(number: int, attempt: int = 1, loss: float = 2.0) -> AppliedStep:
+def step(
+    number: int, attempt: int = 1, loss: float = 2.0, attempts: tuple[int, ...] = ()
+) -> AppliedStep:
     """Every microbatch once in every stage."""
     shares = (
         StageShare(ANNA, StageIndex(0), 1, 16), StageShare(BERT, StageIndex(0), 1, 16),
         StageShare(BERT, StageIndex(1), 2, 32),
     )  # fmt: skip
     return AppliedStep(
-        Step(number), attempt, loss + 1 / number, 32, 0.5, math.sqrt(number), 1e-3, shares
-    )
+        Step(number), attempt, loss + 1 / number, 32, 0.5, math.sqrt(number), 1e-3, shares,
+        attempts,
+    )  # fmt: skip
 
 
 def checkpoints_of(folder: RunFolder, keep: int = 3) -> CheckpointFolder:

@@ -201,9 +201,10 @@ class Bench:
 
     def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:
         """The peer reports the close that is under way as averaged, or as `changes` say."""
-        step = self.step()
+        step, of = self.step(), self.run.peers.get(PeerId(peer))
+        attempt = step.attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
         values: dict[str, Any] = {
-            "step": step.step, "attempt": step.attempt, "ok": True, "own_squared": own,
+            "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
             "tied_squared": tied,
         }  # fmt: skip
         return self.say(peer, RoundReport(**{**values, **changes}))
@@ -264,7 +265,7 @@ class Bench:
     def closing(self) -> list[PeerId]:
         closing = self.step().closing
         assert closing is not None
-        return list(closing.members)
+        return sorted(closing.members, key=lambda peer: (closing.members[peer], peer))
 
     def commands(self, kind: type[RecordT], among: list[Command] | None = None) -> list[RecordT]:
         found = self.last if among is None else among

@@ -28,6 +28,7 @@ from swarm_coordinator.events import (
 from swarm_coordinator.state import PeerPhase, RunPhase
 from swarm_shared.messages import Apply, AssignStage, Lease, Roster, RosterChange
 from swarm_shared.schedule import learning_rate
+from swarm_shared.types import StageIndex
 
 if TYPE_CHECKING:
     from swarm_world import World
@@ -63,7 +64,9 @@ def check_send(world: World, command: Send) -> None:
     assert run is not None
     if isinstance(message, Apply):
         last = world.store.applied.get(message.step)
-        if last is None or last.attempt != message.attempt:
+        peer = run.peers.get(command.peer)
+        stage = peer.stage if peer is not None else None
+        if last is None or stage is None or last.attempt_of(stage) != message.attempt:
             raise Violation(f"{message} is sent before it is durable")
     elif isinstance(message, Lease):
         if not run.version < message.step <= run.version + 1 + world.options.staleness:
@@ -141,9 +144,10 @@ def check_applied(world: World, record: AppliedStep) -> None:
     options, step = world.options, record.step
     if step != world.store.version + 1:
         raise Violation(f"step {step} follows version {world.store.version}")
-    if record.attempt in world.attempts or record.attempt in world.aborted:
-        raise Violation(f"attempt {record.attempt} of step {step} was used or aborted")
-    world.attempts.add(record.attempt)
+    used = {record.attempt_of(StageIndex(stage)) for stage in range(options.stages)}
+    if used & world.attempts:
+        raise Violation(f"an attempt of {used} of step {step} was used already")
+    world.attempts |= used
     tokens = 4 * options.microbatches
     loss = math.fsum(train_loss(step, m) for m in range(options.microbatches)) / tokens
     if record.tokens != tokens or not math.isclose(record.loss, loss, rel_tol=1e-12):
@@ -166,7 +170,9 @@ def check_applied(world: World, record: AppliedStep) -> None:
         link = world.peers[member].link
         # One that has just died, or lost its worker, is not heard of yet and applies nothing.
         if link is not None and link.open:
-            world.peers[member].check_averaged(step, record.attempt, stage)
+            world.peers[member].check_averaged(step, record.attempt_of(stage), stage)
+        if (member, record.attempt_of(stage)) in world.aborted:
+            raise Violation(f"{member} was told to abort {record.attempt_of(stage)}")
 
 
 def check_replicas(world: World, peer: PeerBase) -> None:
@@ -176,7 +182,8 @@ def check_replicas(world: World, peer: PeerBase) -> None:
     steps = [step for step, _ in holding.params]
     if steps != list(range(1, holding.version + 1)):
         raise Violation(f"{peer.id} applied the steps {steps}")
-    attempts = [world.store.applied[step].attempt for step in steps]
+    stage = StageIndex(holding.stage)
+    attempts = [world.store.applied[step].attempt_of(stage) for step in steps]
     if [attempt for _, attempt in holding.params] != attempts:
         raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
 
@@ -188,7 +195,9 @@ def check_state(world: World) -> None:
     step = run.step
     if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
         for (microbatch, stage), cell in step.table.items():
-            held = run.peers.get(cell.peer)
+            held, averaged = run.peers.get(cell.peer), run.round_of(stage)
+            if averaged is not None and averaged.kept.get(cell.peer) == stage:
+                continue  # its part is in the average already
             if held is None or held.stage != stage or held.version != run.version:
                 raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
     for (microbatch, stage), cell in run.ahead.table.items() if run.ahead is not None else ():

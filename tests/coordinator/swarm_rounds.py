@@ -175,7 +175,7 @@ class Averaging(PeerBase):
         if holding is None or holding.version >= message.step:
             return  # it came twice, or this peer has been given something else
         self.check_averaged(message.step, message.attempt, holding.stage)
-        if message.attempt in self.world.aborted:
+        if (self.id, message.attempt) in self.world.aborted:
             raise Violation(f"{self.id} applies the aborted attempt {message.attempt}")
         prepared = self.prepared
         if prepared is not None and prepared.averaged is not None:

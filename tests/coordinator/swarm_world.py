@@ -128,7 +128,8 @@ class World(Network):
         self.rounds: dict[object, Round] = {}
         self.blocked: set[frozenset[PeerId]] = set()
         self.broken_carriers: set[PeerId] = set()
-        self.aborted: set[int] = set()
+        self.aborted: set[tuple[PeerId, int]] = set()
+        """Who was told to abort which attempt."""
         self.attempts: set[int] = set()
         self.stopped = False
         self.notes: list[str] = []
@@ -265,7 +266,7 @@ class World(Network):
         message = command.message
         self.sent.append((self.now, command.peer, message))
         if isinstance(message, AbortRound):
-            self.aborted.add(message.attempt)
+            self.aborted.add((command.peer, message.attempt))
             self.aborts += 1
         check_send(self, command)
         link = self.current.get(command.peer)

@@ -38,6 +38,7 @@ INSERT INTO bans VALUES (1, '12D3KooWBert', 'noise', 17.0, NULL);
     3: "",
     4: "INSERT INTO teams VALUES (1, 'the team');",
     5: "INSERT INTO owners VALUES (1, '', '');",
+    6: "INSERT INTO step_attempts VALUES (2, 0, 5), (2, 1, 6);",
 }
 """What a run of each release would have written into the tables that the release added."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import trio
 
@@ -63,6 +65,17 @@ def test_a_new_store_begins_at_version_zero_of_generation_one(place: Place) -> N
     assert restored.last_applied is None
     assert restored.checkpoint is None
     assert restored.heldout_loss is None
+
+
+def test_a_step_is_read_back_with_the_attempt_of_each_of_its_stages(place: Place) -> None:
+    apart = replace(step(2), attempt=5, attempts=(5, 3))
+    for written in (step(1), apart):
+        write_all(place, written)
+        store = open_store(place)
+        assert store.restore().last_applied == written
+        store.close()
+    assert [apart.attempt_of(StageIndex(stage)) for stage in (0, 1)] == [5, 3]
+    assert [step(1).attempt_of(StageIndex(stage)) for stage in (0, 1)] == [1, 1]
 
 
 def test_every_start_gets_a_generation_of_its_own(place: Place) -> None:

@@ -121,7 +121,7 @@ def test_a_revocation_in_the_middle_of_a_close_aborts_the_attempt() -> None:
     bench.fill()
     assert bench.run.phase is RunPhase.CLOSING
     revoke(bench, "a1")
-    assert [m.reason for m in bench.sent("a0", AbortRound)] == ["…a1 is gone"]
+    assert [m.reason for m in bench.sent("b1", AbortRound)] == ["…a1 is gone"]
     assert bench.run.phase is RunPhase.COLLECT
     bench.tick(3.0)
     bench.fill()

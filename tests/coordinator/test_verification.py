@@ -41,7 +41,7 @@ def a_past(path: Path) -> sqlite3.Connection:
         (step(1), step(2), checkpoint(2), step(3), step(4)),
         (RolledBack(Version(2), "every peer of stage 1 is gone"), step(3, 9, loss=float("nan"))),
         (
-            step(4, 10),
+            step(4, 10, attempts=(10, 9)),
             checkpoint(4),
             EvaluationRecord(Version(4), 1.5, 10),
             RunFinished(Version(4)),
@@ -85,6 +85,14 @@ DAMAGES: dict[str, tuple[str, str]] = {
     ),
     "a share has other tokens": (
         "UPDATE shares SET tokens = 17 WHERE applied_step = 6 AND peer = 1",
+        "table applied_steps: row 6 does not say",
+    ),
+    "a stage has averaged in another attempt": (
+        "UPDATE step_attempts SET attempt = 8 WHERE applied_step = 6 AND stage = 1",
+        "table applied_steps: row 6 does not say",
+    ),
+    "a stage's attempt is gone": (
+        "DELETE FROM step_attempts WHERE applied_step = 6",
         "table applied_steps: row 6 does not say",
     ),
     "a microbatch counts twice": (

@@ -29,20 +29,20 @@ EXCHANGES = 4
 """Latencies in a row: both halves of the all-reduce, each with a hello and its answer."""
 
 
+_Group = tuple[int, StageIndex, StageIndex | None]
+"""Who is done at the same time: the attempt, the stage, and the one that is gone over to."""
+
+
 class Rounds:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        self._attempt: int | None = None
-        self._reports: dict[tuple[StageIndex, StageIndex | None], list[Volunteer]] = {}
+        self._reports: dict[_Group, list[Volunteer]] = {}
         self._applies: dict[tuple[int, StageIndex], list[tuple[Volunteer, bool]]] = {}
         self._switching: dict[PeerId, int] = {}
         """Who goes over to its next stage with which attempt."""
         self.aborted = 0
 
     def close(self, volunteer: Volunteer, message: Close) -> None:
-        if message.attempt != self._attempt:
-            self._attempt = message.attempt
-            self._reports = {}
         assert volunteer.stage is not None
         prepared = volunteer.prepared if message.moving else None
         if message.moving and prepared is None:
@@ -58,7 +58,7 @@ class Rounds:
             return
         if prepared is not None:
             self._switching[volunteer.peer] = message.attempt
-        key = (volunteer.stage, prepared)
+        key = (message.attempt, volunteer.stage, prepared)
         waiting = self._reports.get(key)
         if waiting is not None:
             waiting.append(volunteer)
@@ -86,19 +86,20 @@ class Rounds:
         latency = 2 * max(h.latency_seconds for h in lines)
         return 2 * (count - 1) / count * size / slowest + EXCHANGES * latency
 
-    def _report(self, close: Close, key: tuple[StageIndex, StageIndex | None]) -> None:
-        if self._attempt != close.attempt:
-            return
+    def _report(self, close: Close, key: _Group) -> None:
         report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
         for volunteer in self._reports.get(key, ()):
-            if self._attempt != close.attempt:
+            if key not in self._reports:
                 return  # a report before this one has ended it
             volunteer.say(report)
+        self._reports.pop(key, None)
 
-    def abort(self, attempt: int) -> None:
-        if self._attempt == attempt:
-            self._attempt = None
-            self.aborted += 1
+    def abort(self, volunteer: Volunteer, attempt: int) -> None:
+        """Of one round: the others of that attempt go on."""
+        ended = [k for k in self._reports if k[:2] == (attempt, volunteer.stage)]
+        for key in ended:
+            del self._reports[key]
+        self.aborted += any(prepared is None for _, _, prepared in ended)
 
     def apply(self, volunteer: Volunteer, message: Apply) -> None:
         """Members of a stage are done at the same time; one event says so for all of them."""

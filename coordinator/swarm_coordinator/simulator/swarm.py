@@ -307,7 +307,7 @@ class Swarm:
         elif isinstance(message, Apply):
             self.rounds.apply(volunteer, message)
         elif isinstance(message, AbortRound):
-            self.rounds.abort(message.attempt)
+            self.rounds.abort(volunteer, message.attempt)
         elif isinstance(message, Mask):
             self.plane.mask(volunteer, message)
         elif isinstance(message, Welcome):
