@@ -120,11 +120,11 @@ def _find_source(
     run: RunState, peer: PeerState, way: PeerState | Moving, now: float, queue: _Queue
 ) -> None:
     """`way` is the peer itself, for the stage that is its own, or its way to another one."""
-    if now < way.ask_not_before:
-        return
+    if now < way.ask_not_before or not can_join(run, way.stage):
+        return  # whatever is ready before the step ends would be refused
     if run.version == 0:
         _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, way, now) and can_join(run, way.stage):
+    elif not _from_checkpoint(run, peer, way, now):
         _from_replicas(run, peer, way, now, queue)
 
 

@@ -13,6 +13,7 @@ from swarm_coordinator.state import PeerPhase, RunPhase
 from swarm_shared.messages import (
     AbortRound,
     Apply,
+    AssignStage,
     Close,
     Leaving,
     NotFinite,
@@ -203,6 +204,7 @@ def test_a_newcomer_to_a_stage_that_has_averaged_takes_part_in_the_next_step() -
     bench.join_all("c1", "c0")
     assert bench.run.peers[PeerId("c1")].phase is PeerPhase.SYNCING
     assert bench.run.peers[PeerId("c0")].phase is PeerPhase.READY
+    assert not bench.sent("c1", AssignStage, bench.ready("c1")), "it would be refused again"
     bench.tick(3.0)
     assert bench.run.phase is RunPhase.CLOSING, "the close does not wait for c1"
     assert bench.closing() == ["a0", "c0", "a1", "b1"]
