@@ -43,14 +43,14 @@ def start_close(run: RunState, now: float) -> None:
     step.attempt = run.attempt_counter
     step.closes += 1
     switching = rebalancing.switching(run)
-    groups = {stage: [p.peer for p in run.ready_peers(stage)] for stage in opened}
-    members = {peer: stage for stage, group in groups.items() for peer in group}
-    for peer, stage in switching.items():
-        groups[stage].append(peer)
-    named = {stage: tuple(sorted(group)) for stage, group in groups.items()}
-    reductions = {stage: _reductions(run, named, stage) for stage in opened}
+    members = {stage: [p.peer for p in run.ready_peers(stage)] for stage in opened}
+    groups = {
+        stage: tuple(sorted(members[stage] + [p for p, to in switching.items() if to == stage]))
+        for stage in opened
+    }
+    reductions = {stage: _reductions(run, groups, stage) for stage in opened}
     step.closing = step.closing or Closing()
-    pairs = [(members[peer], goes_to) for peer, goes_to in switching.items()]
+    pairs = [(stage, switching[p]) for stage in opened for p in members[stage] if p in switching]
     if run.tied_stages().intersection(opened):
         pairs.append((StageIndex(0), run.last_stage))
     for stages in _together(opened, pairs):
@@ -59,7 +59,7 @@ def start_close(run: RunState, now: float) -> None:
             Round(
                 attempt=step.attempt,
                 stages=stages,
-                members={peer: stage for peer, stage in members.items() if stage in stages},
+                members={peer: stage for stage in sorted(stages) for peer in members[stage]},
                 began_at=now,
                 switching={p: to for p, to in switching.items() if to in stages},
             )
