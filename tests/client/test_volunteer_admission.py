@@ -195,6 +195,8 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
             found = Scene(script, volunteer, ended)
             nursery.start_soon(attached)
             await script.sessions(1)
+            # The answer to its hello may be on its way still.
+            await found.until(lambda: volunteer.membership is not None or found.done)
             yield found
             nursery.cancel_scope.cancel()
 

@@ -46,7 +46,7 @@ def run_to_the_end(options: Options, seed: int, faults: tuple[Fault, ...] = ()) 
 
 
 @settings(
-    deadline=None, max_examples=120, suppress_health_check=[HealthCheck.too_slow],
+    deadline=None, max_examples=80, suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True,
 )  # fmt: skip
 @given(options_strategy, st.integers(0, 2**32), faults_strategy)
