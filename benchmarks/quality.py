@@ -10,7 +10,6 @@ run without codecs is the codecs' doing, and the chance of where any rounding le
 float16 is off by says how much that is). Against it stands the noise that nobody can choose away:
 how far the runs without codecs differ from seed to seed.
 
-Beside the pairs stands a run without codecs whose gradients are a version late (staleness 1).
 The gaps also go to `swarm_shared/codecs/quality.json`, by which `swarm-coordinator init --codec
 auto` chooses; `--from` writes that table anew from a result that is there.
 """
@@ -75,7 +74,6 @@ SETTINGS: dict[str, object] = {
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 10,
 }
-LATE = "no codecs, staleness 1"
 STAGES = 4
 """Three borders, as many as four layers can have."""
 STEPS = 120
@@ -95,7 +93,7 @@ SEEDS = 3
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
 )
 def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
-    """Final held-out loss per pair of codecs, and with late gradients, against none."""
+    """Final held-out loss per pair of codecs, against none."""
     if measured is not None:
         write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
         return
@@ -111,12 +109,8 @@ def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
 
 
 def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
-    manifest = RunData(run_dir).manifest
-    folder = RunFolder.open(run_dir)
-    train = open_shards(folder.data, manifest.data, "train")
-    heldout = open_shards(folder.data, manifest.data, "heldout")
+    manifest, train, heldout = opened(run_dir)
     losses: dict[str, list[float]] = {name_of(*pair): [] for pair in PAIRS}
-    late: list[float] = []
     began, load = time.monotonic(), os.getloadavg()[0]
     for seed in seeds:
         for pair in PAIRS:
@@ -126,9 +120,6 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
                 f"({time.monotonic() - began:.0f} s)",
                 err=True,
             )
-        lagging = one_of(manifest, seed, *PAIRS[0], staleness=1)
-        late.append(final_loss(lagging, train, heldout))
-        click.echo(f"seed {seed} {LATE}: {late[-1]:.4f}", err=True)
     return {
         **result_head(PACKAGES),
         "load_before": load,
@@ -139,8 +130,15 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
         "tokens_per_step": manifest.tokens_per_step,
         "seeds": list(seeds),
         **judged(losses, manifest),
-        "late": gap_of(late, losses[name_of(*PAIRS[0])]),
     }
+
+
+def opened(run_dir: Path) -> tuple[Manifest, TokenStream, TokenStream]:
+    """A run's manifest, what it trains on and what is held out."""
+    manifest = RunData(run_dir).manifest
+    data = RunFolder.open(run_dir).data
+    train, heldout = (open_shards(data, manifest.data, split) for split in ("train", "heldout"))
+    return manifest, train, heldout
 
 
 def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]:
@@ -194,14 +192,10 @@ def package_table(document: Mapping[str, Any]) -> QualityTable:
 
 
 def one_of(
-    manifest: Manifest,
-    seed: int,
-    activation: ActivationCodec,
-    gradient: GradientCodec,
-    staleness: int = 0,
+    manifest: Manifest, seed: int, activation: ActivationCodec, gradient: GradientCodec
 ) -> Manifest:
     codecs = CodecsConfig(activation=activation, gradient=gradient)
-    training = manifest.training.model_copy(update={"seed": seed, "staleness": staleness})
+    training = manifest.training.model_copy(update={"seed": seed})
     return manifest.model_copy(update={"codecs": codecs, "training": training})
 
 
@@ -231,11 +225,6 @@ def render(document: dict[str, Any]) -> str:
         )
         for name, one in document["pairs"].items()
     ]  # fmt: skip
-    late = document["late"]
-    rows.append(
-        (LATE, rows[0][1], f"{statistics.mean(late['losses']):.4f}", f"{late['gap_mean']:+.4f}",
-         f"{late['gap_spread']:.4f}")
-    )  # fmt: skip
     head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of gaps")
     return (
         table(head, rows, right=(1, 2, 3, 4))

@@ -22,6 +22,7 @@ from benchmarks.codec_figures import (
     quality_markdown,
 )
 from benchmarks.copies.page import copies_markdown
+from benchmarks.lateness import lateness_markdown
 from benchmarks.rebalancing import table
 from benchmarks.wan.page import ratios_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
@@ -346,6 +347,7 @@ PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
     ("codecs", "docs/benchmarks.md", "average figures", averages_markdown),
     ("agreement", "docs/benchmarks.md", "agreement figures", agreement_markdown),
     ("quality", "docs/benchmarks.md", "quality figures", quality_markdown),
+    ("lateness", "docs/benchmarks.md", "lateness figures", lateness_markdown),
     ("simulator", "docs/simulator.md", "growth figures", growth_markdown),
     ("yielding", "docs/preferences.md", "yielding figures", yielding_markdown),
 )
