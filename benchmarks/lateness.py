@@ -1,7 +1,7 @@
 """What gradients that are one version late cost in loss: `make bench-lateness`.
 
-Trains one small model as `swarm-coordinator reference` does, with staleness 0 and 1 (decision 0024),
-with several seeds and learning rates: a delay does more harm the further a step goes.
+Trains one small model as `swarm-coordinator reference` does, with staleness 0 and 1 (decision
+0024), with several seeds and learning rates: a delay does more harm the further a step goes.
 A swarm of the same manifest computes the same (tests/integration/test_staleness.py). Runs of one
 seed have the same initial values and the same data; model and data are those of
 `benchmarks.quality`.
