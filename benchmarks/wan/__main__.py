@@ -64,23 +64,23 @@ def main(
         file = read_mixes(mix_file)
         templates = Templates(work / "templates", steps, microbatches)
         server = file.link(SERVER)
-        found = {
-            name: measure_mix(file.mix(name), server, templates, plan, work / name)
-            for name in (mixes or tuple(file.mixes))
-        }
-        model = templates.manifest(STAGES).model.model_dump()
-    document = {
-        **result_head(PACKAGES),
-        "load_before": load_before,
-        "preset": PRESET, "changes": CHANGES, "model": model, "stages": STAGES,
-        "steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown,
-        "repetitions": repetitions, "microbatches_per_step": microbatches,
-        "microbatch_seconds": seconds,
-        "contenders": {name: CONTENDERS[name].title for name in chosen},
-        "mixes": found,
-    }  # fmt: skip
+        found: dict[str, Any] = {}
+        document = {
+            **result_head(PACKAGES),
+            "load_before": load_before,
+            "preset": PRESET, "changes": CHANGES,
+            "model": templates.manifest(STAGES).model.model_dump(), "stages": STAGES,
+            "steps": steps, "warmup_steps": warmup, "cooldown_steps": cooldown,
+            "repetitions": repetitions, "microbatches_per_step": microbatches,
+            "microbatch_seconds": seconds,
+            "contenders": {name: CONTENDERS[name].title for name in chosen},
+            "mixes": found,
+        }  # fmt: skip
+        for name in mixes or tuple(file.mixes):
+            found[name] = measure_mix(file.mix(name), server, templates, plan, work / name)
+            # What has been measured stays, whatever becomes of the next mix.
+            write_result(out, document)
     click.echo(f"\n{render(document)}")
-    write_result(out, document)
     click.echo(f"\nwritten to {out}")
     _refuse_other_losses(document)
 
