@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420
 
 
 def test_a_late_run_equals_the_reference_and_differs_from_one_that_is_not_late(make_run) -> None:
-    run = make_run(3, steps=10, training__staleness=1, limits__starting_peers_per_stage=1)
+    run = make_run(3, steps=6, training__staleness=1, limits__starting_peers_per_stage=1)
     swarm = run.swarm
     invite = swarm.start_coordinator()
     for stage in range(3):
