@@ -42,6 +42,8 @@ class Daemon:
         self._path = path
         self._answers = answers
         self._open: list[socket.socket] = []
+        self._hung_up = False
+        self._changes = threading.Lock()
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
@@ -54,7 +56,11 @@ class Daemon:
                 connection, _ = self._listener.accept()
             except OSError:
                 return
-            self._open.append(connection)
+            with self._changes:
+                self._open.append(connection)
+                if self._hung_up:  # between its being accepted and its being known here
+                    _end(connection)
+                    return
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def _converse(self, connection: socket.socket) -> None:
@@ -75,9 +81,17 @@ class Daemon:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._path.unlink()
-        for connection in self._open:
-            connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+        with self._changes:
+            self._hung_up = True
+            for connection in self._open:
+                _end(connection)
+
+
+def _end(connection: socket.socket) -> None:
+    # One whose other end has gone already cannot be shut down.
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 class Follower:
