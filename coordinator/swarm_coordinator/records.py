@@ -7,6 +7,7 @@ transactions and errors are the callers' (`store` writes, `history` reads).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from swarm_coordinator import journal
@@ -43,10 +44,9 @@ class PeerSeen:
 
 @dataclass(frozen=True, slots=True)
 class LinksSeen:
-    """A peer's own count of bytes over its links, as of now."""
+    """Peers' own counts of bytes over their links, as of now, by reporter."""
 
-    reporter: PeerId
-    links: tuple[LinkBytes, ...]
+    links: Mapping[PeerId, tuple[LinkBytes, ...]]
 
 
 _RECENT_STEPS = 200
@@ -121,12 +121,20 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
             insert_admission(connection, record, now)
 
 
-def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
-    connection.execute(
+_ROW_OF_PEER = "(SELECT id FROM peers WHERE peer = ?)"
+
+
+def _know(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
+    """Make sure that each of them has a row."""
+    connection.executemany(
         "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?, ?, ?) "
         "ON CONFLICT (peer) DO NOTHING",
-        (peer, now, now),
+        [(peer, now, now) for peer in peers],
     )
+
+
+def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
+    _know(connection, (peer,), now)
     return int(connection.execute("SELECT id FROM peers WHERE peer = ?", (peer,)).fetchone()[0])
 
 
@@ -137,15 +145,16 @@ def _insert_step(connection: Connection, record: AppliedStep, generation: int, n
         (record.step, record.attempt, record.loss, record.tokens, record.seconds,
          record.global_norm, record.learning_rate, generation, now),
     ).fetchone()[0]  # fmt: skip
+    # Thousands in a large run: statements that are prepared once and run beside the loop's thread.
+    _know(connection, dict.fromkeys(share.peer for share in record.shares), now)
     connection.executemany(
         "INSERT INTO shares (applied_step, peer, stage, microbatches, tokens) "
-        "VALUES (?, ?, ?, ?, ?)",
+        f"VALUES (?, {_ROW_OF_PEER}, ?, ?, ?)",
         [
-            (row, _peer_row(connection, share.peer, now), share.stage, share.microbatches,
-             share.tokens)
+            (row, share.peer, share.stage, share.microbatches, share.tokens)
             for share in record.shares
         ],
-    )  # fmt: skip
+    )
     connection.executemany(
         "INSERT INTO step_attempts (applied_step, stage, attempt) VALUES (?, ?, ?)",
         [(row, stage, attempt) for stage, attempt in enumerate(record.attempts)],
@@ -188,10 +197,11 @@ def _insert_checkpoint(
 
 
 def _insert_links(connection: Connection, record: LinksSeen, now: float) -> None:
-    reporter = _peer_row(connection, record.reporter, now)
+    _know(connection, record.links, now)
     connection.executemany(
         "INSERT INTO links (reporter, remote, protocol, sent, received, written_at) "
-        "VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
+        f"VALUES ({_ROW_OF_PEER}, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
         "sent_before = links.sent_before + "
         "CASE WHEN excluded.sent < links.sent THEN links.sent ELSE 0 END, "
         "received_before = links.received_before + "
@@ -199,7 +209,8 @@ def _insert_links(connection: Connection, record: LinksSeen, now: float) -> None
         "sent = excluded.sent, received = excluded.received, written_at = excluded.written_at",
         [
             (reporter, link.remote, link.protocol, link.sent, link.received, now)
-            for link in record.links
+            for reporter, links in record.links.items()
+            for link in links
         ],
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeVar
 
 from swarm_coordinator.events import Session
@@ -98,11 +99,15 @@ class Reports:
         }
         return {**found, self._node.peer_id: tuple(self._node.paths())}
 
-    def unsaved_links(self) -> Links:
-        """Those that were heard since this was asked last, and the coordinator's own."""
-        unsaved, self._unsaved = self._unsaved, {}
-        found = {peer: tuple(links.values()) for peer, links in unsaved.items()}
-        return {**found, self._node.peer_id: self._node.link_bytes()}
+    def unsaved_links(self, most: int) -> Links:
+        """Those that were heard since this was asked last, of so many reporters, who have waited
+        for longest; with the last of them the coordinator's own."""
+        found: Links = {}
+        for peer in list(islice(self._unsaved, most)):
+            found[peer] = tuple(self._unsaved.pop(peer).values())
+        if not self._unsaved:
+            found[self._node.peer_id] = self._node.link_bytes()
+        return found
 
 
 def _renew(those: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> None:

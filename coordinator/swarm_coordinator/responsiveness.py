@@ -13,17 +13,24 @@ little, or the looks would find it and come as often as before.
 
 **Threads.** Whoever waits for something outside Python lets another thread run, and waits for its
 turn afterwards: five milliseconds, as Python comes, each time, while a thread encodes a large
-status.
+status. Turns are shorter here; and a thread with much to do rests for most of the time, or a loop
+that has half a core for a second is a second's work behind.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import trio
+
+from swarm_shared.clock import Clock
+
+T = TypeVar("T")
 
 LOOK_SECONDS = 0.1
 """Between two moments at which new objects are set aside: a few thousand are alive then."""
@@ -39,6 +46,9 @@ LOOKS_BETWEEN_WHOLE = 36_000
 
 TURN_SECONDS = 0.0005
 """Of a thread that computes, when another one wants to."""
+
+REST_SHARE = 4.0
+"""How long a thread beside the loop rests, over the time that it has computed."""
 
 
 @contextmanager
@@ -77,3 +87,18 @@ def looks_to_leave_out(before: int, found: int) -> int:
     if found >= FOUND_WORTH_A_LOOK:
         return 0
     return min(MOST_LEFT_OUT, 2 * before + 1)
+
+
+def leisurely(
+    parts: Iterable[T],
+    busy_clock: Clock = time.thread_time,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[T]:
+    """The parts of a long work, in a thread beside the loop: after each but the last a rest. A
+    part should take a millisecond or so, or resting between them helps nobody."""
+    rested_at = busy_clock()
+    for number, part in enumerate(parts):
+        if number:
+            sleep(REST_SHARE * (busy_clock() - rested_at))
+            rested_at = busy_clock()
+        yield part

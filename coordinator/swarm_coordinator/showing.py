@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import trio
@@ -22,6 +23,9 @@ STATUS_SHARE = 30.0
 """The pause after writing the status, over the time that it took: some percent of a core."""
 LINKS_SECONDS = 10.0
 """Between two writes of the link table; it is not needed to the second, and n² long."""
+REPORTERS_AT_ONCE = 50
+REPORTERS_SECONDS = 0.25
+"""Between two commits of so many reporters' links: some milliseconds of the writer's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,25 +42,29 @@ class Showing:
     companion: Companion | None
     clock: Clock
 
-    async def write_status(self, *, running: bool = True) -> None:
-        await self.status.write(self._seen(), running=running)
+    async def write_status(self, *, running: bool = True) -> float:
+        """The seconds of computing that it took."""
+        return await self.status.write(self._seen(), running=running)
 
     async def keep_status(self) -> None:
         while True:
-            began = self.clock()
-            await self.write_status()
             # Ten thousand volunteers take a third of a second to describe.
-            took = self.clock() - began
+            took = await self.write_status()
             await trio.sleep(max(STATUS_SECONDS, STATUS_SHARE * took))
 
     async def keep_links(self) -> None:
+        """The thread that writes needs the interpreter, too: ten thousand reporters at once would
+        keep everybody waiting for a second."""
         while True:
             await trio.sleep(LINKS_SECONDS)
-            self.save_links()
+            while self.save_links(REPORTERS_AT_ONCE) > REPORTERS_AT_ONCE // 2:
+                await trio.sleep(REPORTERS_SECONDS)
 
-    def save_links(self) -> None:
-        for reporter, links in self.reports.unsaved_links().items():
-            self.store.post(LinksSeen(reporter, links))
+    def save_links(self, most: int = sys.maxsize) -> int:
+        """Of so many reporters; how many there were."""
+        links = self.reports.unsaved_links(most)
+        self.store.post(LinksSeen(links))
+        return len(links)
 
     def _seen(self) -> Seen:
         """What the core does not know and `status` shows."""

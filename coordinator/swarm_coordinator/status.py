@@ -6,18 +6,23 @@ coordinator; whether one is running is told by the run folder's lock.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
+import operator
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio.lowlevel
 import anyio.to_thread
 
+from swarm_coordinator.responsiveness import leisurely
 from swarm_coordinator.run_status import peer_rows, status_but_peers
 from swarm_coordinator.state import RunState
 from swarm_shared.atomic_file import write_atomically
@@ -26,11 +31,15 @@ from swarm_shared.errors import StorageError
 from swarm_shared.messages import LinkBytes, LinkPath
 from swarm_shared.types import PeerId
 
+T = TypeVar("T")
+
 STATUS_FORMAT = 1
 MAX_LINKS = 500
 """The largest ones; all of them are in the database."""
 ROWS_AT_ONCE = 100
 """Of a table, between two turns of everybody else: less than a millisecond of work."""
+REPORTERS_AT_ONCE = 25
+"""The same of paths, of which some ten are known of each reporter in a large run."""
 DECISIONS_SHOWN = 3
 """The newest; the others are in the run's log."""
 PATHS_SHOWN = 4
@@ -65,7 +74,8 @@ class StatusFile:
         self._wall_clock = wall_clock
         self.failures = 0
 
-    async def write(self, seen: Seen, *, running: bool = True) -> None:
+    async def write(self, seen: Seen, *, running: bool = True) -> float:
+        """The seconds of computing that it took, here and in a thread."""
         document = {
             "format": STATUS_FORMAT,
             "running": running,
@@ -79,38 +89,45 @@ class StatusFile:
             "sessions_ended": seen.sessions_ended,
             "http": seen.http,
         }
-        document["peers"] = await self._peer_rows(seen.now)
+        document["peers"], took = await self._peer_rows(seen.now)
         try:
-            await anyio.to_thread.run_sync(partial(_write, self._path, document, seen))
+            took += await anyio.to_thread.run_sync(partial(_write, self._path, document, seen))
         except StorageError:
             # A full disk must not stop a run that can still train; the file just gets old.
             self.failures += 1
+        return took
 
-    async def _peer_rows(self, now: float) -> list[dict[str, object]]:
-        """A few at a time, as they are then; one that has gone meanwhile as it was."""
-        peers, rows = list(self._state.peers.values()), []
+    async def _peer_rows(self, now: float) -> tuple[list[dict[str, object]], float]:
+        """A few at a time, as they are then; one that has gone meanwhile as it was. And the
+        seconds that it took."""
+        peers, rows, took = list(self._state.peers.values()), [], 0.0
         for begin in range(0, len(peers), ROWS_AT_ONCE):
+            began = time.thread_time()
             rows += peer_rows(self._state, peers[begin : begin + ROWS_AT_ONCE], now)
+            took += time.thread_time() - began
             await anyio.lowlevel.checkpoint()
-        return rows
+        return rows, took
 
 
-def _write(path: Path, document: dict[str, Any], seen: Seen) -> None:
-    """In a thread: a large run's status takes longer than its volunteers' words should wait."""
+def _write(path: Path, document: dict[str, Any], seen: Seen) -> float:
+    """In a thread: a large run's status takes longer than its volunteers' words should wait. The
+    seconds of computing that it took."""
+    began = time.thread_time()
     tables = {"paths": path_table(seen.paths), "links": link_table(seen.links)}
     write_atomically(path, encoded({**document, **tables}).encode())
+    return time.thread_time() - began
 
 
 def encoded(document: Mapping[str, Any]) -> str:
     """As JSON, whose text is the same as if it were made in one go. A thread that is inside C code
-    lets no other one run: long lists are made there a few rows at a time."""
+    lets no other one run: long lists are made there a few rows at a time, with rests."""
     return "{" + ", ".join(f"{json.dumps(k)}: {_value(v)}" for k, v in document.items()) + "}"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, list) and len(value) > ROWS_AT_ONCE:
         parts = (value[at : at + ROWS_AT_ONCE] for at in range(0, len(value), ROWS_AT_ONCE))
-        return "[" + ", ".join(_value(part)[1:-1] for part in parts) + "]"
+        return "[" + ", ".join(_value(part)[1:-1] for part in leisurely(parts)) + "]"
     try:
         # Without an indent json runs in C.
         return json.dumps(value, allow_nan=False)
@@ -119,21 +136,30 @@ def _value(value: Any) -> str:
 
 
 def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, Any]]:
-    rows = [
-        {"reporter": reporter, **link.model_dump()}
-        for reporter, reported in links.items()
+    found = (
+        (link.sent + link.received, reporter, link)
+        for reporters in leisurely(batched(links.items(), ROWS_AT_ONCE))
+        for reporter, reported in reporters
         for link in reported
-    ]
-    rows.sort(key=lambda row: row["sent"] + row["received"], reverse=True)
-    return rows[:MAX_LINKS]
+    )
+    largest = heapq.nlargest(MAX_LINKS, found, key=operator.itemgetter(0))
+    return [{"reporter": reporter, **link.model_dump()} for _, reporter, link in largest]
 
 
 def path_table(paths: Mapping[PeerId, tuple[LinkPath, ...]]) -> list[dict[str, Any]]:
     return [
         {"reporter": reporter, **path.model_dump(mode="json")}
-        for reporter, reported in paths.items()
+        for reporters in leisurely(batched(paths.items(), REPORTERS_AT_ONCE))
+        for reporter, reported in reporters
         for path in reported
     ]
+
+
+def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Lists of so many of them, the last one perhaps shorter."""
+    left = iter(those)
+    while batch := list(islice(left, most)):
+        yield batch
 
 
 def finite(value: Any) -> Any:

@@ -85,7 +85,7 @@ def test_an_attachment_that_was_replaced_adds_nothing() -> None:
     hear(told, 2, changed_paths=(path("b"),))
     hear(told, 1, changed_paths=(path("c"),), changed_links=(link("c", 9),), gone_paths=("b",))
     assert paths_of(told) == (path("b"),)
-    assert told.unsaved_links() == {OWN: ()}
+    assert told.unsaved_links(10) == {OWN: ()}
 
 
 def test_a_client_that_always_says_everything_is_understood() -> None:
@@ -103,11 +103,23 @@ def test_what_was_heard_is_saved_once() -> None:
     told = reports()
     hear(told, 1, changed_links=(link("b", 1), link("c", 2)))
     hear(told, 1, changed_links=(link("b", 3),))
-    saved = told.unsaved_links()
+    saved = told.unsaved_links(10)
     assert set(saved[ANNA]) == {link("b", 3), link("c", 2)}
     hear(told, 1, changed_links=(link("c", 4),))
-    assert told.unsaved_links() == {ANNA: (link("c", 4),), OWN: ()}
-    assert told.unsaved_links() == {OWN: ()}
+    assert told.unsaved_links(10) == {ANNA: (link("c", 4),), OWN: ()}
+    assert told.unsaved_links(10) == {OWN: ()}
+
+
+def test_links_of_many_are_saved_a_few_at_a_time_and_whoever_waits_longest_first() -> None:
+    told = reports()
+    for number in range(5):
+        hear(told, 1, PeerId(f"peer {number}"), changed_links=(link("b", number),))
+    found = [told.unsaved_links(2)]
+    hear(told, 1, PeerId("peer 0"), changed_links=(link("b", 9),))
+    found += [told.unsaved_links(2), told.unsaved_links(2)]
+    assert [list(links) for links in found] == [
+        ["peer 0", "peer 1"], ["peer 2", "peer 3"], ["peer 4", "peer 0", OWN],
+    ]  # fmt: skip
 
 
 def test_no_reporter_takes_more_memory_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ import trio
 from swarm_coordinator.responsiveness import (
     FOUND_WORTH_A_LOOK,
     MOST_LEFT_OUT,
+    REST_SHARE,
     collect_garbage,
+    leisurely,
     looks_to_leave_out,
     responsive,
 )
@@ -53,3 +55,11 @@ def test_looks_that_find_nothing_become_rare_and_one_that_does_brings_them_back(
     assert left_out[:4] == [0, 1, 3, 7]
     assert left_out[-1] == MOST_LEFT_OUT
     assert looks_to_leave_out(MOST_LEFT_OUT, FOUND_WORTH_A_LOOK) == 0
+
+
+def test_a_thread_with_much_to_do_rests_for_most_of_the_time() -> None:
+    rested: list[float] = []
+    readings = iter(range(100))  # one second of computing between two looks at the clock
+    parts = leisurely("abcd", lambda: float(next(readings)), rested.append)
+    assert "".join(parts) == "abcd"
+    assert rested == [REST_SHARE] * 3

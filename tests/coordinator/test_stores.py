@@ -207,7 +207,7 @@ def test_link_bytes_add_up_over_a_volunteers_restarts(place: Place) -> None:
 
     def seen(sent: int, received: int) -> LinksSeen:
         return LinksSeen(
-            ANNA, (LinkBytes(remote=BERT, protocol="/stage", sent=sent, received=received),)
+            {ANNA: (LinkBytes(remote=BERT, protocol="/stage", sent=sent, received=received),)}
         )
 
     write_all(place, seen(100, 10), seen(250, 20), seen(30, 5))
