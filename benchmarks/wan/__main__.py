@@ -24,6 +24,7 @@ from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from network_lab import LabError
+from swarm_shared.errors import SwarmError
 
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
@@ -76,13 +77,22 @@ def main(
             "contenders": {name: CONTENDERS[name].title for name in chosen},
             "mixes": found,
         }  # fmt: skip
+        missing: list[str] = []
         for name in mixes or tuple(file.mixes):
-            found[name] = measure_mix(file.mix(name), server, templates, plan, work / name)
+            try:
+                found[name] = measure_mix(file.mix(name), server, templates, plan, work / name)
+            except SwarmError as error:
+                missing.append(name)
+                click.echo(f"benchmark: {name} is left out: {error}", err=True)
+                continue
             # What has been measured stays, whatever becomes of the next mix.
             write_result(out, document)
     click.echo(f"\n{render(document)}")
     click.echo(f"\nwritten to {out}")
     _refuse_other_losses(document)
+    if missing:
+        click.echo(f"benchmark: not measured: {', '.join(missing)}", err=True)
+        sys.exit(1)
 
 
 def _refuse_other_losses(document: dict[str, Any]) -> None:

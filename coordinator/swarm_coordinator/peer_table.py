@@ -94,6 +94,8 @@ class PeerState:
     """As it was when it last got a stage's state; 0 until then."""
     catching_up: Step | None = None
     """The step it has averaged and still has to apply, since it missed the word to do so."""
+    delivered_at: float = -math.inf
+    """When the last microbatch that it drives was found done in every stage."""
     early_receipts: dict[tuple[Step, MicrobatchIndex], Receipt] = field(default_factory=dict)
     """Told after a restart of the coordinator, before the step that they belong to began."""
     like_the_majority: bool = False

@@ -20,14 +20,13 @@ from swarm_coordinator.state import (
     LeaseState,
     PeerPhase,
     PeerState,
-    PendingMask,
     RunPhase,
     RunState,
     StepState,
     short,
 )
 from swarm_shared.credentials import Receipt
-from swarm_shared.messages import Heartbeat, Lease, LeasedMicrobatch, Mask, MaskRequest
+from swarm_shared.messages import Heartbeat, Lease, LeasedMicrobatch
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 EXTRA_IN_FLIGHT = 2
@@ -276,6 +275,9 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
     if not event.ok and _second_is_first(run, step, event.microbatch):
         return
     _resolve(run, step, event.microbatch, lease, now)
+    trainer = run.peers.get(event.peer)
+    if trainer is not None and is_done(run, step, event.microbatch):
+        trainer.delivered_at = now
     if run.phase is RunPhase.EVALUATING:
         return
     if not event.ok and missing_stages(run, step, event.microbatch):
@@ -345,11 +347,14 @@ def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool
 
 
 def _due_at(run: RunState, lease: LeaseState) -> float:
-    """When a leased microbatch may be leased again, if it is not done by then."""
+    """When a leased microbatch may be leased again, if it is not done by then. A trainer that
+    delivers one after the other has not forgotten the rest, however long its step takes."""
     limits = run.manifest.limits
     if lease.resolved_at is not None:
         return lease.resolved_at + max(RELEASE_BACKOFF_SECONDS, 2 * limits.receipt_interval_seconds)
-    return lease.granted_at + limits.lease_seconds
+    trainer = run.peers.get(lease.trainer)
+    delivered_at = -math.inf if trainer is None else trainer.delivered_at
+    return max(lease.granted_at, delivered_at) + limits.lease_seconds
 
 
 def loads(
@@ -411,31 +416,3 @@ def grant(
         ),
     )
     return run.lease_counter
-
-
-def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
-    """Answer after one reporting interval, so that receipts under way are counted first."""
-    wait = 1.2 * run.manifest.limits.receipt_interval_seconds
-    run.pending_masks.append(
-        PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)
-    )
-
-
-def answer_masks(run: RunState, now: float) -> None:
-    if not run.pending_masks or run.pending_masks[0].due_at > now:
-        return  # they are asked in the order of time, and wait equally long
-    due = [mask for mask in run.pending_masks if mask.due_at <= now]
-    run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
-    for mask in due:
-        step = run.step_numbered(mask.step)
-        counts = step is not None and (step is run.ahead or run.phase is RunPhase.COLLECT)
-        accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
-        run.send(
-            mask.peer,
-            Mask(
-                request=mask.request,
-                step=mask.step,
-                microbatch=mask.microbatch,
-                accumulate=accumulate,
-            ),
-        )

@@ -27,6 +27,7 @@ from swarm_coordinator import (
     closing,
     hedging,
     leaving,
+    masks,
     membership,
     progress,
     rebalancing,
@@ -234,7 +235,7 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message.stage, now)
     elif isinstance(message, MaskRequest):
-        progress.ask_mask(run, peer, message, now)
+        masks.ask_mask(run, peer, message, now)
     elif isinstance(message, RoundReport):
         closing.report(run, peer, message, now)
     elif isinstance(message, Applied):
@@ -293,7 +294,7 @@ def _advance(run: RunState, now: float) -> None:
 
 def _advance_step(run: RunState, now: float) -> None:
     """The rules of a step that is being worked on."""
-    progress.answer_masks(run, now)
+    masks.answer_masks(run, now)
     if run.ahead is not None and run.stop_requested_at is None:
         progress.lease_open_microbatches(run, run.ahead, now)
     if run.phase is RunPhase.COLLECT:

@@ -151,6 +151,34 @@ def test_a_lease_that_is_not_answered_runs_out() -> None:
     assert len(leased(bench, bench.tick(1.5))) == 2
 
 
+def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() -> None:
+    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    driven = {
+        trainer: [
+            (lease, microbatch) for one, lease, microbatch, _ in leased(bench) if one == trainer
+        ]
+        for trainer in ("a0", "b0", "a1", "b1")
+    }
+    assert not leased(bench, bench.tick(15.0))
+    for trainer in ("a0", "b0", "a1"):
+        lease, first = driven[trainer][0]
+        bench.report("a0", first)
+        bench.report("a1", first)
+        bench.resolve(trainer, first, lease)
+    expired = leased(bench, bench.tick(10.0))
+    assert [microbatch for *_, microbatch, _ in expired] == [m for _, m in driven["b1"]]
+
+
+def test_a_trainer_that_says_it_delivered_and_did_not_loses_its_leases() -> None:
+    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    (trainer, lease, first, _), (*_, second, _) = [x for x in leased(bench) if x[0] == "a0"]
+    bench.tick(15.0)
+    bench.resolve(trainer, first, lease)
+    assert second in [microbatch for _, _, microbatch, _ in leased(bench, bench.tick(5.5))]
+
+
 def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
     bench = Bench(starting=2)
     bench.join_all("a0", "b0", "a1", "b1")
