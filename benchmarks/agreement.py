@@ -1,11 +1,11 @@
 """How far a swarm's losses are from one process's, by codec: `make bench-agreement`.
 
 A real run per codec, two stages of two peers each over loopback, and what `swarm-coordinator
-reference` makes of the same manifest. Without codecs they differ by the order in which gradients
-are summed, about 1e-6. A codec's levels carry such a difference on: a value that lies between two
+reference` makes of the same manifest. With plain sums they differ by the order in which gradients
+are added, about 1e-6. A codec's levels carry such a difference on: a value that lies between two
 levels falls to the other one. How much of the distance is that, and nothing that the swarm does,
-says the reference itself with its microbatches in the opposite order. What an average loses
-(`average`) is not in the reference at all.
+says the reference itself with its microbatches in the opposite order. With exact sums there is no
+first difference. What a lossy average loses is not in the reference at all.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", 
 
 CODECS: dict[str, CodecsConfig] = {
     "none": CodecsConfig(),
+    "exact": CodecsConfig(average="exact"),
     "float16": CodecsConfig(activation="float16", gradient="float16"),
     "bfloat16": CodecsConfig(activation="bfloat16", gradient="bfloat16"),
     "int8": CodecsConfig(activation="int8", gradient="int8"),
     "int8-int4": CodecsConfig(activation="int8", gradient="int4"),
+    "int8-exact": CodecsConfig(activation="int8", gradient="int8", average="exact"),
+    "int8-int4-exact": CodecsConfig(activation="int8", gradient="int4", average="exact"),
     "average-float16": CodecsConfig(average="float16"),
     "average-int8": CodecsConfig(average="int8"),
 }

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import numpy as np
 import trio
 
 from swarm_client import shared_memory
+from swarm_client.averaging.codec import Totals, dtype_of
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.libp2p_carrier import Libp2pAveraging
 from swarm_client.averaging.link import abort_frame
@@ -38,7 +38,6 @@ from swarm_shared.types import PeerId, RunId, Step
 
 log = logging.getLogger(__name__)
 
-FLOAT_BYTES = 4
 P2PD_LINKS = {
     Route.P2PD: "all-reduce over p2pd",
     Route.P2PD_RELAYED: "all-reduce over p2pd through a relay",
@@ -227,8 +226,8 @@ class GroupAverager:
                 report = await all_reduce(
                     spec,
                     self._host.carrier(),
-                    _floats(source, spec.elements, offset),
-                    _floats(result, spec.elements, offset),
+                    _totals(source, spec, offset),
+                    _totals(result, spec, offset),
                     stall_seconds=self.stall_seconds,
                     join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
                     to_thread=_to_thread,
@@ -276,8 +275,9 @@ class GroupAverager:
         return faults
 
 
-def _floats(segment: shared_memory.Segment, elements: int, offset: int) -> Any:
-    return segment.array(np.float32, elements, offset * FLOAT_BYTES)
+def _totals(segment: shared_memory.Segment, spec: RoundSpec, offset: int) -> Totals:
+    dtype = dtype_of(spec.codec)
+    return segment.array(dtype, spec.elements, offset * dtype.itemsize).view(dtype)
 
 
 async def _to_thread(work: Callable[[], T]) -> T:

@@ -134,10 +134,12 @@ class Injector:
             if drop is not None and self._claim(fault, step):
                 drop(fault.seconds)
 
-    def spoil(self, phase: Phase, step: int | None, tensor: memoryview) -> None:
+    def spoil(
+        self, phase: Phase, step: int | None, tensor: memoryview, *, wide: bool = False
+    ) -> None:
         for fault in self._due(phase, step):
             if fault.action in SPOILING and tensor.nbytes and self._claim(fault, step):
-                _alter(fault.action, tensor)
+                _alter(fault.action, tensor, wide)
 
     def _due(self, phase: Phase, step: int | None) -> list[Fault]:
         self._reload()
@@ -254,10 +256,10 @@ def cut(phase: Phase, step: int | None) -> None:
         active.cut(phase, step)
 
 
-def spoil(phase: Phase, step: int | None, tensor: memoryview | None) -> None:
-    """Here a float tensor may be altered in place."""
+def spoil(phase: Phase, step: int | None, tensor: memoryview | None, *, wide: bool = False) -> None:
+    """Here a float tensor may be altered in place; `wide`: its elements are float64."""
     if active is not None and tensor is not None:
-        active.spoil(phase, step, tensor)
+        active.spoil(phase, step, tensor, wide=wide)
 
 
 def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
@@ -283,13 +285,15 @@ def _say(what: str) -> None:
         print(f"FAULT INJECTION {what}", file=sys.stderr, flush=True)
 
 
-def _alter(action: Action, tensor: memoryview) -> None:
+def _alter(action: Action, tensor: memoryview, wide: bool) -> None:
+    number, size = ("<d", 8) if wide else ("<f", 4)
     with tensor.cast("B") as octets:
         if action is Action.NAN:
-            octets[:4] = b"\xff" * 4  # one float32, two of half its size: all ones is no number
+            octets[:size] = b"\xff" * size  # of any size of float, all ones is no number
             return
-        (value,) = struct.unpack_from("<f", octets)
-        struct.pack_into("<f", octets, 0, value + 1.0)
+        (value,) = struct.unpack_from(number, octets)
+        # A float64 is a count of something small.
+        struct.pack_into(number, octets, 0, value + (2.0**24 if wide else 1.0))
 
 
 def _fill_disk(seconds: float) -> None:

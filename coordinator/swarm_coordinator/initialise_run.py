@@ -126,13 +126,16 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
         settings.model.config, training.sequences_per_microbatch, training.dtype
     )
     staleness = settings.training_config.staleness
-    stages = plan_stages(profile, settings.stages.count, staleness=staleness)
+    exact = settings.codecs.average == "exact"
+    stages = plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
     described: list[StageRange] = []
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
         figures = {
             "work_flops": float(stage_flops(profile, stage, *ends)),
-            "memory_bytes": stage_memory_bytes(profile, stage, *ends, staleness=staleness),
+            "memory_bytes": stage_memory_bytes(
+                profile, stage, *ends, staleness=staleness, exact=exact
+            ),
         }
         described.append(stage.model_copy(update=figures))
     return tuple(described)

@@ -12,6 +12,7 @@ Shape suffixes: B sequences, T positions.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from swarm_coordinator.reference_sums import StepSums, step_sums
 from swarm_shared.clock import Clock, monotonic
 from swarm_shared.codecs.border import border
 from swarm_shared.errors import DataError
 from swarm_shared.manifest import Manifest
-from swarm_shared.model.gradients import FlatLayout, bind_gradients, global_norm, squared_norm
+from swarm_shared.model.gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, make_optimizer
@@ -68,13 +70,11 @@ def train_reference(
             computing = build_whole(manifest, device)
             put_borders(computing, manifest)
         layout = FlatLayout.of(stage)
-        gradient = layout.new_flat(stage.device)
-        bind_gradients(computing, layout, gradient)
+        sums = step_sums(computing, layout, manifest)
         for step in range(1, steps + 1):
             started = clock()
-            loss_sum, tokens = _accumulate(computing, samples(step))
-            gradient.div_(tokens)
-            norm = global_norm([squared_norm(gradient, layout, count_tied=True)])
+            loss_sum, tokens = _accumulate(computing, samples(step), sums)
+            gradient, norm = sums.take(tokens)
             if computing is not stage:
                 computing.load_state_dict(stage.state_dict())  # the next step's, before this one's
             apply_step(
@@ -84,7 +84,6 @@ def train_reference(
                 learning_rate(manifest.optimizer, manifest.training.steps, step),
                 clip_factor(norm, manifest.optimizer.clip_norm),
             )
-            gradient.zero_()
             on_step(StepRecord(step, loss_sum / tokens, tokens, clock() - started))
         return stage
 
@@ -121,18 +120,21 @@ def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
     return loss_sum / tokens
 
 
-def _accumulate(stage: Stage, microbatches: Sequence[Microbatch]) -> tuple[float, int]:
+def _accumulate(
+    stage: Stage, microbatches: Sequence[Microbatch], sums: StepSums
+) -> tuple[float, int]:
     """Add the gradients of all microbatches; the sum of losses and the number of tokens."""
-    loss_sum, tokens = 0.0, 0
+    losses: list[float] = []
+    tokens = 0
     for microbatch in microbatches:
         inputs_BT, targets_BT = _to_device(microbatch, stage.device)
         loss = stage(inputs_BT, targets_BT)
-        loss.backward()
-        loss_sum += float(loss.detach())
+        sums.add(loss)
+        losses.append(float(loss.detach()))
         tokens += targets_BT.numel()
     if tokens == 0:
         raise DataError("a step without microbatches: at least one is needed")
-    return loss_sum, tokens
+    return math.fsum(losses), tokens
 
 
 def _to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -119,7 +119,7 @@ class CodecsSection(FrozenModel):
 
     activation: Literal[ActivationCodec, "auto"] = "none"
     gradient: Literal[GradientCodec, "auto"] = "none"
-    average: AverageCodec = "none"
+    average: AverageCodec = "exact"
     largest_loss_gap: float = Field(default_factory=measured_noise, ge=0, le=1)
     up_mbit_per_second: float = Field(default=20.0, gt=0, le=1e6)
 

@@ -105,9 +105,12 @@ _SETTINGS: dict[str, str] = {
     "gradient: at the next start, until a step is applied, the pair takes its place that is "
     "fastest by what follows.",
     "codecs.gradient": 'The same, and "topk": the sixteenth of a gradient that is largest.',
-    "codecs.average": '"none", "float16" or "int8", for the average of gradients among the peers '
-    "of a stage. What a lossy one loses depends on how many average: replicas stay equal to the "
-    "bit, but the run is near its reference only, by about the codec's error.",
+    "codecs.average": '"exact", "none", "float16" or "int8", for the sums of gradients among the '
+    'peers of a stage. "exact" rounds each microbatch\'s gradient once, far below what the '
+    "optimizer notices, and adds without rounding: the run is its reference to the bit, whoever "
+    'computes what, on machines that compute alike. "none" adds float32, up to rounding. What a '
+    "lossy one loses depends on how many average: replicas stay equal to the bit, but the run is "
+    "near its reference only, by about the codec's error.",
     "codecs.largest_loss_gap": 'What "auto" may cost in held-out loss, relative; the default is '
     "the noise from seed to seed, as measured.",
     "codecs.up_mbit_per_second": 'The line that "auto" assumes volunteers to have upwards.',

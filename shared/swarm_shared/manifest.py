@@ -99,8 +99,10 @@ class CodecsConfig(FrozenModel):
     activation: ActivationCodec = "none"
     gradient: GradientCodec = "none"
     average: AverageCodec = "none"
-    """Of the all-reduce in a stage. What a lossy one loses depends on how many average, so that
-    replicas stay equal to the bit and the run is only near its reference (number 0023)."""
+    """Of the all-reduce in a stage. `exact` counts gradients instead of summing them, and the run
+    is its reference to the bit (number 0026). What a lossy one loses depends on how many average,
+    so that replicas stay equal to the bit and the run is only near its reference (number 0023).
+    `none` is what manifests from before there were codecs say."""
 
 
 class LimitsConfig(FrozenModel):

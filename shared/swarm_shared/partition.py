@@ -19,6 +19,9 @@ from swarm_shared.manifest import StageRange
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
 """float32 weight, accumulated gradient, the copy that is averaged, AdamW's two moments."""
 
+BYTES_PER_EXACT_PARAMETER = 4 + 4
+"""More where gradients are counted in float64: the accumulated ones, and the copy."""
+
 BYTES_PER_STALE_PARAMETER = 4 + 4
 """More for each step that gradients lag behind: a weight of another version, and the gradient
 that is accumulated with it."""
@@ -78,24 +81,29 @@ def stage_memory_bytes(
     is_last: bool,
     kept_microbatches: int = 1,
     staleness: int = 0,
+    exact: bool = False,
 ) -> int:
     """Device memory of a peer of this stage, without the runtime's own overhead.
 
     `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one
     more is being computed. A stage's input is part of what its graph keeps, and its output waits
     for the gradient as well. `staleness` is the run's: the steps that gradients lag behind.
+    `exact`: its gradients are counted (`codecs.average`).
     """
     parts = _parts(profile, stage_range, is_first, is_last)
     saved = sum(part.saved_activation_bytes for part in parts)
     output = 0 if is_last else profile.boundary_activation_bytes
     parameters = stage_parameters(profile, stage_range, is_first, is_last)
-    fixed = bytes_per_parameter(staleness) * parameters
+    fixed = bytes_per_parameter(staleness, exact) * parameters
     return fixed + (kept_microbatches + 1) * (saved + output)
 
 
-def bytes_per_parameter(staleness: int) -> int:
+def bytes_per_parameter(staleness: int, exact: bool) -> int:
     """Device memory that grows with a stage's parameters alone, for one of them."""
-    return BYTES_PER_PARAMETER + BYTES_PER_STALE_PARAMETER * staleness
+    stale = BYTES_PER_STALE_PARAMETER
+    if exact:
+        stale += 4
+    return BYTES_PER_PARAMETER + BYTES_PER_EXACT_PARAMETER * exact + stale * staleness
 
 
 def plan_stages(
@@ -105,6 +113,7 @@ def plan_stages(
     boundary_flops_per_byte: float = 0.0,
     kept_microbatches: int = 1,
     staleness: int = 0,
+    exact: bool = False,
 ) -> tuple[StageRange, ...]:
     """The cut whose slowest stage is fastest; among equals, the one whose largest is smallest.
 
@@ -113,7 +122,10 @@ def plan_stages(
     or two stages more than layers, the first or last holds only the embedding or the head.
     """
     _check_stage_count(profile, stage_count)
-    tables = _Tables(profile, stage_count, boundary_flops_per_byte, kept_microbatches, staleness)
+    tables = _Tables(
+        profile, stage_count, boundary_flops_per_byte, kept_microbatches,
+        bytes_per_parameter(staleness, exact),
+    )  # fmt: skip
     limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
     if memory_limit_bytes is not None:
         needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
@@ -149,7 +161,7 @@ class _Tables:
         stage_count: int,
         flops_per_byte: float,
         kept: int,
-        staleness: int,
+        parameter_bytes: int,
     ) -> None:
         self.profile = profile
         self.stage_count = stage_count
@@ -159,7 +171,7 @@ class _Tables:
         self.saved = list(accumulate(saved, initial=0))
         self.transfer = 2 * profile.boundary_activation_bytes * flops_per_byte
         self.kept = kept
-        self.bytes_per_parameter = bytes_per_parameter(staleness)
+        self.bytes_per_parameter = parameter_bytes
 
     def cost(self, stage: int, start: int, end: int) -> float:
         flops = self.flops[end] - self.flops[start]

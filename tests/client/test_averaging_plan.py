@@ -15,9 +15,12 @@ from swarm_client.averaging.codec import (
     NotFiniteError,
     check_finite,
     decode_piece,
+    dtype_of,
     encode_piece,
     exponent_is_valid,
     payload_bytes,
+    payload_is_whole,
+    payload_sizes,
     reduce_piece,
 )
 from swarm_client.averaging.errors import RoundFailure
@@ -161,7 +164,7 @@ finite_pieces = st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1,
 def test_plain_pieces_come_back_bit_for_bit(values: np.ndarray) -> None:
     encoded = encode_piece(values, "none")
     assert len(encoded.payload) == payload_bytes(len(values), "none")
-    back = decode_piece(encoded.exponent, encoded.payload, "none")
+    back = decode_piece(encoded.exponent, encoded.payload, "none", len(values))
     assert back.tobytes() == values.tobytes()
 
 
@@ -171,7 +174,7 @@ def test_float16_keeps_eleven_bits_of_any_scale(values: np.ndarray) -> None:
     encoded = encode_piece(values, "float16")
     assert len(encoded.payload) == payload_bytes(len(values), "float16")
     assert exponent_is_valid(encoded.exponent, "float16")
-    back = decode_piece(encoded.exponent, encoded.payload, "float16")
+    back = decode_piece(encoded.exponent, encoded.payload, "float16", len(values))
     exact = values.astype(np.float64)
     # Elements far below the largest fall into float16's subnormals, spaced 2**-24 of the scale.
     largest = float(np.abs(exact).max())
@@ -195,7 +198,7 @@ def test_int8_is_off_by_half_a_level_of_its_block_at_most(values: np.ndarray) ->
     encoded = encode_piece(values, "int8")
     assert len(encoded.payload) == payload_bytes(len(values), "int8")
     assert exponent_is_valid(encoded.exponent, "int8")
-    back = decode_piece(encoded.exponent, encoded.payload, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8", len(values))
     assert back.shape == values.shape
     for start in range(0, len(values), INT8_BLOCK):
         block = values[start : start + INT8_BLOCK].astype(np.float64)
@@ -211,17 +214,19 @@ def test_the_largest_floats_stay_finite_and_keep_their_sign_and_the_smallest_bec
     largest = np.finfo(np.float32).max
     values = np.array([largest, -largest, 1.0], np.float32)
     encoded = encode_piece(values, "int8")
-    back = decode_piece(encoded.exponent, encoded.payload, "int8")
+    back = decode_piece(encoded.exponent, encoded.payload, "int8", len(values))
     np.testing.assert_allclose(back, [127 * 2.0**121, -127 * 2.0**121, 0], rtol=1e-6)
     tiny = encode_piece(np.full(3, 2.0**-140, np.float32), "int8")
-    assert not decode_piece(tiny.exponent, tiny.payload, "int8").any()
+    assert not decode_piece(tiny.exponent, tiny.payload, "int8", 3).any()
 
 
 def test_an_outlier_coarsens_its_own_block_only() -> None:
     values = np.full(3 * INT8_BLOCK, 0.5, np.float32)
     values[INT8_BLOCK] = 1e4
     encoded = encode_piece(values, "int8")
-    back = decode_piece(encoded.exponent, encoded.payload, "int8").reshape(3, INT8_BLOCK)
+    back = decode_piece(encoded.exponent, encoded.payload, "int8", len(values)).reshape(
+        3, INT8_BLOCK
+    )
     np.testing.assert_allclose(back[[0, 2]], 0.5, rtol=1e-6)
     assert back[1, 0] == pytest.approx(1e4)
     assert not back[1, 1:].any()
@@ -235,7 +240,7 @@ def test_any_bytes_of_an_int8_piece_are_finite_elements_or_refused(
     size = payload_bytes(count, "int8")
     payload = memoryview(data.draw(st.binary(min_size=size, max_size=size)))
     scales = np.frombuffer(payload, "<f4", -(-count // INT8_BLOCK))
-    values = decode_piece(0, payload, "int8")
+    values = decode_piece(0, payload, "int8", count)
     assert values.shape == (count,)
     if np.abs(scales).max() <= (1 - 2.0**-24) * 2.0**121:
         check_finite(values)
@@ -250,14 +255,19 @@ def test_the_reducer_keeps_exactly_what_the_others_will_decode(
     codec: AverageCodec, count: int, elements: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    vectors = rng.standard_normal((count, elements)).astype(np.float32)
+    vectors = rng.standard_normal((count, elements)).astype(dtype_of(codec))
+    if codec == "exact":
+        vectors = np.rint(vectors * 1000)
     me = seed % count
     inputs = [None if i == me else encode_piece(vectors[i], codec) for i in range(count)]
-    kept = np.empty(elements, np.float32)
+    kept = np.empty(elements, dtype_of(codec))
     summed = reduce_piece(vectors[me], inputs, codec, kept)
-    taken = decode_piece(summed.exponent, summed.payload, codec)
+    assert summed.payload.nbytes in payload_sizes(elements, codec)
+    assert payload_is_whole(summed.payload, elements, codec)
+    taken = decode_piece(summed.exponent, summed.payload, codec, elements)
     assert kept.tobytes() == taken.tobytes()
-    np.testing.assert_allclose(kept, vectors.sum(0), atol=0.02 * count * 4)
+    lost = 0.0 if codec == "exact" else 0.02 * count * 4
+    np.testing.assert_allclose(kept, vectors.sum(0), atol=lost)
 
 
 @pytest.mark.parametrize("codec", AVERAGE_CODECS)
@@ -271,7 +281,7 @@ def test_a_header_says_no_exponent_that_its_codec_does_not_write(codec: AverageC
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_piece_that_is_not_finite_is_not_encoded(codec: AverageCodec, bad: float) -> None:
     with pytest.raises(NotFiniteError):
-        encode_piece(np.array([1, bad, 2], np.float32), codec)
+        encode_piece(np.array([1, bad, 2], dtype_of(codec)), codec)
 
 
 @unhurried

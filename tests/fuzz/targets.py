@@ -33,6 +33,7 @@ from swarm_client.averaging.codec import (
     decode_piece,
     exponent_is_valid,
     payload_bytes,
+    payload_is_whole,
 )
 from swarm_client.averaging.errors import RoundFailure
 from swarm_client.averaging.routes import Route
@@ -375,10 +376,15 @@ def decode_averaging(data: bytes) -> None:
         assert abort.reason.isprintable()
     elif header.kind is frames.Kind.PIECE:
         for codec in AVERAGE_CODECS:
-            elements = max(n for n in range(len(rest) + 1) if payload_bytes(n, codec) <= len(rest))
-            if elements and exponent_is_valid(header.exponent, codec):
+            if codec == "exact":
+                elements, payload = header.piece % 2000, memoryview(rest)
+            else:
+                lengths = range(len(rest) + 1)
+                elements = max(n for n in lengths if payload_bytes(n, codec) <= len(rest))
                 payload = memoryview(rest)[: payload_bytes(elements, codec)]
-                piece = decode_piece(header.exponent, payload, codec)
+            whole = elements > 0 and payload_is_whole(payload, elements, codec)
+            if whole and exponent_is_valid(header.exponent, codec):
+                piece = decode_piece(header.exponent, payload, codec, elements)
                 assert piece.shape == (elements,)
                 with suppress(SwarmError):
                     check_finite(piece)

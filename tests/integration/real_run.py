@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.export import merge_stages
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, wait_until
+from swarm_coordinator.processes import Child, Children, wait_until
 from swarm_coordinator.reference import StepRecord, train_reference
 from swarm_coordinator.run_folder import RunFolder
 from swarm_shared.data.sampler import microbatch
@@ -76,6 +77,11 @@ class Run:
             f"step {version}",
         )
 
+    def kill(self, process: Child) -> None:
+        """At once, as a power cut would; that it ended is no failure of the run's."""
+        self.swarm.excuse(process)
+        process.signal(signal.SIGKILL)
+
     def losses(self) -> tuple[float, ...]:
         seen = self.swarm.history()
         assert seen is not None
@@ -106,6 +112,18 @@ class Run:
         assert self.losses() == pytest.approx(self.reference_losses(steps), rel=1e-4)
         assert self.parameter_distance(steps) <= 1e-4
 
+    def assert_is_reference(self) -> None:
+        """To the bit: every step's loss and every parameter after the last one."""
+        steps = self.manifest.training.steps
+        assert list(self.losses()) == list(self.reference_losses())
+        expected = reference(self.manifest.model_dump_json(), str(self.folder.data), steps)
+        final = self.parameters(steps)
+        assert final.keys() == expected.parameters.keys()
+        unequal = [
+            name for name, t in expected.parameters.items() if not torch.equal(final[name], t)
+        ]
+        assert unequal == []
+
     def parameter_distance(self, steps: int) -> float:
         """Between this run's parameters and the reference's, over the norm of these."""
         expected = reference(self.manifest.model_dump_json(), str(self.folder.data), steps)
@@ -125,7 +143,7 @@ _cache: dict[str, Trained] = {}
 def reference(manifest_json: str, data_folder: str, steps: int | None = None) -> Trained:
     """Train the same run in this process; kept for runs that differ in their stages only.
 
-    Without codecs it does not matter where the model is cut.
+    Without codecs and with plain sums it does not matter where the model is cut.
     """
     manifest = Manifest.model_validate_json(manifest_json)
     steps = steps or manifest.training.steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from swarm_shared.messages import STAGE_PROTOCOL
@@ -55,9 +53,7 @@ def test_a_lossy_run_equals_the_reference_though_one_is_killed_and_another_joins
         swarm.start_volunteer(invite)
 
     run.wait_for_version(4)
-    killed = swarm.volunteers[0]
-    swarm.excuse(killed)
-    killed.signal(signal.SIGKILL)
+    run.kill(swarm.volunteers[0])
     swarm.start_volunteer(invite)
     history = swarm.watch(lambda *_: None)
 

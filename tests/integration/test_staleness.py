@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import pytest
 
 from integration.real_run import reference
@@ -39,14 +37,11 @@ def test_a_late_run_equals_the_reference_though_peers_die_join_and_the_coordinat
         swarm.start_volunteer(invite)
 
     run.wait_for_version(4)
-    killed = swarm.volunteers[0]
-    swarm.excuse(killed)
-    killed.signal(signal.SIGKILL)
+    run.kill(swarm.volunteers[0])
     swarm.start_volunteer(invite)
     run.wait_for_version(8)
     assert swarm.coordinator is not None
-    swarm.excuse(swarm.coordinator)
-    swarm.coordinator.signal(signal.SIGKILL)
+    run.kill(swarm.coordinator)
     swarm.coordinator.wait(30.0)
     swarm.start_coordinator()
     history = swarm.watch(lambda *_: None)

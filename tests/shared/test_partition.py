@@ -154,6 +154,18 @@ def test_a_large_model_is_planned_in_little_time():
     assert plan[-1].end_layer == 200
 
 
+def test_counted_gradients_are_twice_as_wide_where_they_are_accumulated_and_averaged():
+    profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
+    for staleness, accumulators in ((0, 1), (1, 2)):
+        plain, exact = (
+            stage_memory_bytes(profile, cut, False, False, 2, staleness, exact=exact)
+            for exact in (False, True)
+        )
+        assert exact - plain == 4 * (accumulators + 1) * stage_parameters(
+            profile, cut, False, False
+        )
+
+
 def test_gradients_that_lag_a_step_behind_take_another_weight_and_gradient():
     profile, cut = uniform(4), StageRange(first_layer=1, end_layer=3)
     at_once, lagging = (

@@ -1,6 +1,7 @@
-"""How one piece of a float32 vector becomes bytes, and back. Pure.
+"""How one piece of a vector becomes bytes, and back. Pure.
 
-    none      little-endian float32
+    exact     of a float64 vector of whole numbers: `exact_codec`'s bytes, as many as they need
+    none      little-endian float32; this and the others of a float32 vector
     float16   little-endian float16 times 2**exponent, the exponent chosen per piece so that the
               largest element lies in [2**14, 2**15]: gradients of any scale keep float16's 11
               bits without overflow, and scaling by a power of two rounds nothing
@@ -17,7 +18,8 @@ The sum is encoded once, by its reducer, and everybody decodes these bytes by op
 depend on the group: each part but the reducer's own is rounded, then the sum.
 
 A header says an exponent for float16 only. Of int8's payload any bytes of the right length decode:
-to finite elements, or, where a scale is no number, to such as `check_finite` refuses.
+to finite elements, or, where a scale is no number, to such as `check_finite` refuses. Whether a
+payload of `exact` is one is asked before (`payload_is_whole`).
 
 P: elements of one piece. B: blocks. S: elements of one block.
 """
@@ -31,10 +33,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from swarm_client.averaging import exact_codec
 from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.errors import SwarmError
 
 Float32 = NDArray[np.float32]
+Totals = NDArray[np.float32] | NDArray[np.float64]
+"""What is averaged: float64 under `exact`, float32 under all others."""
+
+_EXACT_BELOW = 2.0**53
 
 _TARGET_EXPONENT = 15
 # 2**100 and its inverse are ordinary float32; elements below 2**-115 become 0 in float16.
@@ -63,8 +70,28 @@ class EncodedPiece:
     payload: memoryview
 
 
+def dtype_of(codec: AverageCodec) -> np.dtype[np.float32] | np.dtype[np.float64]:
+    return np.dtype(np.float64) if codec == "exact" else np.dtype(np.float32)
+
+
+def payload_sizes(elements: int, codec: AverageCodec) -> range:
+    """All lengths that a payload may have."""
+    if codec == "exact":
+        return range(exact_codec.least_bytes(elements), exact_codec.most_bytes(elements) + 1)
+    size = payload_bytes(elements, codec)
+    return range(size, size + 1)
+
+
+def payload_is_whole(payload: memoryview, elements: int, codec: AverageCodec) -> bool:
+    """Whether bytes of a length that may be are a piece of so many elements."""
+    return codec != "exact" or exact_codec.is_whole(payload, elements)
+
+
 def payload_bytes(elements: int, codec: AverageCodec) -> int:
+    """The longest that a payload can be; but for `exact` the only length."""
     match codec:
+        case "exact":
+            return exact_codec.most_bytes(elements)
         case "none":
             return 4 * elements
         case "float16":
@@ -79,16 +106,22 @@ def exponent_is_valid(exponent: int, codec: AverageCodec) -> bool:
     return exponent == 0
 
 
-def encode_piece(values_P: Float32, codec: AverageCodec) -> EncodedPiece:
+def encode_piece(values_P: Totals, codec: AverageCodec) -> EncodedPiece:
     """NotFiniteError when an element is not finite (or does not fit). `none` does not copy."""
+    if codec == "exact":
+        # One pass that a NaN does not pass either.
+        if not (max(values_P.max(), -values_P.min()) < _EXACT_BELOW):
+            raise NotFiniteError
+        return EncodedPiece(0, exact_codec.encode(values_P.astype(np.float64, copy=False)))
+    narrow_P = values_P.astype(np.float32, copy=False)
     match codec:
         case "none":
-            check_finite(values_P)
-            return EncodedPiece(0, values_P.astype("<f4", copy=False).data.cast("B"))
+            check_finite(narrow_P)
+            return EncodedPiece(0, narrow_P.astype("<f4", copy=False).data.cast("B"))
         case "float16":
-            return _encode_float16(values_P)
+            return _encode_float16(narrow_P)
         case "int8":
-            return EncodedPiece(0, _encode_int8(values_P))
+            return EncodedPiece(0, _encode_int8(narrow_P))
 
 
 def _encode_float16(values_P: Float32) -> EncodedPiece:
@@ -102,9 +135,11 @@ def _encode_float16(values_P: Float32) -> EncodedPiece:
     return EncodedPiece(exponent, scaled_P.astype("<f2").data.cast("B"))
 
 
-def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec) -> Float32:
-    """The piece as float32; for `none` a view on the payload."""
+def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec, elements: int) -> Totals:
+    """The piece; for `none` a view on the payload."""
     match codec:
+        case "exact":
+            return exact_codec.decode(payload, elements)
         case "none":
             return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
         case "float16":
@@ -167,25 +202,25 @@ def _blocks(elements: int) -> int:
     return -(-elements // INT8_BLOCK)
 
 
-def check_finite(values_P: Float32, member: int | None = None) -> None:
+def check_finite(values_P: Totals, member: int | None = None) -> None:
     if not np.isfinite(values_P).all():
         raise NotFiniteError(member)
 
 
 def reduce_piece(
-    own_P: Float32, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Float32
+    own_P: Totals, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Totals
 ) -> EncodedPiece:
-    """Sum one piece over the group, in group order: member 0 + member 1 + …, in float32.
+    """Sum one piece over the group, in group order: member 0 + member 1 + …, in its own type.
 
     inputs holds what each member sent, in group order, None in this member's own place. Returns
     what goes back to the members; `out_P` gets exactly what they will decode.
     """
-    total_P: Float32 | None = None
+    total_P: Totals | None = None
     for member, encoded in enumerate(inputs):
         if encoded is None:
             values_P = own_P
         else:
-            values_P = decode_piece(encoded.exponent, encoded.payload, codec)
+            values_P = decode_piece(encoded.exponent, encoded.payload, codec, len(own_P))
         check_finite(values_P, member)
         if total_P is None:
             total_P = values_P.copy()
@@ -194,5 +229,5 @@ def reduce_piece(
                 total_P += values_P
     assert total_P is not None
     summed = encode_piece(total_P, codec)
-    out_P[:] = decode_piece(summed.exponent, summed.payload, codec)
+    out_P[:] = decode_piece(summed.exponent, summed.payload, codec, len(own_P))
     return summed

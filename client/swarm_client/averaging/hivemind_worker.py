@@ -33,6 +33,7 @@ from pydantic import BaseModel
 from swarm_client import faults, shared_memory
 from swarm_client.averaging import errors
 from swarm_client.averaging.authorizer import RunAuthorizer
+from swarm_client.averaging.codec import dtype_of
 from swarm_client.averaging.daemon_link import DaemonLink
 from swarm_client.averaging.directory import Directory
 from swarm_client.averaging.hivemind_carrier import GroupCarrier, P2pdStreams
@@ -168,7 +169,8 @@ class Worker:
             message.piece_elements,
             message.codec,
         )
-        offset_bytes = message.offset_elements * 4
+        dtype = dtype_of(spec.codec)
+        offset_bytes = message.offset_elements * dtype.itemsize
         with (
             shared_memory.attach(message.source_shm_name) as source,
             shared_memory.attach(message.result_shm_name) as result,
@@ -176,8 +178,8 @@ class Worker:
             report = await all_reduce(
                 spec,
                 carrier,
-                source.float32(message.elements, offset_bytes),
-                result.float32(message.elements, offset_bytes),
+                source.array(dtype, message.elements, offset_bytes).view(dtype),
+                result.array(dtype, message.elements, offset_bytes).view(dtype),
                 stall_seconds=message.stall_seconds,
                 join_seconds=message.join_seconds,
             )

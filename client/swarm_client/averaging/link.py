@@ -39,6 +39,9 @@ LAST_WORD_SECONDS = 0.25
 LINGER_SECONDS = 5.0
 """How long the other end may take to read the last word; the round is complete here already."""
 
+NOTHING = range(1)
+"""The sizes of no payload."""
+
 _NO_ROOM = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 OutgoingFrame = tuple[bytes, memoryview | bytes]
@@ -202,8 +205,9 @@ class Link:
 
     # ------------------------------------------------------------------------------- receiving
 
-    async def receive(self, kind: Kind, *, piece: int = 0, payload_bytes: int = 0) -> Header:
-        """The header of the next frame, which must be exactly the one expected.
+    async def receive(self, kind: Kind, *, piece: int = 0, sizes: range = NOTHING) -> Header:
+        """The header of the next frame, which must be the one expected, its payload of one of
+        these sizes.
 
         Its payload, if any, is to be read next with `receive_into`. An ABORT frame is raised as
         the failure that it tells.
@@ -214,11 +218,11 @@ class Link:
                 break
         if header.kind is Kind.ABORT:
             await self._raise_told(header)
-        seen = (header.kind, header.piece, header.payload_bytes)
-        if seen != (kind, piece, payload_bytes):
+        if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:
+            due = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             raise self.violated(
                 f"sent {header.kind.name} {header.piece} of {header.payload_bytes} bytes where "
-                f"{kind.name} {piece} of {payload_bytes} bytes is due"
+                f"{kind.name} {piece} of {due} bytes is due"
             )
         return header
 

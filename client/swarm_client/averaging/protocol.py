@@ -57,7 +57,8 @@ class Member(FrozenModel):
 
 
 class StartRound(FrozenModel):
-    """Vectors of `elements` float32 at the same element offset of two shared segments."""
+    """Vectors of `elements` at the same element offset of two shared segments; of what type, the
+    codec says."""
 
     kind: Literal["start_round"] = "start_round"
     round_id: RoundId

@@ -1,9 +1,8 @@
 """The exact all-reduce of one stage's gradients: reduce-scatter, then all-gather.
 
 The vector is cut into one slice per member (plan.py). Member i sends its part of slice r to
-reducer r; r adds the parts **in group order** in float32 and sends the sum back; everybody, r
-included, takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived
-first. Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
+reducer r; r adds the parts **in group order** and sends the sum back; everybody, r included,
+takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived first. Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
 
 Rules
 -----
@@ -39,13 +38,15 @@ from swarm_client import faults
 from swarm_client.averaging.carrier import Arrivals, Carrier
 from swarm_client.averaging.codec import (
     EncodedPiece,
-    Float32,
     NotFiniteError,
+    Totals,
     check_finite,
     decode_piece,
+    dtype_of,
     encode_piece,
     exponent_is_valid,
-    payload_bytes,
+    payload_is_whole,
+    payload_sizes,
     reduce_piece,
 )
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
@@ -87,22 +88,25 @@ class RoundReport:
 async def all_reduce(
     spec: RoundSpec,
     carrier: Carrier,
-    source: Float32,
-    result: Float32,
+    source: Totals,
+    result: Totals,
     *,
     stall_seconds: float,
     join_seconds: float | None = None,
     to_thread: ToThread = anyio.to_thread.run_sync,
 ) -> RoundReport:
-    """Sum `source` over the members into `result`, both float32 of `spec.elements`.
+    """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
 
     stall_seconds: a member silent for that long fails the round. join_seconds (default: the
     same): how long members may take to begin. Raises RoundFailed, and nothing else that a remote
     could cause. Cancelling it drops the streams, which fails the round for the others too.
     """
+    dtype = dtype_of(spec.codec)
     for name, array in (("source", source), ("result", result)):
-        if array.shape != (spec.elements,) or array.dtype != np.float32:
-            raise ValueError(f"{name} must be {spec.elements} float32, not {array.shape}")
+        if array.shape != (spec.elements,) or array.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {spec.elements} {dtype}, not {array.shape} {array.dtype}"
+            )
         if not array.flags.c_contiguous:
             raise ValueError(f"{name} must be contiguous")
     started = time.monotonic()
@@ -125,7 +129,7 @@ def _strike(spec: RoundSpec) -> None:
         faults.strike(faults.Phase.ALL_REDUCE, int(spec.round_id.split("/")[1]))
 
 
-def _copy_alone(spec: RoundSpec, source: Float32, result: Float32) -> None:
+def _copy_alone(spec: RoundSpec, source: Totals, result: Totals) -> None:
     _strike(spec)
     try:
         check_finite(source)
@@ -147,8 +151,8 @@ class _Round:
         self,
         spec: RoundSpec,
         carrier: Carrier,
-        source: Float32,
-        result: Float32,
+        source: Totals,
+        result: Totals,
         to_thread: ToThread,
     ) -> None:
         self.spec = spec
@@ -194,7 +198,7 @@ class _Round:
     def let_go(self) -> None:
         """A finished round is part of reference cycles; the shared memory must not wait for the
         garbage collector."""
-        self._source = self._result = np.empty(0, np.float32)
+        self._source = self._result = np.empty(0, dtype_of(self.spec.codec))
         self._inboxes.clear()
 
     async def _work(
@@ -292,7 +296,7 @@ class _Round:
                 Kind.PIECE, piece=piece, exponent=encoded.exponent, payload=encoded.payload
             )
 
-    def _encode_own(self, values_P: Float32) -> EncodedPiece:
+    def _encode_own(self, values_P: Totals) -> EncodedPiece:
         try:
             return encode_piece(values_P, self.spec.codec)
         except NotFiniteError as error:
@@ -305,24 +309,24 @@ class _Round:
             start, stop = part.piece(piece)
             target_P = self._result[start:stop]
             _strike(self.spec)
-            nbytes = payload_bytes(stop - start, codec)
-            header = await link.receive(Kind.SUM, piece=piece, payload_bytes=nbytes)
+            sizes = payload_sizes(stop - start, codec)
+            header = await link.receive(Kind.SUM, piece=piece, sizes=sizes)
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a sum scaled by 2**{header.exponent}")
             if codec == "none":
                 await link.receive_into(target_P.data.cast("B"))
                 decode = partial(check_finite, target_P, link.peer_index)
             else:
-                payload = np.empty(nbytes, np.uint8).data
+                payload = np.empty(header.payload_bytes, np.uint8).data
                 await link.receive_into(payload)
+                if not payload_is_whole(payload, stop - start, codec):
+                    raise link.violated("sent a sum that its bytes do not make")
                 decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
             credit.release()
             await self._off_loop(decode, stop - start)
 
-    def _decode_sum(
-        self, exponent: int, payload: memoryview, target_P: Float32, link: Link
-    ) -> None:
-        target_P[:] = decode_piece(exponent, payload, self.spec.codec)
+    def _decode_sum(self, exponent: int, payload: memoryview, target_P: Totals, link: Link) -> None:
+        target_P[:] = decode_piece(exponent, payload, self.spec.codec, len(target_P))
         check_finite(target_P, link.peer_index)
 
     # ---------------------------------------------------------------------------- as the reducer
@@ -359,14 +363,16 @@ class _Round:
         part = self._slices[self._me]
         for piece in range(part.pieces):
             start, stop = part.piece(piece)
-            nbytes = payload_bytes(stop - start, codec)
-            header = await link.receive(Kind.PIECE, piece=piece, payload_bytes=nbytes)
+            sizes = payload_sizes(stop - start, codec)
+            header = await link.receive(Kind.PIECE, piece=piece, sizes=sizes)
             if piece - self._sums_queued[member] >= self.spec.window_pieces:
                 raise link.violated("sent more than its credit")
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a piece scaled by 2**{header.exponent}")
-            payload = np.empty(nbytes, np.uint8).data
+            payload = np.empty(header.payload_bytes, np.uint8).data
             await link.receive_into(payload)
+            if not payload_is_whole(payload, stop - start, codec):
+                raise link.violated("sent a piece that its bytes do not make")
             self._inboxes[member][0].send_nowait(EncodedPiece(header.exponent, payload))
         await link.receive(Kind.BYE)
         link.quiet = True

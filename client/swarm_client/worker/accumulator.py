@@ -1,10 +1,10 @@
 """The gradients of one step, summed, and what is needed to take one of them out again.
 
-Owns one flat float32 vector on the stage's device, the set of microbatches in it, and per
-microbatch, while a byte budget lasts, the tensors from which its gradient can be computed again.
-Does not own computing gradients. Within a step the parameters that it is computed with do not
-change, so a gradient that is computed again is the same gradient, and subtracting it undoes the
-addition up to rounding.
+Owns one flat vector on the stage's device, the set of microbatches in it, and per microbatch, while
+a byte budget lasts, the tensors from which its gradient can be computed again. Does not own
+computing gradients. Within a step the parameters that it is computed with do not change, so a
+gradient that is computed again is the same gradient. Where gradients are counted (`exact_sums`),
+subtracting it undoes the addition; where they are summed in float32, up to rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swarm_client.worker.transfer import MicrobatchInput
 from swarm_shared.model import FlatLayout
+from swarm_shared.model.exact_sums import Quantum, totals_dtype
 from swarm_shared.types import MicrobatchIndex
 
 
@@ -34,8 +35,13 @@ class KeptMicrobatch:
 
 
 class Accumulator:
-    def __init__(self, layout: FlatLayout, device: torch.device, kept_budget_bytes: int) -> None:
-        self.flat = layout.new_flat(device)
+    def __init__(
+        self, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
+        quantum: Quantum | None = None,
+    ) -> None:  # fmt: skip
+        self.flat = layout.new_flat(device, totals_dtype(quantum))
+        self._layout = layout
+        self._quantum = quantum
         self._views = list(layout.views(self.flat))
         self._budget_bytes = kept_budget_bytes
         self._kept_bytes = 0
@@ -56,22 +62,35 @@ class Accumulator:
         """Add finite gradients, one per parameter, in the layout's order."""
         assert microbatch not in self._microbatches
         if gradients:
-            torch._foreach_add_(self._views, list(gradients))
+            self._add(self._views, gradients)
         self._microbatches[microbatch] = kept
         self._kept_bytes += kept.nbytes
         self._forget_oldest()
 
     def subtract(
-        self, microbatches: Iterable[MicrobatchIndex], gradients: Sequence[Tensor]
+        self, microbatches: Iterable[MicrobatchIndex], gradients: Iterable[Sequence[Tensor]]
     ) -> None:
-        """Take out microbatches whose gradients sum up to `gradients`."""
-        if gradients:
-            torch._foreach_sub_(self._views, list(gradients))
+        """Take out microbatches whose gradients, computed again, are these; all or, when computing
+        one fails, none."""
+        total: Tensor | None = None
+        for one in gradients:
+            if one and total is None:
+                total = torch.zeros_like(self.flat)
+            if total is not None:
+                self._add(list(self._layout.views(total)), one)
+        if total is not None:
+            self.flat.sub_(total)
         for microbatch in microbatches:
             kept = self._microbatches.pop(microbatch)
             self._kept_bytes -= 0 if kept is None else kept.nbytes
         if not self._microbatches:
             self.flat.zero_()  # leave no rounding behind
+
+    def _add(self, views: list[Tensor], gradients: Sequence[Tensor]) -> None:
+        if self._quantum is None:
+            torch._foreach_add_(views, list(gradients))
+        else:
+            self._quantum.add(views, gradients)
 
     def reset(self) -> None:
         self.flat.zero_()

@@ -265,18 +265,10 @@ class StageRunner:
         if set(wanted) == set(accumulator.microbatches()):
             accumulator.reset()
             return True
-        total: list[Tensor] = []
-        for microbatch in kept:
-            if microbatch is None:
-                return False
-        for microbatch in kept:
-            assert microbatch is not None
-            gradients = self._gradients_again(lane, microbatch)
-            if not total:
-                total = gradients
-            elif gradients:
-                torch._foreach_add_(total, gradients)
-        accumulator.subtract(wanted, total)
+        known = [one for one in kept if one is not None]
+        if len(known) < len(wanted):
+            return False
+        accumulator.subtract(wanted, (self._gradients_again(lane, one) for one in known))
         return True
 
     def forget(self, step: Step) -> None:

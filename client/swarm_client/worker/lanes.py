@@ -21,6 +21,7 @@ from torch import Tensor
 from swarm_client.worker.accumulator import Accumulator
 from swarm_shared.manifest import Manifest
 from swarm_shared.model import FlatLayout, Stage, build_stage
+from swarm_shared.model.exact_sums import Quantum, quantum_of
 from swarm_shared.types import StageIndex, Step, Version
 
 
@@ -28,11 +29,12 @@ class Lane:
     """One copy of the stage, and the accumulator of the step that is computed with it."""
 
     def __init__(
-        self, stage: Stage, layout: FlatLayout, device: torch.device, kept_budget_bytes: int
-    ) -> None:
+        self, stage: Stage, layout: FlatLayout, device: torch.device, kept_budget_bytes: int,
+        quantum: Quantum | None,
+    ) -> None:  # fmt: skip
         self.stage = stage
         self.parameters: list[Tensor] = [parameter for _, parameter in stage.all_parameters()]
-        self.accumulator = Accumulator(layout, device, kept_budget_bytes)
+        self.accumulator = Accumulator(layout, device, kept_budget_bytes, quantum)
 
     def take_parameters(self, other: Lane) -> None:
         """Hold the other lane's version, in this lane's own memory."""
@@ -51,8 +53,9 @@ class Lanes:
         stage = build_stage(manifest, stage_index, device)
         stages = [stage, *(copy.deepcopy(stage) for _ in range(count - 1))]
         self.layout = FlatLayout.of(stage)
+        self.quantum = quantum_of(manifest)
         budget_bytes = kept_budget_bytes // count
-        self._lanes = [Lane(one, self.layout, device, budget_bytes) for one in stages]
+        self._lanes = [Lane(one, self.layout, device, budget_bytes, self.quantum) for one in stages]
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self._lanes)

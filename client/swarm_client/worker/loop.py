@@ -30,6 +30,7 @@ from swarm_client.worker.steps import StepRunner
 from swarm_client.worker.transfer import is_finite
 from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
 from swarm_shared.manifest import Manifest
+from swarm_shared.model.exact_sums import totals_dtype
 from swarm_shared.types import Step
 
 _WORK = (protocol.Uncommit, protocol.PrepareRound, protocol.Norm, protocol.Apply)
@@ -240,7 +241,9 @@ class ComputeLoop:
                 return protocol.AccumulatedAre(request=number, microbatches=held)
             case protocol.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
-                faults.spoil(Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer)
+                self._spoil_totals(
+                    Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer
+                )
                 return protocol.RoundPrepared(
                     request=number, microbatches=microbatches,
                     finite=is_finite(self._memory.gradients),
@@ -276,7 +279,10 @@ class ComputeLoop:
     def _strike_result(self, phase: Phase, step: int) -> None:
         if faults.active is not None:
             faults.strike(phase, step)
-            faults.spoil(phase, step, self._memory.result_segment.buffer)
+            self._spoil_totals(phase, step, self._memory.result_segment.buffer)
+
+    def _spoil_totals(self, phase: Phase, step: int, totals: memoryview) -> None:
+        faults.spoil(phase, step, totals, wide=self._runner.lanes.quantum is not None)
 
     def _state(self, number: int, request: protocol.Numbered) -> protocol.Numbered:
         match request:
@@ -405,7 +411,7 @@ def _configure(
     # Last, so that no signal finds segments that `made` does not name.
     memory = WorkerMemory(
         request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
-        runner.layout.count,
+        runner.layout.count, totals_dtype(runner.lanes.quantum),
     )  # fmt: skip
     made.append((ComputeLoop(link, runner, steps, memory), memory))
     return protocol.Configured(

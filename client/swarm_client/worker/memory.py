@@ -15,19 +15,24 @@ from swarm_client.worker.errors import RequestFailed
 class WorkerMemory:
     """The three segments of one worker."""
 
-    def __init__(self, namespace: str, slots_bytes: int, slot_bytes: int, elements: int) -> None:
+    def __init__(
+        self, namespace: str, slots_bytes: int, slot_bytes: int, elements: int,
+        totals: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """`elements` of `totals` in each of the two flat vectors."""
         self.segments: list[shared_memory.Segment] = []
         try:
             self.slots = self._create(f"{namespace}.slots", slots_bytes)
             # A flat vector of a stage without parameters is empty; a segment cannot be.
-            self.gradients_segment = self._create(f"{namespace}.gradients", max(4, 4 * elements))
-            self.result_segment = self._create(f"{namespace}.result", max(4, 4 * elements))
+            flat_bytes = totals.itemsize * max(1, elements)
+            self.gradients_segment = self._create(f"{namespace}.gradients", flat_bytes)
+            self.result_segment = self._create(f"{namespace}.result", flat_bytes)
         except BaseException:
             self.unlink()
             raise
         self.slot_bytes = slot_bytes
-        self.gradients = _flat(self.gradients_segment, elements)
-        self.result = _flat(self.result_segment, elements)
+        self.gradients = _flat(self.gradients_segment, elements, totals)
+        self.result = _flat(self.result_segment, elements, totals)
 
     def _create(self, name: str, nbytes: int) -> shared_memory.Segment:
         segment = shared_memory.create(name, nbytes)
@@ -53,5 +58,5 @@ class WorkerMemory:
             segment.unlink()
 
 
-def _flat(segment: shared_memory.Segment, elements: int) -> Tensor:
-    return torch.frombuffer(segment.buffer, dtype=torch.float32)[:elements]
+def _flat(segment: shared_memory.Segment, elements: int, dtype: torch.dtype) -> Tensor:
+    return torch.frombuffer(segment.buffer, dtype=dtype)[:elements]

@@ -31,6 +31,7 @@ from swarm_shared.model import (
     save_state,
     state_to_tensors,
 )
+from swarm_shared.model.exact_sums import mean_gradient
 from swarm_shared.model.gradients import ordered_sum_of_squares
 from swarm_shared.schedule import clip_factor
 from swarm_shared.types import MicrobatchIndex, Step, Version
@@ -66,7 +67,7 @@ class StepRunner:
         if not is_finite(result):
             return SquaredNorms(0.0, 0.0, finite=False)
         # On the host, whatever the device: the same operations in the same order everywhere.
-        mean = result / step_tokens
+        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
         own_count = self._runner.layout.own_count
         return SquaredNorms(
             own=float(ordered_sum_of_squares(mean[:own_count])),
@@ -87,7 +88,8 @@ class StepRunner:
                 "applied",
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
-        mean = (result / step_tokens).to(self._runner.stage.device)
+        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
+        mean = mean.to(self._runner.stage.device)
         newest = self._runner.lanes.newest(self._runner.version)
         if lane is not newest:
             lane.take_parameters(newest)

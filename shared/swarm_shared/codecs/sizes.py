@@ -13,7 +13,7 @@ from swarm_shared.model_config import ComputeDtype
 ActivationCodec = Literal["none", "float16", "bfloat16", "int8", "int4"]
 GradientCodec = Literal["none", "float16", "bfloat16", "int8", "int4", "topk"]
 CodecName = GradientCodec
-AverageCodec = Literal["none", "float16", "int8"]
+AverageCodec = Literal["exact", "none", "float16", "int8"]
 """Of the vectors that a stage's peers average; their format is swarm_client.averaging.codec's."""
 
 ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)

@@ -49,13 +49,14 @@ class FlatLayout:
     def tied_count(self) -> int:
         return self.count - self.own_count
 
-    def new_flat(self, device: torch.device | str = "cpu") -> Tensor:
-        return torch.zeros(self.count, dtype=torch.float32, device=device)
+    def new_flat(
+        self, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        return torch.zeros(self.count, dtype=dtype, device=device)
 
     def views(self, flat: Tensor) -> Iterator[Tensor]:
         """The flat vector's parts in the parameters' shapes, sharing its memory."""
         assert flat.shape == (self.count,), "the flat vector belongs to another layout"
-        assert flat.dtype == torch.float32
         for entry in self.entries:
             yield flat[entry.offset : entry.offset + entry.count].view(entry.shape)
 

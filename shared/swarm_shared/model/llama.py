@@ -199,6 +199,9 @@ class Stage(nn.Module):
             else None
         )
         self.rotary = Rotary(config)
+        self.head_table: Tensor | None = None
+        """Where set, what the head computes with: a leaf that shares the tied table's memory, so
+        that the gradients of the table's two uses come apart."""
 
     @property
     def holds_tied_replica(self) -> bool:
@@ -262,8 +265,9 @@ class Stage(nn.Module):
         assert self.model.norm is not None, "only the last stage has a head"
         table = self.lm_head if self.lm_head is not None else self.model.embed_tokens
         assert table is not None
+        weight = table.weight if self.head_table is None else self.head_table
         with self._autocast():
-            return F.linear(self.model.norm(x_BTD), table.weight).float()
+            return F.linear(self.model.norm(x_BTD), weight).float()
 
     def _enter(self, inputs: Tensor) -> Tensor:
         if self.is_first:
