@@ -55,8 +55,10 @@ def _ours(name: AverageCodec, vector: Tensor) -> RoundTrip:
         taken = [decode_piece(one.exponent, one.payload, name, PIECE_ELEMENTS) for one in sent]
         decoded = time.perf_counter()
         nbytes = sum(one.payload.nbytes for one in sent)
-        found = np.concatenate(taken) * (QUANTUM if name == "exact" else 1.0)
-        return nbytes, encoded - began, decoded - encoded, torch.from_numpy(found)
+        found = torch.from_numpy(np.concatenate(taken))
+        if name == "exact":
+            found = found * QUANTUM
+        return nbytes, encoded - began, decoded - encoded, found
 
     return turn
 

@@ -16,7 +16,7 @@ from swarm_client.averaging.codec import (
     payload_sizes,
     reduce_piece,
 )
-from swarm_client.averaging.exact_codec import BLOCK, WIDEST, blocks
+from swarm_client.averaging.exact_codec import BLOCK, blocks
 
 unhurried = settings(max_examples=80, deadline=None)
 LARGEST = 2**53 - 1

@@ -251,7 +251,7 @@ def test_a_setting_of_this_machine_alone_may_change(change: str):
 def test_averages_have_a_codec_of_their_own():
     assert parse_run_toml("").codecs.average == "exact"
     assert parse_run_toml('[codecs]\naverage = "int8"\n').codecs.average == "int8"
-    with pytest.raises(ConfigurationError, match=r"\[codecs\] average must be 'none', 'float16'"):
+    with pytest.raises(ConfigurationError, match=r"\[codecs\] average must be 'exact', 'none'"):
         parse_run_toml('[codecs]\naverage = "int4"\n')
 
 

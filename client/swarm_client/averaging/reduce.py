@@ -2,7 +2,8 @@
 
 The vector is cut into one slice per member (plan.py). Member i sends its part of slice r to
 reducer r; r adds the parts **in group order** and sends the sum back; everybody, r included,
-takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived first. Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
+takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived first.
+Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
 
 Rules
 -----

@@ -64,8 +64,9 @@ class Quantum:
         for total, gradient in zip(totals, gradients, strict=True):
             # On a processor a window at a time, so that counts never leave its cache.
             size = _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
-            windows = total.view(-1).split(size), gradient.reshape(-1).split(size)
-            for window, part in zip(*windows, strict=True):
+            windows = torch.split(total.view(-1), size)
+            parts = torch.split(gradient.reshape(-1), size)
+            for window, part in zip(windows, parts, strict=True):
                 window.add_(self.counts(part))
 
     def mean(self, counts: Tensor, tokens: int) -> Tensor:
