@@ -31,6 +31,7 @@ import click
 import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
@@ -52,6 +53,7 @@ WINDOW_SECONDS = 5.0
 PATIENCE_SECONDS = 180.0
 
 SETTINGS: dict[str, object] = {
+    **PLAIN_BORDERS,
     "run.name": "faults",
     "model.hidden_size": 32,
     "model.intermediate_size": 64,

@@ -24,6 +24,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
@@ -68,7 +69,7 @@ def make_run(folder: Path, case: Case, steps: int, microbatches: int) -> Manifes
             "training.microbatches_per_step": microbatches,
             "training.sequences_per_microbatch": 2, "training.evaluation_microbatches": 0,
             "checkpoint.every_steps": steps, "network.listen_host": "127.0.0.1",
-            "rebalancing.rule": "none",
+            "rebalancing.rule": "none", **PLAIN_BORDERS,
             "limits.starting_peers_per_stage": min(len(peers) for peers in case.seconds),
         },
     )  # fmt: skip

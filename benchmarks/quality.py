@@ -28,7 +28,7 @@ from typing import Any
 import click
 
 from benchmarks.outcome import result_head, write_result
-from benchmarks.run_data import RunData
+from benchmarks.run_data import PLAIN_BORDERS, RunData
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.reference import StepRecord, evaluate, train_reference
 from swarm_coordinator.run_folder import RunFolder
@@ -59,6 +59,7 @@ PAIRS: tuple[tuple[ActivationCodec, GradientCodec], ...] = (
 """Activation and gradient; the first is what the others are compared with."""
 
 SETTINGS: dict[str, object] = {
+    **PLAIN_BORDERS,
     "run.name": "quality",
     "model.hidden_size": 64,
     "model.intermediate_size": 176,

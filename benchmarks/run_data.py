@@ -16,6 +16,9 @@ from swarm_shared.data.sampler import Int64, microbatch
 from swarm_shared.data.shards import open_shards
 from swarm_shared.manifest import Manifest
 
+PLAIN_BORDERS = {"codecs.activation": "none", "codecs.gradient": "none"}
+"""Settings of a run whose tensors cross uncompressed: what plain torch computes, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:

@@ -21,7 +21,7 @@ import click
 
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
 from benchmarks.outcome import result_head, work_folder, write_result
-from benchmarks.run_data import TimedStep
+from benchmarks.run_data import PLAIN_BORDERS, TimedStep
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.summary import table
 from swarm_shared.model_config import PRESETS
@@ -73,7 +73,7 @@ def _measure(
         initialise_run(templates[shape], preset, stages=stages, overrides={
             "training.steps": steps, "training.evaluation_microbatches": 0,
             "run.name": "benchmark", "network.listen_host": "127.0.0.1",
-            "limits.starting_peers_per_stage": peers,
+            "limits.starting_peers_per_stage": peers, **PLAIN_BORDERS,
         })  # fmt: skip
     results: Results = {name: [] for name in chosen}
     for repetition in range(1, repetitions + 1):

@@ -17,6 +17,7 @@ from typing import Any
 import click
 
 from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
 from swarm_coordinator.history import History
@@ -54,6 +55,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
     initialise_run(run_dir, preset, stages=stages, overrides={
         "training.steps": steps, "training.evaluation_microbatches": 0, "run.name": "counted",
         "network.listen_host": "127.0.0.1", "limits.starting_peers_per_stage": 1,
+        **PLAIN_BORDERS,
     })  # fmt: skip
     with Children() as children:
         swarm = LocalSwarm(run_dir, children)

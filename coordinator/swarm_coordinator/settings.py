@@ -117,8 +117,8 @@ AUTO: Literal["auto"] = "auto"
 class CodecsSection(FrozenModel):
     """`auto` is a request: making the run or its manifest puts names of codecs in its place."""
 
-    activation: Literal[ActivationCodec, "auto"] = "none"
-    gradient: Literal[GradientCodec, "auto"] = "none"
+    activation: Literal[ActivationCodec, "auto"] = "int8"
+    gradient: Literal[GradientCodec, "auto"] = "int8"
     average: AverageCodec = "exact"
     largest_loss_gap: float = Field(default_factory=measured_noise, ge=0, le=1)
     up_mbit_per_second: float = Field(default=20.0, gt=0, le=1e6)

@@ -101,7 +101,8 @@ _SETTINGS: dict[str, str] = {
     "limits.lease_seconds": "Time a trainer has for a microbatch.",
     "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
     "codecs.activation": '"none", "float16", "bfloat16", "int8" (a quarter of the bytes) or "int4" '
-    '(an eighth); docs/benchmarks.md has what each costs in loss. Or "auto", here and for the '
+    '(an eighth); docs/benchmarks.md has what each costs in loss: "int8" nothing that could be '
+    'measured. Or "auto", here and for the '
     "gradient: at the next start, until a step is applied, the pair takes its place that is "
     "fastest by what follows.",
     "codecs.gradient": 'The same, and "topk": the sixteenth of a gradient that is largest.',

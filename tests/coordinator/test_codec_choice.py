@@ -144,8 +144,8 @@ def test_init_writes_down_what_it_chose_and_says_why(tmp_path: Path):
 
 def test_auto_that_is_written_later_is_followed_once_and_keeps_every_other_word(tmp_path: Path):
     folder = make_run(tmp_path / "run")
-    edit(folder, 'activation = "none"', 'activation = "auto"  # whatever is best')
-    edit(folder, 'gradient = "none"', 'gradient = "auto"')
+    edit(folder, 'activation = "int8"', 'activation = "auto"  # whatever is best')
+    edit(folder, 'gradient = "int8"', 'gradient = "auto"')
     edit(folder, "up_mbit_per_second = 20.0", "up_mbit_per_second = 0.01")
     asked = folder.settings.read_text()
     said: list[str] = []

@@ -15,6 +15,7 @@ from swarm_coordinator.settings import (
     settings_differences,
 )
 from swarm_coordinator.settings_file import _SECTIONS, _SETTINGS, render_run_toml, toml_value
+from swarm_shared.codecs.quality import quality_table
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.manifest import DataConfig, Manifest, ShardInfo, StageRange
 from swarm_shared.model_config import PRESETS, preset
@@ -246,6 +247,13 @@ def test_a_changed_setting_that_the_manifest_fixes_is_named(change: str, value: 
 def test_a_setting_of_this_machine_alone_may_change(change: str):
     manifest = manifest_for(default_settings("tiny"))
     assert settings_differences(default_settings("tiny", overrides={change: 9}), manifest) == []
+
+
+def test_between_stages_the_cheapest_codec_is_the_default_whose_cost_in_loss_is_within_the_noise():
+    default = parse_run_toml("").codecs
+    assert (default.activation, default.gradient) == ("int8", "int8")
+    table = quality_table()
+    assert table.pairs["int8 / int8"].gap <= 0 < table.pairs["int8 / int4"].gap
 
 
 def test_averages_have_a_codec_of_their_own():
