@@ -60,9 +60,6 @@ class Segment:
             )
         return np.frombuffer(self._map, dtype, count, offset)
 
-    def float32(self, count: int, offset: int = 0) -> NDArray[np.float32]:
-        return self.array(np.float32, count, offset).view(np.float32)
-
     def close(self) -> None:
         """Give up this process's use. Arrays made from it stay valid until they are dropped."""
         if self._descriptor is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import click
 
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.events import CheckpointRecord
-from swarm_coordinator.history import HistoryStep, steps_document
+from swarm_coordinator.history import HistoryStep, history, steps_document
 from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.records import read_checkpoints
 from swarm_coordinator.run_folder import RunFolder
@@ -108,6 +109,28 @@ def reference_command(
             _write_steps(json_file, done)
     if heldout is not None:
         click.echo(f"held-out loss: {heldout:.4f}")
+    place = place_of(folder)
+    if is_there(place):
+        click.echo(compared(history(place).steps, done, manifest))
+
+
+def compared(run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest: Manifest) -> str:
+    """What a person is told of a run's losses beside those of one process."""
+    of_run = {step.step: step.loss for step in run}
+    both = [(step.step, of_run[step.step], step.loss) for step in alone if step.step in of_run]
+    if not both:
+        return "the run itself has made none of these steps yet"
+    unequal = [(abs(found / loss - 1), step) for step, found, loss in both if found != loss]
+    count = f"{len(both)} step{'s' if len(both) > 1 else ''}"
+    if not unequal:
+        return f"the run's losses are the same, to the bit, in all {count}"
+    farthest, step = max(unequal)
+    said = f"the run's losses differ from these in {len(unequal)} of {count}, by {farthest:.1e} at "
+    said += f"most (step {step})"
+    average = manifest.codecs.average
+    if average == "exact":
+        return f"{said}: its machines compute unlike this one (another device or number of threads)"
+    return f'{said}; sums that no order changes need [codecs] average = "exact", not "{average}"'
 
 
 def _train(

@@ -44,7 +44,9 @@ class Peer:
         self.averager.stall_seconds = 20.0
         hint = f"swarm-test-{os.getpid()}"
         self.segments = [shared_memory.create(hint, 4 * elements) for _ in range(2)]
-        self.source, self.result = (each.float32(elements) for each in self.segments)
+        self.source, self.result = (
+            each.array(np.float32, elements).view(np.float32) for each in self.segments
+        )
         rng = np.random.default_rng(seed)
         self.source[:] = rng.standard_normal(elements, dtype=np.float32)
         self.result[:] = SENTINEL

@@ -64,7 +64,9 @@ class Vectors:
     def __init__(self, elements: int, seed: int) -> None:
         self.segments = [shared_memory.create(f"swarm-test-{os.getpid()}", 4 * elements)
                          for _ in range(2)]  # fmt: skip
-        self.source, self.result = (each.float32(elements) for each in self.segments)
+        self.source, self.result = (
+            each.array(np.float32, elements).view(np.float32) for each in self.segments
+        )
         rng = np.random.default_rng(seed)
         self.source[:] = rng.standard_normal(elements, dtype=np.float32)
         self.result[:] = SENTINEL

@@ -24,18 +24,18 @@ def test_two_processes_see_the_same_numbers_and_the_attacher_does_not_remove_the
     prefix: str,
 ) -> None:
     with shared_memory.create(prefix, 4000) as segment:
-        segment.float32(1000)[:] = np.arange(1000)
+        segment.array(np.float32, 1000)[:] = np.arange(1000)
         code = (
             "import sys; from swarm_client import shared_memory as s;"
-            "a = s.attach(sys.argv[1]).float32(10, 4 * 990); a *= 2; print(float(a[9]))"
+            "a = s.attach(sys.argv[1]).array('f4', 10, 4 * 990); a *= 2; print(float(a[9]))"
         )
         told = subprocess.run(
             [sys.executable, "-c", code, segment.name], check=True, capture_output=True, text=True
         )
         assert told.stdout == "1998.0\n"
         assert told.stderr == ""
-        assert segment.float32(1000)[999] == 1998
-        assert segment.float32(1000)[989] == 989
+        assert segment.array(np.float32, 1000)[999] == 1998
+        assert segment.array(np.float32, 1000)[989] == 989
         with shared_memory.attach(segment.name) as again:
             assert again.nbytes == 4000
         segment.unlink()
@@ -58,7 +58,7 @@ def test_a_new_segment_is_private_zeroed_and_of_the_size_asked_for(prefix: str) 
 
 def test_arrays_outlive_the_closing_of_their_segment(prefix: str) -> None:
     segment = shared_memory.create(prefix, 400)
-    array = segment.float32(100)
+    array = segment.array(np.float32, 100)
     segment.unlink()
     segment.close()
     segment.close()

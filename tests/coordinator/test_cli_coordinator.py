@@ -20,11 +20,14 @@ from shell_world import make_run
 
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.cli import cli, run
+from swarm_coordinator.commands_model import compared
 from swarm_coordinator.events import AppliedStep, CheckpointRecord, EvaluationRecord, RunFinished
+from swarm_coordinator.history import HistoryStep
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_manifest
 from swarm_shared.invite import Invite
+from swarm_shared.manifest import CodecsConfig
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.optimizer import make_optimizer
 from swarm_shared.model.state import save_state, state_to_tensors
@@ -217,6 +220,29 @@ def test_the_reference_writes_the_same_form(
     assert [s["step"] for s in document["steps"]] == [1, 2]
     assert set(document["steps"][0]) == {"step", "loss", "tokens", "seconds"}
     assert "step 2 loss" in capsys.readouterr().out
+
+
+def step_of(number: int, loss: float) -> HistoryStep:
+    return HistoryStep(Step(number), loss, 128, 0.5, written_at=0.0)
+
+
+@pytest.mark.parametrize(
+    ("losses", "average", "said"),
+    [
+        ([4.0, 2.0], "exact", "the same, to the bit, in all 2 steps"),
+        ([4.0], "none", "the same, to the bit, in all 1 step"),
+        ([], "exact", "has made none of these steps"),
+        ([4.0, 2.0002], "exact", "in 1 of 2 steps, by 1.0e-04 at most (step 2): its machines"),
+        ([4.0, 2.0002], "int8", 'need [codecs] average = "exact", not "int8"'),
+    ],
+)
+def test_a_person_is_told_whether_the_run_is_its_reference(
+    losses: list[float], average: str, said: str, folder: RunFolder
+) -> None:
+    manifest = load_manifest(folder)
+    manifest = manifest.model_copy(update={"codecs": CodecsConfig(average=average)})
+    run_steps = [step_of(number, loss) for number, loss in enumerate(losses, 1)]
+    assert said in compared(run_steps, [step_of(1, 4.0), step_of(2, 2.0)], manifest)
 
 
 def test_a_reference_that_could_not_write_its_file_does_not_train_first(

@@ -253,7 +253,7 @@ def test_between_stages_the_cheapest_codec_is_the_default_whose_cost_in_loss_is_
     default = parse_run_toml("").codecs
     assert (default.activation, default.gradient) == ("int8", "int8")
     table = quality_table()
-    assert table.pairs["int8 / int8"].gap <= 0 < table.pairs["int8 / int4"].gap
+    assert table.pairs["int8 / int8"].gap_relative <= 0 < table.pairs["int8 / int4"].gap_relative
 
 
 def test_averages_have_a_codec_of_their_own():
