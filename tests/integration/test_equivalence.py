@@ -9,11 +9,11 @@ import pytest
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize(("stages", "average"), [(2, "exact"), (3, "none")])
 def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
-    make_run, stages: int
+    make_run, stages: int, average: str
 ) -> None:
-    run = make_run(stages, steps=20)
+    run = make_run(stages, steps=20, codecs__average=average)
     swarm = run.swarm
     invite = swarm.start_coordinator()
     for _ in range(2 * stages):

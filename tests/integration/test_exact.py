@@ -30,7 +30,7 @@ def test_a_run_is_its_reference_to_the_bit_though_peers_die_join_and_the_coordin
 
     assert swarm.wait_for_goodbye() == []
     assert sum(c.microbatches for c in history.contributions) == 16 * 12 * 2
-    run.assert_is_reference()
+    run.assert_equals_reference()
 
 
 def test_with_int8_between_stages_and_late_gradients_it_still_is(make_run) -> None:
@@ -49,4 +49,4 @@ def test_with_int8_between_stages_and_late_gradients_it_still_is(make_run) -> No
     swarm.watch(lambda *_: None)
 
     assert swarm.wait_for_goodbye() == []
-    run.assert_is_reference()
+    run.assert_equals_reference()
