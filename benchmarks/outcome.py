@@ -40,11 +40,15 @@ def work_folder(name: str, *failures: type[Exception]) -> Iterator[Path]:
     shutil.rmtree(work)
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 def result_head(packages: Sequence[str]) -> dict[str, Any]:
     """When and on what machine: the first entries of a result file."""
     return {
         "version": 1,
-        "measured_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "measured_at": now(),
         "machine": describe_machine(packages),
     }
 

@@ -9,6 +9,7 @@ run meanwhile. docs/benchmarks.md says what is compared and how.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,8 +18,9 @@ from typing import Any
 
 import click
 
-from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.outcome import now, result_head, work_folder, write_result
 from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.kept import kept_mixes
 from benchmarks.wan.measure import STAGES, Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
@@ -45,11 +47,17 @@ SERVER = "server"
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1),
               help="Of a step.")  # fmt: skip
 @click.option("--check/--no-check", default=True, help="Measure the lines first.")
+@click.option(
+    "--keep",
+    is_flag=True,
+    help="Keep the result's other mixes, if they were measured in the same way.",
+)
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(
     mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
-    repetitions: int, seconds: float, microbatches: int, check: bool, mix_file: Path, out: Path,
+    repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, mix_file: Path,
+    out: Path,
 ) -> None:  # fmt: skip
     """Measure the swarm and its opponents over emulated lines."""
     if warmup + cooldown >= steps:
@@ -77,10 +85,16 @@ def main(
             "contenders": {name: CONTENDERS[name].title for name in chosen},
             "mixes": found,
         }  # fmt: skip
+        if keep and out.exists():
+            before = json.loads(out.read_text())
+            found |= kept_mixes(before, document)
+            document["contenders"] = before["contenders"] | document["contenders"]
         missing: list[str] = []
         for name in mixes or tuple(file.mixes):
             try:
-                found[name] = measure_mix(file.mix(name), server, templates, plan, work / name)
+                began = {"measured_at": now(), "load_before": os.getloadavg()[0]}
+                mix = measure_mix(file.mix(name), server, templates, plan, work / name)
+                found[name] = {**began, **mix}
             except SwarmError as error:
                 missing.append(name)
                 click.echo(f"benchmark: {name} is left out: {error}", err=True)
