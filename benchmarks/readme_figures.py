@@ -219,15 +219,22 @@ def wan_markdown(document: Mapping[str, Any]) -> str:
     machine, model = document["machine"], document["model"]
     measured = document["steps"] - document["warmup_steps"] - document["cooldown_steps"]
     lines = [
-        f"{document['measured_at'][:10]}, {machine['cpu_count']} cores ({machine['processor']}), "
-        f"load {document['load_before']:.1f} before; medians of {document['repetitions']} "
-        f"repetition(s) of {measured} steps. "
-        f"{document['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
+        f"{machine['cpu_count']} cores ({machine['processor']}); medians of runs of {measured} "
+        f"measured steps. {document['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
         f"{document['microbatches_per_step']} microbatches a step, float32; an ordinary machine "
         f"computes a stage's microbatch in {document['microbatch_seconds']:g} s.",
     ]
     for mix in document["mixes"].values():
-        lines += ["", f"**{mix['name']}**: {_fleet(mix)}.", "", *_wan_table(document, mix)]
+        runs = max(len(one["tokens_per_second_all"]) for one in mix["contenders"].values())
+        when = mix.get("measured_at", document["measured_at"])
+        load = mix.get("load_before", document["load_before"])
+        lines += [
+            "",
+            f"**{mix['name']}**, {when[:10]} {when[11:16]}, load {load:.1f} before, {runs} "
+            f"run{'s' if runs > 1 else ''} each: {_fleet(mix)}.",
+            "",
+            *_wan_table(document, mix),
+        ]
     return "\n".join(lines)
 
 

@@ -24,8 +24,8 @@ def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     unlike = [name for name in _SAME if before.get(name) != now[name]]
     if unlike:
         raise UsageError(
-            f"the file's mixes were measured with another {', '.join(unlike)}; leave out --keep, or "
-            "write to another file with --out"
+            f"the file's mixes were measured with another {', '.join(unlike)}; leave out --keep, "
+            "or write to another file with --out"
         )
     head = {"measured_at": before["measured_at"], "load_before": before["load_before"]}
     return {name: {**head, **mix} for name, mix in before["mixes"].items()}
