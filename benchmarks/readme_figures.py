@@ -220,9 +220,10 @@ def wan_markdown(document: Mapping[str, Any]) -> str:
     measured = document["steps"] - document["warmup_steps"] - document["cooldown_steps"]
     lines = [
         f"{machine['cpu_count']} cores ({machine['processor']}); medians of runs of {measured} "
-        f"measured steps. {document['stages']} stages, width {model['hidden_size']}, {model['layers']} layers, "
-        f"{document['microbatches_per_step']} microbatches a step, float32; an ordinary machine "
-        f"computes a stage's microbatch in {document['microbatch_seconds']:g} s.",
+        f"measured steps. {document['stages']} stages, width {model['hidden_size']}, "
+        f"{model['layers']} layers, {document['microbatches_per_step']} microbatches a step, "
+        "float32; an ordinary machine computes a stage's microbatch in "
+        f"{document['microbatch_seconds']:g} s.",
     ]
     for mix in document["mixes"].values():
         runs = max(len(one["tokens_per_second_all"]) for one in mix["contenders"].values())

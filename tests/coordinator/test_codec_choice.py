@@ -53,7 +53,8 @@ def test_on_a_slow_line_fewer_bytes_win_among_what_the_budget_allows():
         # So slow that no time of encoding shows.
         asked = settings(largest_loss_gap=budget, up_mbit_per_second=0.01)
         found, why = with_codecs_chosen(asked, table(**gaps))
-        assert found.codecs.config == CodecsConfig(activation=chosen, gradient=chosen)
+        pair = CodecsConfig(activation=chosen, gradient=chosen, average="exact")
+        assert found.codecs.config == pair
         assert f"{chosen} for activations, {chosen} for gradients" in why
         assert "0.01 Mbit/s" in why
 
@@ -77,7 +78,7 @@ def test_of_a_long_activation_a_part_is_measured_and_the_whole_is_reckoned():
 def test_a_single_stage_has_no_border_and_nothing_is_measured():
     alone = default_settings("tiny", stages=1, overrides=AUTO)
     found, why = with_codecs_chosen(alone, clock=lambda: pytest.fail("it is measured"))
-    assert found.codecs.config == CodecsConfig()
+    assert found.codecs.config == CodecsConfig(average="exact")
     assert "no border" in why
 
 

@@ -211,6 +211,7 @@ def manifest_for(settings: RunSettings) -> Manifest:
         optimizer=settings.optimizer,
         limits=settings.limits,
         checkpoint_steps=settings.checkpoint.every_steps,
+        codecs=settings.codecs.config,
     )
 
 
@@ -230,7 +231,7 @@ def test_an_unchanged_file_differs_in_nothing_from_its_manifest():
         ("training.dtype", "bfloat16", "[training] dtype is 'bfloat16'"),
         ("optimizer.beta2", 0.9, "[optimizer] beta2 is 0.9"),
         ("limits.lease_seconds", 7.0, "[limits] lease_seconds is 7.0"),
-        ("codecs.gradient", "int8", "[codecs] gradient is 'int8' in run.toml but 'none'"),
+        ("codecs.gradient", "none", "[codecs] gradient is 'none' in run.toml but 'int8'"),
         ("checkpoint.every_steps", 7, "[checkpoint] every_steps is 7"),
         ("data.tokenizer", "bpe", "[data] tokenizer is 'bpe'"),
     ],
