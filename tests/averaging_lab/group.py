@@ -14,10 +14,12 @@ import trio
 from averaging_lab.membership import RUN
 from swarm_client import shared_memory
 from swarm_client.averager import GroupAverager
+from swarm_client.averaging.codec import dtype_of
 from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
+from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.identity import Identity
 from swarm_shared.messages import CarrierAddress, PeerRecord, Reduction, Roster
 from swarm_shared.network import Node, open_node
@@ -43,12 +45,18 @@ class Peer:
         self.averager.bind(node, self.roster, RUN)
         self.averager.stall_seconds = 20.0
         hint = f"swarm-test-{os.getpid()}"
-        self.segments = [shared_memory.create(hint, 4 * elements) for _ in range(2)]
+        self.segments = [shared_memory.create(hint, 8 * elements) for _ in range(2)]
+        self.gradient = np.random.default_rng(seed).standard_normal(elements, dtype=np.float32)
+        self.use_codec("none")
+
+    def use_codec(self, codec: AverageCodec) -> None:
+        """Average the same gradient so; in whole counts of a millionth where it is exact."""
+        self.averager.codec = codec
+        dtype = dtype_of(codec)
         self.source, self.result = (
-            each.array(np.float32, elements).view(np.float32) for each in self.segments
+            each.array(dtype, self.elements).view(dtype) for each in self.segments
         )
-        rng = np.random.default_rng(seed)
-        self.source[:] = rng.standard_normal(elements, dtype=np.float32)
+        self.source[:] = np.rint(self.gradient * 1e6) if codec == "exact" else self.gradient
         self.result[:] = SENTINEL
 
     @property

@@ -160,9 +160,24 @@ async def test_with_and_without_hivemind_members_average_in_the_runs_codec(tmp_p
         assert sent < plain * 0.3
 
 
+async def test_whole_counts_are_summed_without_a_loss_over_both_carriers_in_fewer_bytes(
+    tmp_path: Path,
+) -> None:
+    async with group(tmp_path, [True, True, False], SMALL) as g:
+        plain = await sent_in_a_round(g, "none")
+        sent = await sent_in_a_round(g, "exact")
+        assert routes_used(g.peers) == {"p2pd", "host"}
+        counts = [peer.source.astype(np.int64) for peer in g.peers]
+        assert g.peers[0].result.dtype == np.float64
+        for peer in g.peers:
+            assert np.array_equal(peer.result.astype(np.int64), sum(counts))
+        # Three bytes each, in float32 four.
+        assert sent < plain * 0.77
+
+
 async def test_a_member_with_another_codec_fails_the_round_before_any_data(tmp_path: Path) -> None:
     async with group(tmp_path, [False, False], SMALL) as g:
-        g.peers[0].averager.codec = "int8"
+        g.peers[0].use_codec("int8")
         failures = await g.round()
         assert set(failures) == {peer.id for peer in g.peers}
         assert any("another plan" in str(failure) for failure in failures.values())
@@ -172,7 +187,7 @@ async def sent_in_a_round(g: Group, codec: AverageCodec) -> int:
     """Bytes that all members sent."""
     before = sum(sum(peer.carried().values()) for peer in g.peers)
     for peer in g.peers:
-        peer.averager.codec = codec
+        peer.use_codec(codec)
     assert await g.round() == {}
     return sum(sum(peer.carried().values()) for peer in g.peers) - before
 
