@@ -41,13 +41,11 @@ MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", 
 
 CODECS: dict[str, CodecsConfig] = {
     "none": CodecsConfig(),
-    "exact": CodecsConfig(average="exact"),
     "float16": CodecsConfig(activation="float16", gradient="float16"),
-    "bfloat16": CodecsConfig(activation="bfloat16", gradient="bfloat16"),
     "int8": CodecsConfig(activation="int8", gradient="int8"),
-    "int8-int4": CodecsConfig(activation="int8", gradient="int4"),
-    "int8-exact": CodecsConfig(activation="int8", gradient="int8", average="exact"),
-    "int8-int4-exact": CodecsConfig(activation="int8", gradient="int4", average="exact"),
+    "exact": CodecsConfig(average="exact"),
+    "exact-int8": CodecsConfig(activation="int8", gradient="int8", average="exact"),
+    "exact-int8-int4": CodecsConfig(activation="int8", gradient="int4", average="exact"),
     "average-float16": CodecsConfig(average="float16"),
     "average-int8": CodecsConfig(average="int8"),
 }
