@@ -10,17 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_shared.manifest import (
-    CodecsConfig,
-    DataConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
+from client.test_worker_compute import make_manifest
+from swarm_shared.manifest import CodecsConfig, Manifest
 from swarm_shared.model.exact_sums import EXACT_BITS, Quantum, mean_gradient, quantum_of
-from swarm_shared.model_config import ModelConfig
 
 unhurried = settings(max_examples=60, deadline=None)
 
@@ -28,25 +20,17 @@ unhurried = settings(max_examples=60, deadline=None)
 def manifest(
     microbatches: int = 4, sequences: int = 2, epsilon: float = 1e-6, average: str = "exact"
 ) -> Manifest:
-    shards = tuple(
-        ShardInfo(name=f"{split}.tokens", split=split, tokens=1000, sha256="0" * 64)
-        for split in ("train", "heldout")
+    plain = make_manifest(1)
+    training = plain.training.model_copy(
+        update={"microbatches_per_step": microbatches, "sequences_per_microbatch": sequences}
     )
-    return Manifest(
-        name="test",
-        organiser="organiser",
-        model=ModelConfig(
-            vocabulary_size=64, hidden_size=32, intermediate_size=48, layers=1, heads=4,
-            key_value_heads=2, sequence_length=16,
-        ),
-        stages=(StageRange(first_layer=0, end_layer=1),),
-        data=DataConfig(token_bytes=1, shards=shards, tokenizer="bytes", unigram_entropy_nats=3.0),
-        training=TrainingConfig(
-            steps=10, microbatches_per_step=microbatches, sequences_per_microbatch=sequences, seed=5
-        ),
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0, epsilon=epsilon),
-        codecs=CodecsConfig(average=average),
-    )  # fmt: skip
+    return plain.model_copy(
+        update={
+            "training": training,
+            "optimizer": plain.optimizer.model_copy(update={"epsilon": epsilon}),
+            "codecs": CodecsConfig(average=average),
+        }
+    )
 
 
 def gradients(count: int, seed: int) -> list[torch.Tensor]:
