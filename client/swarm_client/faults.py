@@ -292,8 +292,9 @@ def _alter(action: Action, tensor: memoryview, wide: bool) -> None:
             octets[:size] = b"\xff" * size  # of any size of float, all ones is no number
             return
         (value,) = struct.unpack_from(number, octets)
-        # A float64 is a count of something small.
-        struct.pack_into(number, octets, 0, value + (2.0**24 if wide else 1.0))
+        # A float64 is a count of something small: this many are a tenth and more of a mean gradient
+        # (`swarm_shared.model.exact_sums`, with the default epsilon).
+        struct.pack_into(number, octets, 0, value + (2.0**34 if wide else 1.0))
 
 
 def _fill_disk(seconds: float) -> None:

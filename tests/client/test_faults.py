@@ -118,6 +118,19 @@ def test_a_tensor_is_altered_as_the_plan_says(plan: Path) -> None:
     assert math.isnan(struct.unpack("<3f", tensor)[0])
 
 
+def test_counts_are_altered_by_as_much_of_a_gradient(plan: Path) -> None:
+    faults.activate("a", os.getpid())
+    counts = bytearray(struct.pack("<2d", 5.0, 7.0))
+    write(plan, step=1, action="corrupt")
+    faults.spoil(Phase.NORM, 1, memoryview(counts), wide=True)
+    assert struct.unpack("<2d", counts) == (5.0 + 2.0**34, 7.0)
+    write(plan, id="other", step=2, action="nan")
+    faults.spoil(Phase.NORM, 2, memoryview(counts), wide=True)
+    first, second = struct.unpack("<2d", counts)
+    assert math.isnan(first)
+    assert second == 7.0
+
+
 def test_the_first_number_of_a_file_of_tensors_is_altered(plan: Path, tmp_path: Path) -> None:
     faults.activate("a", os.getpid())
     write(plan, phase=Phase.CHECKPOINT, action="corrupt")

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from integration.real_run import PATIENCE_SECONDS, Run
 from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
 from swarm_coordinator.processes import Child, wait_until
@@ -252,4 +250,4 @@ class FaultRun:
         assert [note for note in outcome.said if case.says in note] or not case.says
         steps = slice(outcome.version_before, outcome.version_after)
         expected = self.run.reference_losses(self.stopped_at)[steps]
-        assert self.run.losses()[steps] == pytest.approx(expected, rel=1e-4)
+        assert self.run.losses()[steps] == expected
