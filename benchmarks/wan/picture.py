@@ -30,16 +30,20 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     mixes = list(document["mixes"].values())
+    # One line each in all panes, also of those that were left out of a mix.
+    anywhere = {name for mix in mixes for name in mix["contenders"]}
+    names = [name for name in document["contenders"] if name in anywhere][::-1]
     figure, panes = plt.subplots(
         1, len(mixes), figsize=(1.5 + 3.6 * len(mixes), 3.4), sharey=True, squeeze=False
     )
     for axis, mix in zip(panes[0], mixes, strict=True):
-        names = list(mix["contenders"])[::-1]
         for place, name in enumerate(names):
-            one = mix["contenders"][name]
+            one = mix["contenders"].get(name)
+            if one is None:
+                continue
             bound = mix["bound_tokens_per_second"]
             shares = [rate / bound for rate in one["tokens_per_second_all"]]
-            axis.barh(place, one["of_bound"], color="#2a7f62" if name == OURS else "#9aa5b1")
+            axis.barh(place, one["of_bound"], color=_colour(name))
             axis.plot(shares, [place] * len(shares), "k|", markersize=9)
         axis.set_yticks(range(len(names)), [document["contenders"][name] for name in names])
         axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
@@ -47,6 +51,10 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         axis.grid(True, axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110, metadata={"Software": None})
+
+
+def _colour(contender: str) -> str:
+    return "#2a7f62" if contender.startswith(OURS) else "#9aa5b1"
 
 
 if __name__ == "__main__":
