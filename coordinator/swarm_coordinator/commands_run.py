@@ -127,7 +127,8 @@ def init_command(
     from swarm_coordinator.initialise_run import initialise_run
 
     initialise_run(run_dir, preset, data, stages, overrides, click.echo)
-    click.echo(f"edit {run_dir / 'run.toml'} if you like, then: swarm-coordinator start {run_dir}")
+    click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
+    click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
 
 
 # ---------------------------------------------------------------- start
@@ -270,7 +271,7 @@ def _say_finished(folder: RunFolder, restored: Restored) -> None:
     heldout = restored.heldout_loss
     loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
     click.echo(f"the run is finished after {restored.version} steps{loss}")
-    click.echo(f"take the model home with: swarm-coordinator export {folder.path} OUT_FOLDER")
+    click.echo(f"take the model home: swarm-coordinator export {quoted(folder.path)} OUT_FOLDER")
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
 
 
