@@ -120,7 +120,12 @@ def compared(run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest:
     both = [(step.step, of_run[step.step], step.loss) for step in alone if step.step in of_run]
     if not both:
         return "the run itself has made none of these steps yet"
-    unequal = [(abs(found / loss - 1), step) for step, found, loss in both if found != loss]
+    # A loss of 0 is no loss of a language model, and no reason to end with a traceback.
+    unequal = [
+        (abs(found - loss) / (abs(loss) or 1.0), step)
+        for step, found, loss in both
+        if found != loss
+    ]
     count = f"{len(both)} step{'s' if len(both) > 1 else ''}"
     if not unequal:
         return f"the run's losses are the same, to the bit, in all {count}"

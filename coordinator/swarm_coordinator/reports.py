@@ -7,12 +7,12 @@ session, so everything belongs to a session: with the next one a reporter begins
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeVar
 
 from swarm_coordinator.events import Session
+from swarm_coordinator.responsiveness import batched
 from swarm_shared.messages import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
 from swarm_shared.network import Node
 from swarm_shared.types import PeerId
@@ -29,6 +29,10 @@ LEAST_REMEMBERED = 8
 
 MOST_GONE = 10_000
 """Reporters that are not attached any more and whose links are still shown."""
+
+REPORTERS_AT_ONCE = 50
+LINKS_AT_ONCE = 500
+"""In one commit: some milliseconds of the writer's thread."""
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -99,15 +103,13 @@ class Reports:
         }
         return {**found, self._node.peer_id: tuple(self._node.paths())}
 
-    def unsaved_links(self, most: int) -> Links:
-        """Those that were heard since this was asked last, of so many reporters, who have waited
-        for longest; with the last of them the coordinator's own."""
-        found: Links = {}
-        for peer in list(islice(self._unsaved, most)):
-            found[peer] = tuple(self._unsaved.pop(peer).values())
-        if not self._unsaved:
-            found[self._node.peer_id] = self._node.link_bytes()
-        return found
+    def unsaved_links(self) -> Iterator[Links]:
+        """A few at a time: of everybody whose links were heard and not saved by now, and then the
+        coordinator's own. What is not taken stays unsaved."""
+        for peers in batched(list(self._unsaved), REPORTERS_AT_ONCE):
+            yield {peer: tuple(self._unsaved.pop(peer).values()) for peer in peers}
+        for links in batched(self._node.link_bytes(), LINKS_AT_ONCE):
+            yield {self._node.peer_id: tuple(links)}
 
 
 def _renew(those: dict[KeyT, ValueT], key: KeyT, value: ValueT) -> None:

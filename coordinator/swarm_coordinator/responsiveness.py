@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TypeVar
 
 import trio
@@ -87,6 +88,13 @@ def looks_to_leave_out(before: int, found: int) -> int:
     if found >= FOUND_WORTH_A_LOOK:
         return 0
     return min(MOST_LEFT_OUT, 2 * before + 1)
+
+
+def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
+    """Lists of so many of them, the last one perhaps shorter."""
+    left = iter(those)
+    while batch := list(islice(left, most)):
+        yield batch
 
 
 def leisurely(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 
 import trio
@@ -22,10 +21,10 @@ STATUS_SECONDS = 1.0
 STATUS_SHARE = 30.0
 """The pause after writing the status, over the time that it took: some percent of a core."""
 LINKS_SECONDS = 10.0
-"""Between two writes of the link table; it is not needed to the second, and n² long."""
-REPORTERS_AT_ONCE = 50
-REPORTERS_SECONDS = 0.25
-"""Between two commits of so many reporters' links: some milliseconds of the writer's thread."""
+"""From the end of one writing of the link table to the next; it is not needed to the second, and
+n² long."""
+COMMIT_SECONDS = 0.25
+"""Between two commits of some links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,14 @@ class Showing:
         keep everybody waiting for a second."""
         while True:
             await trio.sleep(LINKS_SECONDS)
-            while self.save_links(REPORTERS_AT_ONCE) > REPORTERS_AT_ONCE // 2:
-                await trio.sleep(REPORTERS_SECONDS)
+            for links in self.reports.unsaved_links():
+                self.store.post(LinksSeen(links))
+                await trio.sleep(COMMIT_SECONDS)
 
-    def save_links(self, most: int = sys.maxsize) -> int:
-        """Of so many reporters; how many there were."""
-        links = self.reports.unsaved_links(most)
-        self.store.post(LinksSeen(links))
-        return len(links)
+    def save_links(self) -> None:
+        """All at once: at the end nobody waits any more."""
+        for links in self.reports.unsaved_links():
+            self.store.post(LinksSeen(links))
 
     def _seen(self) -> Seen:
         """What the core does not know and `status` shows."""

@@ -12,17 +12,16 @@ import math
 import operator
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio.lowlevel
 import anyio.to_thread
 
-from swarm_coordinator.responsiveness import leisurely
+from swarm_coordinator.responsiveness import batched, leisurely
 from swarm_coordinator.run_status import peer_rows, status_but_peers
 from swarm_coordinator.state import RunState
 from swarm_shared.atomic_file import write_atomically
@@ -30,8 +29,6 @@ from swarm_shared.clock import Clock
 from swarm_shared.errors import StorageError
 from swarm_shared.messages import LinkBytes, LinkPath
 from swarm_shared.types import PeerId
-
-T = TypeVar("T")
 
 STATUS_FORMAT = 1
 MAX_LINKS = 500
@@ -153,13 +150,6 @@ def path_table(paths: Mapping[PeerId, tuple[LinkPath, ...]]) -> list[dict[str, A
         for reporter, reported in reporters
         for path in reported
     ]
-
-
-def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Lists of so many of them, the last one perhaps shorter."""
-    left = iter(those)
-    while batch := list(islice(left, most)):
-        yield batch
 
 
 def finite(value: Any) -> Any:

@@ -56,6 +56,11 @@ def hear(into: Reports, session: int, peer: PeerId = ANNA, **said: Any) -> None:
     into.heard(Session(session), peer, Heartbeat(**said))
 
 
+def saved(told: Reports) -> dict[PeerId, tuple[LinkBytes, ...]]:
+    """All that is to be saved now."""
+    return {peer: links for few in told.unsaved_links() for peer, links in few.items()}
+
+
 def paths_of(told: Reports, peer: PeerId = ANNA) -> tuple[LinkPath, ...]:
     return told.paths({ANNA, BERT}).get(peer, ())
 
@@ -85,7 +90,7 @@ def test_an_attachment_that_was_replaced_adds_nothing() -> None:
     hear(told, 2, changed_paths=(path("b"),))
     hear(told, 1, changed_paths=(path("c"),), changed_links=(link("c", 9),), gone_paths=("b",))
     assert paths_of(told) == (path("b"),)
-    assert told.unsaved_links(10) == {OWN: ()}
+    assert saved(told) == {}
 
 
 def test_a_client_that_always_says_everything_is_understood() -> None:
@@ -103,23 +108,38 @@ def test_what_was_heard_is_saved_once() -> None:
     told = reports()
     hear(told, 1, changed_links=(link("b", 1), link("c", 2)))
     hear(told, 1, changed_links=(link("b", 3),))
-    saved = told.unsaved_links(10)
-    assert set(saved[ANNA]) == {link("b", 3), link("c", 2)}
+    assert set(saved(told)[ANNA]) == {link("b", 3), link("c", 2)}
     hear(told, 1, changed_links=(link("c", 4),))
-    assert told.unsaved_links(10) == {ANNA: (link("c", 4),), OWN: ()}
-    assert told.unsaved_links(10) == {OWN: ()}
+    assert saved(told) == {ANNA: (link("c", 4),)}
+    assert saved(told) == {}
 
 
-def test_links_of_many_are_saved_a_few_at_a_time_and_whoever_waits_longest_first() -> None:
+def test_links_of_many_are_saved_a_few_at_a_time_and_then_the_coordinators_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "REPORTERS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "LINKS_AT_ONCE", 2)
+    own = tuple(link(f"peer {number}", number) for number in range(3))
+    monkeypatch.setattr(OwnNode, "link_bytes", lambda self: own)
     told = reports()
-    for number in range(5):
+    for number in range(3):
         hear(told, 1, PeerId(f"peer {number}"), changed_links=(link("b", number),))
-    found = [told.unsaved_links(2)]
-    hear(told, 1, PeerId("peer 0"), changed_links=(link("b", 9),))
-    found += [told.unsaved_links(2), told.unsaved_links(2)]
-    assert [list(links) for links in found] == [
-        ["peer 0", "peer 1"], ["peer 2", "peer 3"], ["peer 4", "peer 0", OWN],
+    saving = told.unsaved_links()
+    assert list(next(saving)) == ["peer 0", "peer 1"]
+    # Heard meanwhile: in this turn of whoever still waits, in the next one of whoever has had it.
+    hear(told, 1, PeerId("peer 0"), changed_links=(link("b", 8),))
+    hear(told, 1, PeerId("peer 2"), changed_links=(link("b", 9),))
+    assert list(saving) == [
+        {PeerId("peer 2"): (link("b", 9),)}, {OWN: own[:2]}, {OWN: own[2:]},
     ]  # fmt: skip
+    assert next(told.unsaved_links()) == {PeerId("peer 0"): (link("b", 8),)}
+
+
+def test_what_was_not_taken_to_be_saved_stays_unsaved() -> None:
+    told = reports()
+    hear(told, 1, changed_links=(link("b", 1),))
+    told.unsaved_links()
+    assert saved(told) == {ANNA: (link("b", 1),)}
 
 
 def test_no_reporter_takes_more_memory_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
