@@ -99,7 +99,10 @@ _SETTINGS: dict[str, str] = {
     "limits.join_hold_seconds": "How long a step waits for a newcomer that is downloading.",
     "limits.round_stall_seconds": "An all-reduce without progress for so long has failed.",
     "limits.lease_seconds": "Time a trainer has for a microbatch.",
-    "limits.starting_peers_per_stage": "Training begins once every stage has so many peers.",
+    "limits.starting_peers_per_stage": (
+        "Training begins once every stage has so many peers; after a restart one each is enough "
+        "when ten seconds have passed."
+    ),
     "codecs.activation": '"none", "float16", "bfloat16", "int8" (a quarter of the bytes) or "int4" '
     '(an eighth); docs/benchmarks.md has what each costs in loss: "int8" nothing that could be '
     'measured. Or "auto", here and for the '

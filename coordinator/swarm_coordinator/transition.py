@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from typing import assert_never
 
 from swarm_coordinator import (
+    beginning,
     checkpointing,
     closing,
     hedging,
@@ -59,7 +60,6 @@ from swarm_coordinator.events import (
     Tick,
 )
 from swarm_coordinator.moving import RebalancingSettings
-from swarm_coordinator.run_status import paused_reason
 from swarm_coordinator.state import PeerState, RunPhase, RunState, display
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -77,7 +77,7 @@ from swarm_shared.messages import (
     SyncFailed,
     Whereabouts,
 )
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.types import PeerId
 
 STOP_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
@@ -339,18 +339,12 @@ def _next(run: RunState, now: float) -> None:
         checkpointing.request(run, now)
     if not at_end:
         rebalancing.move_between_steps(run, now)
-    wanted = 1 if run.training_began else run.manifest.limits.starting_peers_per_stage
-    short_of = sorted(run.unheld())
-    if wanted > 1:
-        short_of = [StageIndex(s) for s in run.stage_indices if len(run.working_peers(s)) < wanted]
+    beginning.spread(run, now)
     evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
     if at_end and evaluated:
         _finish(run)
-    elif short_of or not run.staffed():
-        names = ", ".join(str(s) for s in short_of)
-        run.waiting_reason = f"stage {names} needs {wanted} peer(s)" if short_of else "no trainer"
-        if paused := paused_reason(run):
-            run.waiting_reason = paused
+    elif lacking := beginning.lacking(run, now):
+        run.waiting_reason = lacking
     elif leaving.must_wait(run):
         run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
     elif at_end:

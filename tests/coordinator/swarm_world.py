@@ -412,12 +412,26 @@ class World(Network):
             getattr(victim, fault.kind)(fault.seconds)
 
     def calm(self) -> None:
-        """Faults are over and as many volunteers as the run needs come and stay."""
+        """Faults are over, and just as many volunteers come and stay as the run cannot do without:
+        one each for what has been trained, and what the organiser wants for a beginning."""
         self.crash_countdown = None
         if self.run_state is None:
             self.later(0.1, self.start_coordinator)
-        for _ in range(self.options.stages * self.options.starting):
+        each = 1 if self.store.version > 0 else self.options.starting
+        staying = [p for p in self.peers.values() if self._stays(p)]
+        for _ in range(each * self.options.stages - len(staying)):
             self.join()
+
+    def _stays(self, peer: SimPeer) -> bool:
+        """Whether a run can count on it, now that nothing befalls anybody any more."""
+        fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
+        return (
+            peer.alive
+            and not peer.leaving
+            and not peer.gone
+            and fits
+            and (peer.id not in self.banned)
+        )
 
     def describe(self) -> str:
         run = self.run_state

@@ -120,6 +120,17 @@ def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_s
         run_to_the_end(options, at, faults)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_whose_coordinator_comes_back_to_fewer_peers_than_it_began_with_ends(
+    staleness: Literal[0, 1],
+) -> None:
+    for seed in range(8):
+        faults = (Fault(4.0, "kill", seed), Fault(0.2, "crash", seconds=3.0))
+        options = Options(peers=4, starting=2, steps=8, checkpoint_steps=1, staleness=staleness)
+        world = run_to_the_end(options, seed, faults)
+        assert len(world.store.applied) == 8
+
+
 @settings(simulated, max_examples=25)
 @given(options_strategy, st.integers(0, 2**32), faults_strategy, st.floats(0.0, 15.0))
 def test_a_run_that_is_stopped_and_started_again_loses_nothing(

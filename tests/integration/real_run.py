@@ -16,7 +16,7 @@ from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.export import merge_stages
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Child, Children, wait_until
+from swarm_coordinator.processes import Child, Children, last_lines, wait_until
 from swarm_coordinator.reference import StepRecord, train_reference
 from swarm_coordinator.run_folder import RunFolder
 from swarm_shared.data.sampler import microbatch
@@ -125,6 +125,18 @@ class Run:
             name for name, t in expected.parameters.items() if not torch.equal(final[name], t)
         ]
         assert unequal == []
+
+    def describe(self) -> str:
+        """What its processes said last, for whoever reads that a test of it failed."""
+        status = self.swarm.status()
+        shown = ("phase", "waiting_for", "version", "generation", "cells_done", "cells_total")
+        lines = [", ".join(f"{name} {status.get(name)!r}" for name in shown)]
+        lines += [f"stage {row['stage']}: {row['peers']} peers" for row in status.get("stages", ())]
+        for child in self.swarm.children.started:
+            lines.append(f"{child.name} {child.describe_exit()}")
+        for log in sorted({child.log for child in self.swarm.children.started}):
+            lines += [f"-- {log.stem}", *(line[:160] for line in last_lines(log, 6))]
+        return "\n".join(lines)
 
     def parameter_distance(self, steps: int) -> float:
         """Between this run's parameters and the reference's, over the norm of these."""
