@@ -24,6 +24,7 @@ from benchmarks.codec_figures import (
 from benchmarks.copies.page import copies_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.rebalancing import table
+from benchmarks.wan.kept import times
 from benchmarks.wan.page import ratios_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
 
@@ -226,13 +227,17 @@ def wan_markdown(document: Mapping[str, Any]) -> str:
         f"{document['microbatch_seconds']:g} s.",
     ]
     for mix in document["mixes"].values():
-        runs = max(len(one["tokens_per_second_all"]) for one in mix["contenders"].values())
-        when = mix.get("measured_at", document["measured_at"])
-        load = mix.get("load_before", document["load_before"])
+        counts = [len(one["tokens_per_second_all"]) for one in mix["contenders"].values()]
+        runs = " to ".join(str(count) for count in sorted({min(counts), max(counts)}))
+        when = ", ".join(
+            f"{one['measured_at'][:10]} {one['measured_at'][11:16]} (load {one['load_before']:.1f} "
+            "before)"
+            for one in times(mix)
+        )
         lines += [
             "",
-            f"**{mix['name']}**, {when[:10]} {when[11:16]}, load {load:.1f} before, {runs} "
-            f"run{'s' if runs > 1 else ''} each: {_fleet(mix)}.",
+            f"**{mix['name']}**, {when}, {runs} run{'s' if max(counts) > 1 else ''} each: "
+            f"{_fleet(mix)}.",
             "",
             *_wan_table(document, mix),
         ]

@@ -20,7 +20,7 @@ import click
 
 from benchmarks.outcome import now, result_head, work_folder, write_result
 from benchmarks.wan.contenders import CONTENDERS
-from benchmarks.wan.kept import kept_mixes
+from benchmarks.wan.kept import added, kept_mixes
 from benchmarks.wan.measure import STAGES, Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
@@ -52,12 +52,17 @@ SERVER = "server"
     is_flag=True,
     help="Keep the result's other mixes, if they were measured in the same way.",
 )
+@click.option(
+    "--add",
+    is_flag=True,
+    help="Like --keep, and repetitions of mixes that the result has are added to its own.",
+)
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(
     mixes: tuple[str, ...], only: tuple[str, ...], steps: int, warmup: int, cooldown: int,
-    repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, mix_file: Path,
-    out: Path,
+    repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, add: bool,
+    mix_file: Path, out: Path,
 ) -> None:  # fmt: skip
     """Measure the swarm and its opponents over emulated lines."""
     if warmup + cooldown >= steps:
@@ -85,7 +90,7 @@ def main(
             "contenders": {name: CONTENDERS[name].title for name in chosen},
             "mixes": found,
         }  # fmt: skip
-        if keep and out.exists():
+        if (keep or add) and out.exists():
             before = json.loads(out.read_text())
             found |= kept_mixes(before, document)
             document["contenders"] = before["contenders"] | document["contenders"]
@@ -94,7 +99,8 @@ def main(
             try:
                 began = {"measured_at": now(), "load_before": os.getloadavg()[0]}
                 mix = measure_mix(file.mix(name), server, templates, plan, work / name)
-                found[name] = {**began, **mix}
+                mix = {**began, **mix}
+                found[name] = added(found[name], mix) if add and name in found else mix
             except SwarmError as error:
                 missing.append(name)
                 click.echo(f"benchmark: {name} is left out: {error}", err=True)

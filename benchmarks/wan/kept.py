@@ -1,14 +1,17 @@
-"""Mixes of an earlier result that stand beside those that are measured now (`--keep`). Pure.
+"""What stays of an earlier result: mixes (`--keep`), or their runs, too (`--add`). Pure.
 
 A whole run of the benchmark takes more than an hour. Mixes do not depend on each other: contenders
-are compared within one, where they took turns. So each says when it was measured.
+are compared within one, where they took turns. So each says when it was measured; and one to which
+repetitions were added says it of all times. A repetition holds every contender that it is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.report import compare
 from swarm_shared.errors import UsageError
 
 _SAME = (
@@ -29,3 +32,31 @@ def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
         )
     head = {"measured_at": before["measured_at"], "load_before": before["load_before"]}
     return {name: {**head, **mix} for name, mix in before["mixes"].items()}
+
+
+def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The mix `now` with the earlier runs of `before`, which must be of the same machines.
+
+    Lines as they were checked and what was forwarded are those of `now`; every time is kept.
+    """
+    if before["machines"] != now["machines"]:
+        raise UsageError(
+            f"the file's {now['name']} was measured with other machines; leave out --add"
+        )
+    rows: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for name in CONTENDERS:
+        runs = [run for mix in (before, now) for run in _runs(mix, name)]
+        if runs:
+            rows[name] = runs
+    return {**now, "times": [*times(before), *times(now)], **compare(now, rows)}
+
+
+def times(mix: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """When a mix was measured, and how busy the machine was before; the earliest first."""
+    one = {name: mix[name] for name in ("measured_at", "load_before")}
+    return list(mix.get("times", [one]))
+
+
+def _runs(mix: Mapping[str, Any], contender: str) -> Sequence[Mapping[str, Any]]:
+    found = mix["contenders"].get(contender)
+    return [] if found is None else list(found["runs"])

@@ -51,8 +51,12 @@ def mix_document(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything about one mix; `rows` are the runs of each contender."""
     bound = pipeline_bound(sizes, members)
-    fleet = compute_bound(sizes, members)
-    least = minimum_bytes(sizes, members)
+    limits = {
+        "bound_tokens_per_second": bound.tokens_per_second,
+        "bound_stage": bound.stage,
+        "compute_tokens_per_second": compute_bound(sizes, members),
+        "minimum_bytes_per_step": minimum_bytes(sizes, members),
+    }
     return {
         "name": mix.name,
         "machines": [
@@ -63,17 +67,26 @@ def mix_document(
             for member in members
         ],
         "checks": [one.document() for one in checks],
-        "bound_tokens_per_second": bound.tokens_per_second,
-        "bound_stage": bound.stage,
-        "compute_tokens_per_second": fleet,
-        "minimum_bytes_per_step": least,
+        **limits,
         "forwarder": dict(forwarder),
-        "contenders": {
-            name: _summary(runs, bound.tokens_per_second, fleet, least)
-            for name, runs in rows.items()
-        },
-        "loss_disagreement": loss_disagreement(rows),
+        **compare(limits, rows),
     }  # fmt: skip
+
+
+def compare(
+    limits: Mapping[str, Any], rows: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    """What the runs of each contender come to, against the limits of their mix."""
+    bound, fleet, least = (
+        limits[name]
+        for name in (
+            "bound_tokens_per_second", "compute_tokens_per_second", "minimum_bytes_per_step",
+        )
+    )  # fmt: skip
+    return {
+        "contenders": {name: _summary(runs, bound, fleet, least) for name, runs in rows.items()},
+        "loss_disagreement": loss_disagreement(rows),
+    }
 
 
 def _summary(

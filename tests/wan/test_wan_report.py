@@ -87,14 +87,15 @@ def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
         "contenders": {"swarm": "swarm", "1f1b": "torch 1F1B"},
         "mixes": {
             "cable": {
-                "name": "cable", "machines": [{"link": "cable"}] * 4, "checks": [check],
+                "name": "cable", "measured_at": "2026-11-22T01:00:00", "load_before": 0.1,
+                "machines": [{"link": "cable"}] * 4, "checks": [check],
                 "bound_tokens_per_second": 200.0,
                 "contenders": {"swarm": summary, "1f1b": slow},
             }
         },
     }  # fmt: skip
     text = wan_markdown(document)
-    assert "4 with cable" in text
+    assert "**cable**, 2026-11-22 01:00 (load 0.1 before), 2 runs each: 4 with cable." in text
     assert "20.0 up (20), 199.0 down (200) Mbit/s, RTT 41.0 ms (40)" in text
     assert "| torch 1F1B | 50 (90 to 110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
     assert "| *the bound* | 200 |" in text
