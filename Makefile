@@ -11,7 +11,7 @@ TWO = -n 2 --dist loadfile
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
-        check format bench bench-faults bench-net bench-wan bench-simulator bench-rebalancing \
+        check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-agreement \
         bench-counts bench-bytes bench-copies bench-gpu clean
@@ -33,6 +33,7 @@ help:
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
 	@echo "make bench-wan train over emulated home lines, beside torch's and hivemind's ways; needs what test-nat needs"
+	@echo "make bench-wan-timeline where the seconds of a step over such lines go, machine by machine"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
@@ -106,6 +107,9 @@ bench-net: setup-dev
 
 bench-wan: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.wan $(ARGS)
+
+bench-wan-timeline: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.wan.timeline $(ARGS)
 
 bench-simulator: setup-dev
 	@$(PY) -m benchmarks.simulator $(ARGS)

@@ -26,6 +26,7 @@ from benchmarks.lateness import lateness_markdown
 from benchmarks.rebalancing import table
 from benchmarks.wan.kept import times
 from benchmarks.wan.page import ratios_markdown
+from benchmarks.wan.timeline.page import timeline_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -356,6 +357,7 @@ PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
     ("wire-bytes", "docs/benchmarks.md", "wire figures", wire_bytes_markdown),
     ("wan", "README.md", "wan ratios", ratios_markdown),
     ("wan", "docs/benchmarks.md", "wan figures", wan_markdown),
+    ("wan-timeline", "docs/benchmarks.md", "timeline figures", timeline_markdown),
     ("codecs", "docs/benchmarks.md", "codec figures", codecs_markdown),
     ("codecs", "docs/benchmarks.md", "average figures", averages_markdown),
     ("agreement", "docs/benchmarks.md", "agreement figures", agreement_markdown),

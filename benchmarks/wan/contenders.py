@@ -45,9 +45,9 @@ class Contender:
 
 def swarm(
     field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False,
-    staleness: int = 0,
+    staleness: int = 0, volunteer_prefix: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Ours: the programs that organisers and volunteers start."""
+    """Ours: the programs that organisers and volunteers start, these with a prefix before them."""
     run_dir = work / "run"
     shutil.copytree(field.run_folder(codec=codec, staleness=staleness), run_dir)
     with Children() as children:
@@ -55,7 +55,7 @@ def swarm(
         local.prefix = field.network.hosts[COORDINATOR].prefix
         invite = local.start_coordinator()
         for member in field.members:
-            local.prefix = field.host(member).prefix
+            local.prefix = (*field.host(member).prefix, *volunteer_prefix)
             local.environment = {PACE_VARIABLE: repr(member.flops_per_second)}
             if equal_shares:
                 local.environment[EQUAL_SHARES_VARIABLE] = "1"

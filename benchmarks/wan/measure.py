@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,17 @@ def measure_mix(
     mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
 ) -> dict[str, Any]:
     """`server` is the coordinator's line."""
+    with open_field(mix, server, templates, plan, work) as (field, checks):
+        rows = _take_turns(field, plan, work)
+    counts = field.network.forwarder_counts()
+    return mix_document(mix, field.members, field.sizes, checks, rows, counts)
+
+
+@contextmanager
+def open_field(
+    mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
+) -> Iterator[tuple[Field, list[LinkCheck]]]:
+    """The mix's machines on their lines, and how these were found; gone afterwards."""
     manifest = templates.manifest(STAGES)
     sizes = sizes_of(manifest, parameter_counts(manifest))
     members = assign(mix, STAGES, sizes.work_flops, plan.microbatch_seconds)
@@ -54,9 +67,7 @@ def measure_mix(
     with wide_area_network(links, work) as network:
         checks = _checked(network) if plan.check else []
         ordered = tuple(sorted(members, key=lambda one: (one.stage, one.name)))
-        field = Field(network, ordered, templates, sizes, plan.steps)
-        rows = _take_turns(field, plan, work)
-    return mix_document(mix, members, sizes, checks, rows, network.forwarder_counts())
+        yield Field(network, ordered, templates, sizes, plan.steps), checks
 
 
 def _checked(network: Network) -> list[LinkCheck]:

@@ -64,7 +64,7 @@ def mix_document(
                 "name": member.name, "link": member.peer.link_name, "stage": member.stage,
                 "speed": member.peer.speed, "flops_per_second": member.flops_per_second,
             }
-            for member in members
+            for member in sorted(members, key=lambda one: one.name)
         ],
         "checks": [one.document() for one in checks],
         **limits,

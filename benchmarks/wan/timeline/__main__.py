@@ -1,0 +1,157 @@
+"""Where the seconds of a step go over emulated lines: `make bench-wan-timeline`, as root.
+
+A real run of the swarm in each of the ways asked for, as bench-wan has it, with a recorder inside
+every volunteer (`recorder`); then each machine's steps in parts (`account`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.wan.contenders import swarm
+from benchmarks.wan.field import Field
+from benchmarks.wan.fleet import Member
+from benchmarks.wan.measure import STAGES, Plan, open_field
+from benchmarks.wan.mixes import MIXES, read_mixes
+from benchmarks.wan.templates import CHANGES, PRESET, Templates
+from benchmarks.wan.timeline.account import Event, by_stage, machine_account, travels
+from benchmarks.wan.timeline.page import timeline_markdown
+from network_lab import LabError
+from swarm_shared.codecs.sizes import ActivationCodec
+from swarm_shared.errors import SwarmError
+
+RESULT = Path(__file__).parents[2] / "results" / "wan-timeline.json"
+PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
+ROOT = Path(__file__).parents[3]
+WARMUP, COOLDOWN = 2, 1
+"""Steps at both ends that are left out, as in bench-wan."""
+
+WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
+    "float32": ("float32", "none", 0),
+    "int8": ("int8", "int8", 0),
+    "late-float32": ("float32, staleness 1", "none", 1),
+    "late-int8": ("int8, staleness 1", "int8", 1),
+}
+
+
+@click.command()
+@click.option("--mix", "mixes", multiple=True, default=("cable",), show_default=True)
+@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Default: all.")
+@click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
+@click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
+              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+@click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
+@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+def main(
+    mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, seconds: float, microbatches: int,
+    out: Path,
+) -> None:  # fmt: skip
+    """Account for every second of a step, at every machine."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load_before = os.getloadavg()[0]
+    plan = Plan((), steps, WARMUP, COOLDOWN, 1, seconds, check=True)
+    file = read_mixes(MIXES)
+    found: dict[str, Any] = {}
+    with work_folder("timeline", LabError) as work:
+        templates = Templates(work / "templates", steps, microbatches)
+        for name in mixes:
+            place = work / name
+            server = file.link("server")
+            with open_field(file.mix(name), server, templates, plan, place) as (field, _):
+                found[name] = {
+                    way: _profile(field, place / way, WAYS[way]) for way in ways or tuple(WAYS)
+                }
+    document = {
+        **result_head(PACKAGES), "load_before": load_before, "preset": PRESET, "changes": CHANGES,
+        "stages": STAGES, "steps": steps, "warmup_steps": WARMUP, "cooldown_steps": COOLDOWN,
+        "microbatches_per_step": microbatches, "microbatch_seconds": seconds, "mixes": found,
+    }  # fmt: skip
+    click.echo(f"\n{timeline_markdown(document)}")
+    write_result(out, document)
+    click.echo(f"\nwritten to {out}")
+
+
+def _profile(field: Field, place: Path, way: tuple[str, ActivationCodec, int]) -> dict[str, Any]:
+    title, codec, staleness = way
+    records = place / "records"
+    records.mkdir(parents=True)
+    outcome = swarm(
+        field, place, codec=codec, staleness=staleness,
+        volunteer_prefix=(
+            "env", f"PYTHONPATH={_path()}", sys.executable, "-m",
+            "benchmarks.wan.timeline.recorder", str(records),
+        ),
+    )  # fmt: skip
+    field.network.end_programs()
+    machines = [
+        [Event(*event) for event in json.loads(path.read_text())]
+        for path in sorted(records.glob("*.json"))
+    ]
+    machines = [events for events in machines if any(e.what == "apply" for e in events)]
+    if len(machines) != len(field.members):
+        raise SwarmError(f"{len(field.members)} volunteers left {len(machines)} records")
+    last = len(outcome.steps) - COOLDOWN
+    measured = range(WARMUP + 1, last + 1)
+    timed = outcome.steps
+    click.echo(f"{title}: {sum(one.seconds for one in timed[WARMUP:last]):.1f} s measured")
+    return {
+        "title": title,
+        "step_seconds": (timed[last - 1].ended_at - timed[WARMUP - 1].ended_at) / len(measured),
+        "stages": [
+            by_stage(
+                [
+                    machine_account(events, measured)
+                    for events in machines
+                    if _stage(events) == stage
+                ]
+            )
+            for stage in range(field.stages)
+        ],
+        "borders": [
+            {
+                **{
+                    name: sorted(getattr(travels(machines, stage, measured), name))
+                    for name in ("activation", "gradient")
+                },
+                "least_seconds": _least(field, stage, codec),
+            }
+            for stage in range(field.stages - 1)
+        ],
+    }
+
+
+def _stage(events: list[Event]) -> int:
+    return next(e.stage for e in events if e.what == "apply")
+
+
+def _least(field: Field, stage: int, codec: ActivationCodec) -> list[float]:
+    """What the line itself takes for an activation over this border, and for a gradient back."""
+    there = [one for one in field.members if one.stage == stage]
+    beyond = [one for one in field.members if one.stage == stage + 1]
+    return [
+        min(_crossing(field, a, b, codec) for a in sources for b in targets)
+        for sources, targets in ((there, beyond), (beyond, there))
+    ]
+
+
+def _crossing(field: Field, source: Member, target: Member, codec: ActivationCodec) -> float:
+    up, down = source.peer.link, target.peer.link
+    size = field.sizes.border_bytes / (4 if codec == "int8" else 1)
+    rate = min(up.up_bytes_per_second, down.down_bytes_per_second)
+    return size / rate + (up.rtt_ms + down.rtt_ms) / 2 / 1000
+
+
+def _path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+if __name__ == "__main__":
+    main()
