@@ -114,10 +114,13 @@ class FaultRun:
         return dict(self.run.swarm.status())
 
     def ready_names(self, stage: int) -> list[str]:
+        """Those that the status tells of, which is of up to a second ago, and that live now."""
         return [
             peer["name"]
             for peer in self.status().get("peers", [])
-            if peer["stage"] == stage and peer["phase"] == "ready"
+            if peer["stage"] == stage
+            and peer["phase"] == "ready"
+            and self.child(peer["name"]).exit_code() is None
         ]
 
     def wait_staffed(self, peers: int = WHOLE_STAGE) -> None:
@@ -245,7 +248,7 @@ class FaultRun:
     def check(self, case: Case) -> None:
         """It struck where it should, the run went on, and no loss of these steps differs."""
         outcome = self.outcomes[case.name]
-        assert outcome.problem == ""
+        assert outcome.problem == "", outcome.problem
         assert outcome.version_before <= outcome.fired_step <= outcome.version_after - 1
         assert [note for note in outcome.said if case.says in note] or not case.says
         steps = slice(outcome.version_before, outcome.version_after)

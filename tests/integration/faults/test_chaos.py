@@ -151,7 +151,7 @@ def test_a_run_under_random_faults_computes_what_one_machine_would(
         version = fault_run.run.version()
         fault_run.run.wait_for_version(version + 3)
         fault_run.finish()
-        assert fault_run.end_problem == ""
+        assert fault_run.end_problem == "", fault_run.end_problem
         fault_run.run.assert_equals_reference(fault_run.stopped_at)
     except BaseException:
         print("\n".join([f"{SEED_VARIABLE}={seed}", *chaos.log, *fault_run.notes()[-60:]]))

@@ -107,7 +107,7 @@ def test_after_all_its_faults_a_run_has_the_parameters_of_one_machine(
     carried: Callable[[str], FaultRun], group: str
 ) -> None:
     fault_run = carried(group)
-    assert fault_run.end_problem == ""
+    assert fault_run.end_problem == "", fault_run.end_problem
     fault_run.run.assert_equals_reference(fault_run.stopped_at)
 
 
