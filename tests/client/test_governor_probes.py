@@ -56,8 +56,16 @@ def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = tmp_path / "Some-Game"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
     with subprocess.Popen([program, "600"]) as process:
+        wait_until_it_is(process, program)
         yield process
         process.kill()
+
+
+def wait_until_it_is(process: subprocess.Popen[bytes], program: Path) -> None:
+    """The kernel tells of an exec a moment before the process has its new name and words."""
+    words = Path(f"/proc/{process.pid}/cmdline")
+    while not words.read_bytes().startswith(bytes(program)):
+        os.sched_yield()
 
 
 def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[bytes]) -> None:
@@ -76,8 +84,10 @@ def test_a_long_name_is_known_in_full(tmp_path: Path) -> None:
     program = tmp_path / "a-name-that-is-longer-than-linux-keeps"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
     with subprocess.Popen([program, "600"]) as process:
-        assert AppProbe(Time()).running([program.name, program.name[:15]]) == {program.name}
+        wait_until_it_is(process, program)
+        found = AppProbe(Time()).running([program.name, program.name[:15]])
         process.kill()
+    assert found == {program.name}
 
 
 def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
