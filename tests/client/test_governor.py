@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from client.started_program import wait_until_it_is
 from swarm_client.control.documents import DeviceView, Status, SuspendReason, TrafficView, Word
 from swarm_client.device import Device
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
@@ -101,6 +102,7 @@ def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     program = tmp_path / "swarmgame"
     shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
     with subprocess.Popen([program, "600"]) as process:
+        wait_until_it_is(process, program)
         yield process
         process.kill()
 

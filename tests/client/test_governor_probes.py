@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from client.started_program import wait_until_it_is
 from swarm_client.control.gauges import folder_bytes
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.apps import AppProbe
@@ -59,13 +60,6 @@ def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         wait_until_it_is(process, program)
         yield process
         process.kill()
-
-
-def wait_until_it_is(process: subprocess.Popen[bytes], program: Path) -> None:
-    """The kernel tells of an exec a moment before the process has its new name and words."""
-    words = Path(f"/proc/{process.pid}/cmdline")
-    while not words.read_bytes().startswith(bytes(program)):
-        os.sched_yield()
 
 
 def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[bytes]) -> None:
