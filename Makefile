@@ -13,7 +13,7 @@ TWO = -n 2 --dist loadfile
         test-installers fuzz \
         check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
-        bench-lateness bench-agreement \
+        bench-lateness bench-bottlenecks bench-agreement \
         bench-counts bench-bytes bench-copies bench-gpu clean
 
 help:
@@ -46,6 +46,7 @@ help:
 	@echo "make bench-codecs what codecs take and give, beside hivemind's"
 	@echo "make bench-quality what those between stages cost in loss, over several seeds"
 	@echo "make bench-lateness what gradients that are one version late cost in loss"
+	@echo "make bench-bottlenecks what narrow borders between stages cost in loss"
 	@echo "make bench-agreement how far a real run with a codec is from one process"
 	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
@@ -149,6 +150,9 @@ bench-quality: setup-dev
 
 bench-lateness: setup-dev
 	@$(PY) -m benchmarks.lateness $(ARGS)
+
+bench-bottlenecks: setup-dev
+	@$(PY) -m benchmarks.bottlenecks $(ARGS)
 
 bench-gpu: setup-dev
 	@$(PY) -m benchmarks.gpu $(ARGS)

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.bottlenecks import bottlenecks_markdown
 from benchmarks.codec_figures import (
     agreement_markdown,
     averages_markdown,
@@ -363,6 +364,7 @@ PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
     ("agreement", "docs/benchmarks.md", "agreement figures", agreement_markdown),
     ("quality", "docs/benchmarks.md", "quality figures", quality_markdown),
     ("lateness", "docs/benchmarks.md", "lateness figures", lateness_markdown),
+    ("bottlenecks", "docs/benchmarks.md", "bottleneck figures", bottlenecks_markdown),
     ("simulator", "docs/simulator.md", "growth figures", growth_markdown),
     ("yielding", "docs/preferences.md", "yielding figures", yielding_markdown),
 )

@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.report import compare
 from swarm_shared.errors import UsageError
+from swarm_shared.model_config import ModelConfig
 
 _SAME = (
     "preset", "changes", "model", "stages", "steps", "warmup_steps", "cooldown_steps",
@@ -24,7 +25,7 @@ _SAME = (
 def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The mixes of `before`, each with its own time. UsageError when they were measured in
     another way."""
-    unlike = [name for name in _SAME if before.get(name) != now[name]]
+    unlike = [name for name in _SAME if _plain(before.get(name)) != _plain(now[name])]
     if unlike:
         raise UsageError(
             f"the file's mixes were measured with another {', '.join(unlike)}; leave out --keep, "
@@ -32,6 +33,13 @@ def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
         )
     head = {"measured_at": before["measured_at"], "load_before": before["load_before"]}
     return {name: {**head, **mix} for name, mix in before["mixes"].items()}
+
+
+def _plain(value: Any) -> Any:
+    """A model as its sizes say it, whenever the result was written; anything else as it is."""
+    if isinstance(value, Mapping) and "hidden_size" in value:
+        return ModelConfig.model_validate(value)
+    return value
 
 
 def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,8 @@ def with_codecs_chosen(
             f"loss; [codecs] largest_loss_gap must be at least {max(smallest, 0.0)}"
         )
     model, training = settings.model.config, settings.training
-    elements = training.sequences_per_microbatch * model.sequence_length * model.hidden_size
+    width = model.bottleneck_size or model.hidden_size
+    elements = training.sequences_per_microbatch * model.sequence_length * width
     plain: CodecName = "none"
     names = {plain, *(name for one in within.values() for name in (one.activation, one.gradient))}
     costs = measure_costs(sorted(names), elements, training.dtype, clock)

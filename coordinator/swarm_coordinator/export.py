@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import StorageError
+from swarm_shared.errors import ConfigurationError, StorageError
 from swarm_shared.manifest import Manifest, StageRange
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
@@ -40,6 +40,12 @@ def export_huggingface(
     its own. Each file is replaced whole; config.json comes last, so that a folder cut short is
     no model.
     """
+    if manifest.model.bottlenecks:
+        raise ConfigurationError(
+            f"this model passes {len(manifest.model.bottlenecks)} bottleneck(s) between its stages "
+            "([model] bottleneck_size), which no LlamaForCausalLM has, so that transformers could "
+            "not load it; its parameters are in the run's checkpoints, as safetensors files"
+        )
     tensors = merge_stages(manifest.model, stage_state_files)
     tokenizer = _tokenizer_json(manifest, tokenizer_path)
     try:

@@ -29,7 +29,8 @@ from swarm_shared.atomic_file import storage_error, sync_folder, write_atomicall
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.errors import ConfigurationError
 from swarm_shared.identity import Identity
-from swarm_shared.manifest import DataConfig, Manifest, StageRange
+from swarm_shared.manifest import DataConfig, Manifest, StageRange, narrowed
+from swarm_shared.placement.sizes import bottleneck_parameters
 from swarm_shared.signed_manifest import sign_manifest
 
 
@@ -119,7 +120,12 @@ def _codecs_chosen(settings: RunSettings, progress: Progress) -> RunSettings:
 def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
     # Here, because it brings torch, which takes seconds and which a refusal need not wait for.
     from swarm_shared.model.profile import profile_layers
-    from swarm_shared.partition import plan_stages, stage_flops, stage_memory_bytes
+    from swarm_shared.partition import (
+        bytes_per_parameter,
+        plan_stages,
+        stage_flops,
+        stage_memory_bytes,
+    )
 
     training = settings.training
     profile = profile_layers(
@@ -128,14 +134,17 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
     staleness = settings.training_config.staleness
     exact = settings.codecs.average == "exact"
     stages = plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
+    tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
+    narrow, widen = bottleneck_parameters(narrowed(settings.model.config, stages))
     described: list[StageRange] = []
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
+        more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
+        memory_bytes = stage_memory_bytes(profile, stage, *ends, staleness=staleness, exact=exact)
         figures = {
-            "work_flops": float(stage_flops(profile, stage, *ends)),
-            "memory_bytes": stage_memory_bytes(
-                profile, stage, *ends, staleness=staleness, exact=exact
-            ),
+            # A matrix's forward and backward: two operations a weight and token, and four.
+            "work_flops": float(stage_flops(profile, stage, *ends) + 6 * tokens * more),
+            "memory_bytes": memory_bytes + more * bytes_per_parameter(staleness, exact),
         }
         described.append(stage.model_copy(update=figures))
     return tuple(described)
@@ -147,7 +156,7 @@ def _manifest(
     return Manifest(
         name=settings.run.name,
         organiser=identity.peer_id,
-        model=settings.model.config,
+        model=narrowed(settings.model.config, stages),
         stages=stages,
         data=data,
         training=settings.training_config,

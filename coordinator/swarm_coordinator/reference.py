@@ -100,11 +100,19 @@ def put_borders(stage: Stage, manifest: Manifest) -> None:
         return (cross(x_BTD), *rest)
 
     for cut in manifest.stages[1:]:
-        # The last stage may have no layer; it begins with the norm then.
-        layers, norm = stage.model.layers, stage.model.norm
-        first = layers[str(cut.first_layer)] if cut.first_layer < len(layers) else norm
-        assert first is not None, "the whole model has a norm"
+        first = _first_of(stage, cut.first_layer)
         first.register_forward_pre_hook(enter)
+
+
+def _first_of(stage: Stage, layer: int) -> torch.nn.Module:
+    """What a stage that begins with this layer does first."""
+    layers, norm, widen = stage.model.layers, stage.model.norm, stage.model.widen
+    if str(layer) in widen:
+        return widen[str(layer)]
+    # The last stage may have no layer; it begins with the norm then.
+    first = layers[str(layer)] if layer < len(layers) else norm
+    assert first is not None, "the whole model has a norm"
+    return first
 
 
 def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:

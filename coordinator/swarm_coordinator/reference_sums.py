@@ -106,6 +106,9 @@ def _part_of(name: str, manifest: Manifest) -> object:
             index for index, cut in enumerate(manifest.stages)
             if cut.first_layer <= layer < cut.end_layer
         )  # fmt: skip
+    if words[1] in ("narrow", "widen"):
+        cuts = [cut.first_layer for cut in manifest.stages[1:]]
+        return cuts.index(int(words[2])) + (words[1] == "widen")
     if name == EMBEDDING_NAME:
         tied = manifest.model.tie_embeddings and manifest.stage_count > 1
         return name if tied else 0

@@ -57,6 +57,7 @@ class ModelSection(FrozenModel):
     rope_theta: float | None = None
     norm_epsilon: float | None = None
     tie_embeddings: bool | None = None
+    bottleneck_size: int | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -357,8 +358,10 @@ def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]
         ("[data] tokenizer", settings.data.tokenizer, manifest.data.tokenizer),
         ("[checkpoint] every_steps", settings.checkpoint.every_steps, manifest.checkpoint_steps),
     ]
+    # Where the bottlenecks are follows from the stages.
+    places = {"bottlenecks": manifest.model.bottlenecks}
     for section, now, fixed in (
-        ("model", settings.model.config, manifest.model),
+        ("model", settings.model.config.model_copy(update=places), manifest.model),
         ("training", settings.training_config, manifest.training),
         ("optimizer", settings.optimizer, manifest.optimizer),
         ("limits", settings.limits, manifest.limits),

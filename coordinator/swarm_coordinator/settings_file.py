@@ -62,6 +62,8 @@ _SETTINGS: dict[str, str] = {
     "model.rope_theta": "Base of the rotary positions.",
     "model.norm_epsilon": "",
     "model.tie_embeddings": "Whether input embedding and output head share their weights.",
+    "model.bottleneck_size": "Width of what crosses a border between stages, or 0 for all of "
+    "hidden_size. With it the model is no Llama any more, and is not exported as one.",
     "stages.count": "Stages without a layer are possible at the ends only.",
     "data.source": 'Path of a text file, a folder of text files, a .jsonl with a field "text", '
     'a folder of ready shards, or "python-stdlib".',

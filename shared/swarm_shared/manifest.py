@@ -8,6 +8,7 @@ same losses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -126,6 +127,12 @@ class LimitsConfig(FrozenModel):
     """The first step after a start waits until every stage has so many peers."""
 
 
+def narrowed(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
+    """The model with a bottleneck at each border between these stages, where it has a size."""
+    borders = tuple(stage.first_layer for stage in stages[1:]) if model.bottleneck_size else ()
+    return model.model_copy(update={"bottlenecks": borders})
+
+
 class Manifest(FrozenModel):
     format: Literal[1] = 1
     name: str = Field(min_length=1, max_length=100)
@@ -149,6 +156,13 @@ class Manifest(FrozenModel):
             position = stage.end_layer
         if position != self.model.layers:
             raise ValueError("stages must cover every layer")
+        return self
+
+    @model_validator(mode="after")
+    def _borders_are_narrow_or_none_is(self) -> Self:
+        borders = tuple(stage.first_layer for stage in self.stages[1:])
+        if self.model.bottlenecks and self.model.bottlenecks != borders:
+            raise ValueError("a model with bottlenecks has one at each border, and no other")
         return self
 
     @property
@@ -175,7 +189,7 @@ class Manifest(FrozenModel):
         return self._border_bytes(self.codecs.gradient)
 
     def _border_bytes(self, codec: GradientCodec) -> int:
-        elements = self.tokens_per_microbatch * self.model.hidden_size
+        elements = self.tokens_per_microbatch * self.model.border_size
         return encoded_bytes(codec, elements, self.training.dtype)
 
     @property

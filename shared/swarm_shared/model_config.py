@@ -34,6 +34,21 @@ class ModelConfig(FrozenModel):
     rope_theta: float = Field(default=10_000.0, gt=0)
     norm_epsilon: float = Field(default=1e-5, gt=0)
     tie_embeddings: bool = False
+    bottleneck_size: int = Field(default=0, ge=0, le=65_536)
+    """Width of what crosses a border between stages; 0: the residual stream as it is."""
+    bottlenecks: tuple[int, ...] = Field(default=(), max_length=512)
+    """The layers before which the stream passes so narrow a place: where the model may be cut."""
+
+    @model_validator(mode="after")
+    def _bottlenecks_are_places(self) -> Self:
+        if self.bottleneck_size >= self.hidden_size:
+            raise ValueError("bottleneck_size must be less than hidden_size, or 0")
+        places = list(self.bottlenecks)
+        if places != sorted(set(places)) or any(not 0 <= at <= self.layers for at in places):
+            raise ValueError("bottlenecks must be layers of the model, each once, in order")
+        if places and not self.bottleneck_size:
+            raise ValueError("bottlenecks need a bottleneck_size")
+        return self
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -46,6 +61,11 @@ class ModelConfig(FrozenModel):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.heads
+
+    @property
+    def border_size(self) -> int:
+        """Width of what crosses a border between stages."""
+        return self.bottleneck_size if self.bottlenecks else self.hidden_size
 
 
 class Preset(FrozenModel):

@@ -38,10 +38,12 @@ def run_id_of(manifest: Manifest) -> RunId:
 
     Length, limits and addresses are left out, so that invites outlive a change of those.
     """
+    # Runs from before there were bottlenecks keep their names.
+    narrow = set() if manifest.model.bottlenecks else {"bottleneck_size", "bottlenecks"}
     named = {
         "organiser": manifest.organiser,
         "name": manifest.name,
-        "model": manifest.model.model_dump(),
+        "model": manifest.model.model_dump(exclude=narrow),
         "data": manifest.data.model_dump(exclude={"shards": {"__all__": {"url"}}}),
         "seed": manifest.training.seed,
     }

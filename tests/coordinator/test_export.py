@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarm_coordinator.export import bytes_tokenizer, export_huggingface, merge_stages
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
-from swarm_shared.errors import StorageError
+from swarm_shared.errors import ConfigurationError, StorageError
 from swarm_shared.manifest import (
     DataConfig,
     Manifest,
@@ -149,6 +149,18 @@ def test_a_bpe_run_without_its_tokenizer_is_refused_before_anything_is_written(t
     described = manifest(tied=False, tokenizer="bpe")
     with pytest.raises(StorageError, match=r"tokenizer\.json was not given"):
         export_huggingface(described, save_stages(described, tmp_path), None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_with_bottlenecks_is_refused_because_transformers_could_not_load_it(tmp_path):
+    described = manifest(tied=False)
+    narrow = described.model.model_copy(update={"bottleneck_size": 8, "bottlenecks": (2,)})
+    described = described.model_copy(update={"model": narrow})
+    paths = save_stages(described, tmp_path)
+    merged = merge_stages(narrow, paths)
+    assert merged["model.narrow.2.proj.weight"].shape == (8, 64)
+    with pytest.raises(ConfigurationError, match="1 bottleneck"):
+        export_huggingface(described, paths, None, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

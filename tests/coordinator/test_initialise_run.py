@@ -72,6 +72,24 @@ def test_a_run_has_everything_that_start_needs(tmp_path: Path, text: Path):
     assert (folder.organiser_key.stat().st_mode & 0o777) == 0o600
 
 
+def test_a_bottleneck_size_puts_one_at_each_border(tmp_path: Path, text: Path):
+    plain_borders = {"codecs__activation": "none", "codecs__gradient": "none"}
+    folder, narrow = initialised(
+        tmp_path / "narrow", text, model__bottleneck_size=4, **plain_borders
+    )
+    _, plain = initialised(tmp_path / "plain", text, **plain_borders)
+    border = narrow.stages[1].first_layer
+    assert narrow.model.bottlenecks == (border,)
+    assert plain.model.bottlenecks == ()
+    assert 4 * narrow.activation_bytes == plain.activation_bytes
+    assert changed_settings(folder, load_settings(folder), narrow) == []
+    weights = 16 * 4
+    for one, other, norm in zip(narrow.stages, plain.stages, (16, 0), strict=True):
+        assert one.memory_bytes - other.memory_bytes == 28 * (weights + norm)
+        work = 6 * narrow.tokens_per_microbatch * (weights + norm)
+        assert one.work_flops - other.work_flops == work
+
+
 def test_the_shards_hold_the_text_and_no_sequence_is_on_both_sides(tmp_path: Path, text: Path):
     folder, manifest = initialised(tmp_path / "run", text)
     streams = {

@@ -62,6 +62,29 @@ def test_a_lossy_run_equals_the_reference_though_one_is_killed_and_another_joins
     run.assert_equals_reference()
 
 
+def test_a_run_with_bottlenecks_equals_the_reference_though_one_is_killed_and_another_joins(
+    make_run,
+) -> None:
+    run = make_run(
+        3, steps=8, model__bottleneck_size=24, model__tie_embeddings=True,
+        codecs__activation="int8", codecs__gradient="int8",
+    )  # fmt: skip
+    swarm, manifest = run.swarm, run.manifest
+    assert manifest.activation_bytes == manifest.tokens_per_microbatch * 24 * (1 + 2 / 256)
+    invite = swarm.start_coordinator()
+    for _ in range(6):
+        swarm.start_volunteer(invite)
+
+    run.wait_for_version(3)
+    run.kill(swarm.volunteers[0])
+    swarm.start_volunteer(invite)
+    history = swarm.watch(lambda *_: None)
+
+    assert swarm.wait_for_goodbye() == []
+    assert sum(c.microbatches for c in history.contributions) == 8 * 12 * 3
+    run.assert_equals_reference()
+
+
 def test_with_int8_averages_replicas_are_equal_and_the_run_is_near_its_reference(make_run) -> None:
     """The reference averages nothing: by how much they differ is what the average lost."""
     run = make_run(2, steps=12, codecs__average="int8")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from swarm_shared.errors import ProtocolError
 from swarm_shared.manifest import StageRange
-from swarm_shared.model.initialise import initialise
+from swarm_shared.model.initialise import STANDARD_DEVIATION, initialise
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage, check_token_values
 from swarm_shared.model_config import ComputeDtype, ModelConfig
 
@@ -24,10 +25,11 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def config(tied: bool = False) -> ModelConfig:
+def config(tied: bool = False, bottlenecks: tuple[int, ...] = ()) -> ModelConfig:
     return ModelConfig(
         vocabulary_size=61, hidden_size=32, intermediate_size=48, layers=5, heads=4,
         key_value_heads=2, sequence_length=12, tie_embeddings=tied,
+        bottleneck_size=8 if bottlenecks else 0, bottlenecks=bottlenecks,
     )  # fmt: skip
 
 
@@ -83,10 +85,11 @@ def gradients(chain: Sequence[Stage]) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5), (0, 5, 5), (1, 2, 3, 4, 5)])
-def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype):
-    model = config()
+def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype, narrow):
+    model = config(bottlenecks=ends[:-1] if narrow else ())
     inputs, targets = batch(model)
     whole, chain = stages(model, (5,), dtype), stages(model, ends, dtype)
     for _ in range(2):  # twice, so that accumulation is part of it
@@ -99,10 +102,56 @@ def test_a_chain_of_stages_equals_the_whole_model_to_the_bit(ends, dtype):
         assert torch.equal(expected[name], seen[name]), name
 
 
+@pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5), (0, 5, 5)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_whole_model_s_parameters_are_the_stages_one_after_the_other(ends, tied):
+    """So that a stage's part of any flat vector is one piece of it."""
+    model = config(tied, bottlenecks=ends[:-1])
+    [whole], chain = stages(model, (5,)), stages(model, ends)
+    of_stages = [entry for stage in chain for entry in stage.own_parameters()]
+    expected = [entry for entry in whole.own_parameters() if not tied or entry[0] != EMBEDDING_NAME]
+    assert [name for name, _ in of_stages] == [name for name, _ in expected]
+    for (name, mine), (_, theirs) in zip(of_stages, expected, strict=True):
+        assert torch.equal(mine, theirs), name
+
+
+def test_what_crosses_a_bottleneck_is_narrow_and_varies_as_much_as_its_input():
+    model = config(bottlenecks=(2,))
+    first, last = stages(model, (2, 5))
+    inputs, _ = batch(model, sequences=8)
+    narrow_BTC = first(inputs)
+    assert narrow_BTC.shape == (8, 12, 8)
+    assert 0.5 < float(narrow_BTC.detach().std()) < 2.0
+    widened_BTD = last.model.bottleneck(2, narrow_BTC)
+    assert 0.5 < float(widened_BTD.detach().std()) / STANDARD_DEVIATION < 2.0
+
+
+def test_an_activation_as_wide_as_the_model_is_refused_behind_a_bottleneck():
+    [_, last] = stages(config(bottlenecks=(2,)), (2, 5))
+    with pytest.raises(ProtocolError, match="12, 8"):
+        last(torch.zeros(1, 12, 32))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"bottleneck_size": 32}, "less than hidden_size"),
+        ({"bottleneck_size": 8, "bottlenecks": (3, 1)}, "in order"),
+        ({"bottleneck_size": 8, "bottlenecks": (2, 2)}, "each once"),
+        ({"bottleneck_size": 8, "bottlenecks": (6,)}, "layers of the model"),
+        ({"bottlenecks": (2,)}, "need a bottleneck_size"),
+    ],
+)
+def test_bottlenecks_that_make_no_sense_are_refused(wrong, why):
+    with pytest.raises(ValidationError, match=why):
+        ModelConfig.model_validate(config().model_dump() | wrong)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("ends", [(3, 5), (1, 3, 5)])
-def test_a_split_tied_model_equals_the_whole_once_its_two_halves_are_summed(ends, dtype):
-    model = config(tied=True)
+def test_a_split_tied_model_equals_the_whole_once_its_two_halves_are_summed(ends, dtype, narrow):
+    model = config(tied=True, bottlenecks=ends[:-1] if narrow else ())
     inputs, targets = batch(model)
     whole, chain = stages(model, (5,), dtype), stages(model, ends, dtype)
     assert torch.equal(run_chain(whole, inputs, targets), run_chain(chain, inputs, targets))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from swarm_client.worker.sizes import stage_sizes as worker_sizes
 from swarm_shared.manifest import (
@@ -22,7 +23,9 @@ from swarm_shared.model_config import ModelConfig
 from swarm_shared.placement.sizes import stage_sizes
 
 
-def manifest_of(ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False) -> Manifest:
+def manifest_of(
+    ends: tuple[int, ...], dtype: Any = "float32", tied: bool = False, bottleneck_size: int = 0
+) -> Manifest:
     shard: dict[str, Any] = {"tokens": 10, "sha256": "0" * 64}
     return Manifest(
         name="sizes",
@@ -30,6 +33,8 @@ def manifest_of(ends: tuple[int, ...], dtype: Any = "float32", tied: bool = Fals
         model=ModelConfig(
             vocabulary_size=50, hidden_size=16, intermediate_size=24, layers=ends[-1], heads=4,
             key_value_heads=2, sequence_length=8, tie_embeddings=tied,
+            bottleneck_size=bottleneck_size,
+            bottlenecks=ends[:-1] if bottleneck_size else (),
         ),
         stages=tuple(
             StageRange(first_layer=start, end_layer=end)
@@ -49,10 +54,13 @@ def manifest_of(ends: tuple[int, ...], dtype: Any = "float32", tied: bool = Fals
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("bottleneck_size", [0, 5])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("ends", [(3,), (1, 3), (0, 2, 3, 3)])
-def test_parameters_are_those_of_the_built_stage(ends: tuple[int, ...], tied: bool) -> None:
-    manifest = manifest_of(ends, tied=tied)
+def test_parameters_are_those_of_the_built_stage(
+    ends: tuple[int, ...], tied: bool, bottleneck_size: int
+) -> None:
+    manifest = manifest_of(ends, tied=tied, bottleneck_size=bottleneck_size)
     last = manifest.stage_count - 1
     for index, (cut, sizes) in enumerate(zip(manifest.stages, stage_sizes(manifest), strict=True)):
         with torch.device("meta"):
@@ -69,6 +77,25 @@ def test_the_version_before_is_part_of_the_state_where_gradients_lag_a_step_behi
     for plain, sizes in zip(stage_sizes(manifest), stale, strict=True):
         assert sizes.state_bytes == plain.state_bytes + 4 * sizes.parameters
         assert sizes.gradient_bytes == plain.gradient_bytes
+
+
+def test_a_bottleneck_is_what_crosses_a_border() -> None:
+    manifest = manifest_of((1, 2), bottleneck_size=4)
+    first, last = stage_sizes(manifest)
+    assert first.output_bytes == last.input_bytes == 3 * 8 * 4 * 4
+    assert worker_sizes(manifest, 0).output_bytes == first.output_bytes
+    assert worker_sizes(manifest, 1).tensor_bytes == first.output_bytes
+
+
+@pytest.mark.parametrize("bottlenecks", [(2,), (1, 2), ()])
+def test_a_run_has_a_bottleneck_at_each_border_or_at_none(bottlenecks: tuple[int, ...]) -> None:
+    words = manifest_of((1, 3), bottleneck_size=4).model_dump()
+    words["model"]["bottlenecks"] = bottlenecks
+    if not bottlenecks:
+        assert Manifest.model_validate(words).model.border_size == 16
+        return
+    with pytest.raises(ValidationError, match="one at each border"):
+        Manifest.model_validate(words)
 
 
 def test_a_boundary_carries_one_activation_in_the_run_s_precision() -> None:

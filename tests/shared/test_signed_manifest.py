@@ -126,6 +126,17 @@ def test_a_manifest_from_before_there_were_codecs_says_none_and_names_the_same_r
     assert read.activation_bytes == read.gradient_bytes == 128 * 128 * 4
 
 
+def test_a_manifest_from_before_there_were_bottlenecks_names_the_same_run():
+    manifest = manifest_of(organiser="somebody")
+    assert run_id_of(manifest) == "556f0c028ab74d2af74f336228892957782b507ea76077dc0253ce17621343fa"
+    words = manifest.model_dump()
+    words["stages"] = [{"first_layer": 0, "end_layer": 2}, {"first_layer": 2, "end_layer": 4}]
+    words["model"] |= {"bottleneck_size": 16, "bottlenecks": (2,)}
+    narrow = run_id_of(Manifest.model_validate(words))
+    words["model"]["bottleneck_size"] = 32
+    assert len({run_id_of(manifest), narrow, run_id_of(Manifest.model_validate(words))}) == 3
+
+
 def test_a_manifest_from_before_averages_had_a_codec_averages_in_float32():
     manifest = manifest_of(codecs={"activation": "int8", "gradient": "int4"})
     old = json.loads(manifest.model_dump_json())

@@ -19,7 +19,8 @@ SLOT_ALIGNMENT_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
-    """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D hidden size.
+    """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D the border's
+    width.
 
     input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which
     follow the input on the last stage only. input_gradient_bytes: what answers the input; 0 on
@@ -62,6 +63,6 @@ def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
         output_gradient_bytes=output_gradient_bytes,
         slot_bytes=-(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES,
         tensor_bytes=manifest.tokens_per_microbatch
-        * manifest.model.hidden_size
+        * manifest.model.border_size
         * DTYPE_BYTES[manifest.training.dtype],
     )

@@ -4,7 +4,7 @@ Owns the checks on what comes in (size, token ids, finiteness) and the copies in
 what activations and gradients look like on the wire is the manifest's codec. What is kept for
 computing a microbatch again is the decoded tensor: it is what was computed with.
 
-Shape suffixes: B sequences, T positions, D hidden size.
+Shape suffixes: B sequences, T positions, D the width of a border.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PayloadCodec:
             manifest.training.sequences_per_microbatch,
             manifest.model.sequence_length,
         )
-        self._shape_BTD = (*self._shape_BT, manifest.model.hidden_size)
+        self._shape_BTD = (*self._shape_BT, manifest.model.border_size)
         self._dtype = manifest.training.dtype
         self._codecs = manifest.codecs
 

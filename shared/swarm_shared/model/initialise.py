@@ -26,6 +26,8 @@ from swarm_shared.model.llama import Stage
 
 STANDARD_DEVIATION = 0.02
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")
+WIDENING = "model.widen."
+BOTTLENECKS = ("model.narrow.", WIDENING)
 _QUANTILES = 1 << 16
 _CHUNK_ELEMENTS = 1 << 22
 
@@ -35,7 +37,8 @@ def initialise(stage: Stage, seed: int) -> None:
 
     Matrices are normal with standard deviation 0.02; those that write into the residual
     stream are smaller by sqrt(2 · layers) (Radford et al. 2019, GPT-2), so that the stream's
-    variance does not grow with depth. Norms start at one.
+    variance does not grow with depth. Norms start at one. What a bottleneck makes narrow has the
+    variance of what it is made of, and what it widens that of token embeddings.
     """
     with torch.no_grad():
         for name, parameter in stage.named_parameters():
@@ -43,6 +46,10 @@ def initialise(stage: Stage, seed: int) -> None:
                 parameter.fill_(1.0)
                 continue
             deviation = STANDARD_DEVIATION
+            if name.startswith(BOTTLENECKS):
+                deviation = 1 / math.sqrt(parameter.shape[1])
+            if name.startswith(WIDENING):
+                deviation *= STANDARD_DEVIATION
             if name.endswith(RESIDUAL_OUTPUTS):
                 deviation /= math.sqrt(2 * stage.config.layers)
             _fill_normal(parameter, deviation, seed, name)

@@ -12,8 +12,13 @@ so that an export is a plain merge of the stages' states.
 In bfloat16 the parameters stay float32 and the residual stream is bfloat16 everywhere, inside a
 stage as on its borders: where the model is cut never changes what it computes.
 
+With bottlenecks the residual stream passes a narrow place at every border between stages, so that
+less of it has to cross (compression-aware architectures: Ryabinin et al. 2023, SWARM, arXiv
+2301.11913, section 3.2 and appendix): normalised and projected down by the stage before, projected
+up again by the one after. They belong to the model, and the uncut one has them, too.
+
 Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary,
-N heads, K key/value heads, H head size.
+N heads, K key/value heads, H head size, C width of a bottleneck.
 """
 
 # ruff: noqa: N815 (shape suffixes on tensors)
@@ -155,6 +160,31 @@ class Embedding(nn.Module):
         return F.embedding(tokens_BT, self.weight)
 
 
+class Narrow(nn.Module):
+    """Out of a stage: all that the next one learns of the stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = RmsNorm(config.hidden_size, config.norm_epsilon)
+        self.proj = Linear(config.hidden_size, config.bottleneck_size)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        narrow_BTC: Tensor = self.proj(self.norm(x_BTD))
+        return narrow_BTC
+
+
+class Widen(nn.Module):
+    """Into a stage: the stream begins anew."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.proj = Linear(config.bottleneck_size, config.hidden_size)
+
+    def forward(self, narrow_BTC: Tensor) -> Tensor:
+        x_BTD: Tensor = self.proj(narrow_BTC)
+        return x_BTD
+
+
 class Body(nn.Module):
     """The part that Hugging Face calls `model`; a stage holds a slice of it."""
 
@@ -172,6 +202,20 @@ class Body(nn.Module):
             }
         )
         self.norm = RmsNorm(config.hidden_size, config.norm_epsilon) if is_last else None
+        first, end = stage_range.first_layer, stage_range.end_layer
+        places = [at for at in config.bottlenecks if first <= at <= end]
+        self.narrow = nn.ModuleDict(
+            {str(at): Narrow(config) for at in places if at > first or is_first}
+        )
+        self.widen = nn.ModuleDict({str(at): Widen(config) for at in places if at < end or is_last})
+
+    def bottleneck(self, at: int, x: Tensor) -> Tensor:
+        """What comes before layer `at`, through as much of a bottleneck as is held here."""
+        if str(at) in self.narrow:
+            x = self.narrow[str(at)](x)
+        if str(at) in self.widen:
+            x = self.widen[str(at)](x)
+        return x
 
 
 class Stage(nn.Module):
@@ -213,12 +257,13 @@ class Stage(nn.Module):
         return self.rotary.cos_TH.device
 
     def own_parameters(self) -> NamedParameters:
-        """Parameters that this stage alone holds, in a fixed order."""
-        return [
+        """Parameters that this stage alone holds, in the order in which the data meets them."""
+        own = [
             (name, parameter)
             for name, parameter in self.named_parameters()
             if not (self.holds_tied_replica and name == EMBEDDING_NAME)
         ]
+        return sorted(own, key=lambda entry: _place(entry[0]))
 
     def tied_parameters(self) -> NamedParameters:
         """Parameters replicated in the first and last stage; their gradients must be summed."""
@@ -253,12 +298,16 @@ class Stage(nn.Module):
         return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="sum")
 
     def hidden(self, inputs: Tensor) -> Tensor:
-        """The residual stream after this stage's layers, before norm and head."""
+        """The residual stream after this stage's layers, before norm and head; as narrow as it goes
+        to the next stage."""
         with self._autocast():
-            x_BTD = self._enter(inputs)
-            for layer in self.model.layers.values():
+            first, end = self.stage_range.first_layer, self.stage_range.end_layer
+            x_BTD = self.model.bottleneck(first, self._enter(inputs))
+            for index, layer in self.model.layers.items():
+                if int(index) > first:
+                    x_BTD = self.model.bottleneck(int(index), x_BTD)
                 x_BTD = layer(x_BTD, self.rotary)
-            return x_BTD
+            return self.model.bottleneck(end, x_BTD) if end > first else x_BTD
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Float32 logits from the residual stream; last stage only."""
@@ -282,6 +331,19 @@ class Stage(nn.Module):
         if self.compute_dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.compute_dtype)
+
+
+def _place(name: str) -> tuple[float, int]:
+    """Where the data meets a parameter: before which layer, and in which order there."""
+    words = name.split(".")
+    if words[:2] == ["model", "embed_tokens"]:
+        return (-1.0, 0)
+    if words[0] == "model" and words[1] in _IN_A_PLACE:
+        return (float(words[2]), _IN_A_PLACE.index(words[1]))
+    return (float("inf"), 0)
+
+
+_IN_A_PLACE = ("narrow", "widen", "layers")
 
 
 def check_tokens_shape(tokens_BT: Tensor, longest: int) -> None:
@@ -312,8 +374,8 @@ def check_token_values(tokens_BT: Tensor, vocabulary_size: int) -> None:
 def check_activations(x_BTD: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
     shape = tuple(x_BTD.shape)
     fits = len(shape) == 3 and 1 <= shape[1] <= config.sequence_length
-    if not fits or shape[2] != config.hidden_size or x_BTD.dtype != dtype:
+    if not fits or shape[2] != config.border_size or x_BTD.dtype != dtype:
         raise ProtocolError(
             f"activations have shape {shape} and dtype {x_BTD.dtype}; (sequences, up to "
-            f"{config.sequence_length}, {config.hidden_size}) and {dtype} are needed"
+            f"{config.sequence_length}, {config.border_size}) and {dtype} are needed"
         )

@@ -54,6 +54,14 @@ def layer_parameters(config: ModelConfig) -> int:
     return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
 
 
+def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Of one bottleneck: what narrows the stream, with its norm, and what widens it again."""
+    if not config.bottlenecks:
+        return 0, 0
+    matrix = config.hidden_size * config.bottleneck_size
+    return config.hidden_size + matrix, matrix
+
+
 def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
     """Of every stage of a run."""
     config = manifest.model
@@ -61,9 +69,11 @@ def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
     activation, gradient = manifest.activation_bytes, manifest.gradient_bytes
     table = config.vocabulary_size * config.hidden_size
     last = manifest.stage_count - 1
+    narrow, widen = bottleneck_parameters(config)
     sizes: list[StageSizes] = []
     for index, cut in enumerate(manifest.stages):
         parameters = (cut.end_layer - cut.first_layer) * layer_parameters(config)
+        parameters += (narrow if index < last else 0) + (widen if index else 0)
         if index == 0:
             parameters += table
         if index == last:

@@ -1,0 +1,129 @@
+"""What bottlenecks between stages cost in loss, and what they save: `make bench-bottlenecks`.
+
+A bottleneck (`[model] bottleneck_size`, decision 0027) is a part of the model, which learns with
+it; a codec is not. Both make less of what crosses a border, and both can be had at once. Measured
+as the codecs are (`benchmarks.quality`): the same model, data, steps and seeds, against the runs
+without either.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.outcome import result_head, write_result
+from benchmarks.quality import (
+    PACKAGES,
+    RESULTS,
+    SETTINGS,
+    STAGES,
+    final_loss,
+    gap_of,
+    one_of,
+    opened,
+)
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_shared.codecs.sizes import ActivationCodec
+from swarm_shared.manifest import narrowed
+
+WAYS: tuple[tuple[int, ActivationCodec], ...] = (
+    (0, "none"),
+    (32, "none"),
+    (16, "none"),
+    (16, "int8"),
+    (8, "none"),
+)
+"""Width of the border, of 64 (0: all of it), and codec both ways; others are compared with the
+first."""
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(2), default=120, show_default=True)
+@click.option("--seeds", type=click.IntRange(2), default=3, show_default=True)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "bottlenecks.json"
+)
+def main(steps: int, seeds: int, out: Path) -> None:
+    """Final held-out loss with narrow borders, against wide ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        initialise_run(
+            run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
+        )
+        document = measure(run_dir, range(1, seeds + 1))
+    write_result(out, document)
+    click.echo(bottlenecks_markdown(document))
+
+
+def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    manifest, train, heldout = opened(run_dir)
+    began, load_before = time.monotonic(), os.getloadavg()[0]
+    losses: dict[tuple[int, ActivationCodec], list[float]] = {way: [] for way in WAYS}
+    bytes_of: dict[tuple[int, ActivationCodec], int] = {}
+    for seed in seeds:
+        for size, codec in WAYS:
+            model = manifest.model.model_copy(update={"bottleneck_size": size})
+            model = narrowed(model, manifest.stages)
+            one = one_of(manifest.model_copy(update={"model": model}), seed, codec, codec)
+            losses[size, codec].append(final_loss(one, train, heldout))
+            bytes_of[size, codec] = one.activation_bytes + one.gradient_bytes
+            click.echo(
+                f"seed {seed}, width {size or model.hidden_size}, {codec}: "
+                f"{losses[size, codec][-1]:.4f} ({time.monotonic() - began:.0f} s)",
+                err=True,
+            )
+    baseline = losses[WAYS[0]]
+    return {
+        **result_head(PACKAGES),
+        "load_before": load_before,
+        "seconds": time.monotonic() - began,
+        "settings": SETTINGS,
+        "stages": STAGES,
+        "steps": manifest.training.steps,
+        "tokens_per_step": manifest.tokens_per_step,
+        "seeds": list(seeds),
+        "noise": statistics.stdev(baseline),
+        "ways": [
+            {
+                "bottleneck_size": size,
+                "codec": codec,
+                "bytes_per_microbatch": bytes_of[size, codec],
+                **gap_of(losses[size, codec], baseline),
+            }
+            for size, codec in WAYS
+        ],
+    }
+
+
+def bottlenecks_markdown(document: Mapping[str, Any]) -> str:
+    """A row per width and codec."""
+    ways, wide = document["ways"], document["settings"]["model.hidden_size"]
+    lines = [
+        f"{document['measured_at'][:10]}: {document['steps']} steps of "
+        f"{document['tokens_per_step']:,} tokens, the model and the data of the codecs' table, "
+        f"{document['stages']} stages, {len(document['seeds'])} seeds. The noise from seed to seed "
+        f"is {document['noise']:.4f}.",
+        "",
+        "| width of the border | codec | times smaller | loss, mean | gap, mean | its spread |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for one in ways:
+        smaller = ways[0]["bytes_per_microbatch"] / one["bytes_per_microbatch"]
+        lines.append(
+            f"| {one['bottleneck_size'] or wide} | {one['codec']} | {smaller:.2f} "
+            f"| {statistics.mean(one['losses']):.4f} "
+            f"| {one['gap_mean']:+.4f} ({100 * one['gap_relative']:+.2f}%) "
+            f"| {one['gap_spread']:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
