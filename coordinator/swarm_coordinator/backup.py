@@ -26,7 +26,7 @@ from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.events import CheckpointRecord
 from swarm_coordinator.places import check_pages, copy_to, is_there, reading
 from swarm_coordinator.records import read_checkpoints, read_restored
-from swarm_coordinator.run_folder import RunFolder, read_bytes
+from swarm_coordinator.run_folder import RunFolder, quoted, read_bytes
 from swarm_coordinator.stored_run import load_manifest, place_of
 from swarm_coordinator.verification import Shape, check_database
 from swarm_shared.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
@@ -155,7 +155,7 @@ def _fill(
             if attempt == _ATTEMPTS - 1 and _versions(folder, manifest):
                 raise StorageError(
                     f"no checkpoint in {folder.checkpoints} could be copied whole; look at "
-                    f"them with `swarm-coordinator verify {folder.path}`"
+                    f"them with `swarm-coordinator verify {quoted(folder.path)}`"
                 )
         _sync(RunFolder(target).database)
     return BackupSummary(

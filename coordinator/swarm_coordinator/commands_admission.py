@@ -32,9 +32,9 @@ from swarm_coordinator.administration import (
     token_document,
 )
 from swarm_coordinator.admission_records import read_admission, read_seen_since
-from swarm_coordinator.commands_run import RUN_DIR, quoted, run_addresses
+from swarm_coordinator.commands_run import RUN_DIR, run_addresses
 from swarm_coordinator.places import is_there, reading
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.status import printable
 from swarm_coordinator.stored_run import (
     load_identity,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.commands_run import RUN_DIR, quoted
+from swarm_coordinator.commands_run import RUN_DIR
 from swarm_coordinator.http.listener import parse_address
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.status import read_status
 from swarm_shared.errors import NetworkError
 

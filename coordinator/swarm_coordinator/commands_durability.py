@@ -11,10 +11,10 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.backup import is_backup, make_backup, read_summary, verify_backup
-from swarm_coordinator.commands_run import RUN_DIR, quoted
+from swarm_coordinator.commands_run import RUN_DIR
 from swarm_coordinator.restore import restore_backup
 from swarm_coordinator.run_check import Finding, RunCheck, check_run, refuse_damage, set_aside
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_shared.errors import UsageError
 
 

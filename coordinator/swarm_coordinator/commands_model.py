@@ -18,7 +18,7 @@ from swarm_coordinator.events import CheckpointRecord
 from swarm_coordinator.history import HistoryStep, history, steps_document
 from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.records import read_checkpoints
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.stored_run import load_manifest, place_of
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.errors import StorageError, UsageError
@@ -55,7 +55,7 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
         raise StorageError(
             f"there is no usable checkpoint in {folder.checkpoints}; the run writes one every "
             f"{manifest.checkpoint_steps} steps and when it is stopped with Ctrl-C, so let it "
-            f"run on with `swarm-coordinator start {folder.path}`"
+            f"run on with `swarm-coordinator start {quoted(folder.path)}`"
         )
     return found.version, checkpoints.stage_files(found.version)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-import shlex
 import socket
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from swarm_coordinator.http.companion import Companion
 from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.places import Place, PostgresqlPlace
 from swarm_coordinator.run_check import check_start, refuse_damage
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.settings import (
     DEFAULT_PRESET,
     RunSettings,
@@ -415,11 +414,6 @@ def _admission_now(folder: RunFolder) -> dict[str, Any]:
     except ConfigurationError:
         return {}
     return {"admission": admission_document(read_book(folder), mode, time.time(), attached=0)}
-
-
-def quoted(path: Path) -> str:
-    """As part of a command that a person copies into a shell."""
-    return shlex.quote(str(path))
 
 
 def _lock_holder(folder: RunFolder) -> int | None:

@@ -7,12 +7,12 @@ are in `schema`, what is written in `store` and `records`, what is read by peopl
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from swarm_coordinator.run_folder import quoted
 from swarm_coordinator.schema import MIGRATIONS
 from swarm_shared.errors import StorageError, VersionError
 
@@ -160,7 +160,7 @@ class DatabaseDamaged(StorageError):
         self.detail = detail
         super().__init__(
             f"the run's database {path} is damaged ({detail}); "
-            f"`swarm-coordinator verify {shlex.quote(str(path.parent))}` says what the run can go "
+            f"`swarm-coordinator verify {quoted(path.parent)}` says what the run can go "
             f"on with"
         )
 

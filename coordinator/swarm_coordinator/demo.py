@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import shutil
 import signal
 import sys
@@ -28,7 +27,7 @@ from swarm_coordinator.demo_progress import Progress, ProgressDisplay
 from swarm_coordinator.history import History
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.summary import RunResult, result_document, summary_text
 from swarm_shared.atomic_file import write_atomically
 from swarm_shared.clock import monotonic
@@ -132,7 +131,7 @@ def run_demo(options: DemoOptions) -> None:
         except KeyboardInterrupt:
             click.echo(
                 f"\nstopped. All processes have ended; run and logs are in {options.run_dir}. "
-                f"`swarm-coordinator start {shlex.quote(str(options.run_dir))}` goes on with it.",
+                f"`swarm-coordinator start {quoted(options.run_dir)}` goes on with it.",
                 err=True,
             )
             raise SystemExit(130) from None

@@ -7,7 +7,6 @@ one of what is damaged, and the command that takes it. What a database's rows mu
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from swarm_coordinator.database import DatabaseDamaged
 from swarm_coordinator.events import CheckpointRecord
 from swarm_coordinator.places import Place, check_pages, is_there, reading
 from swarm_coordinator.records import read_checkpoints, read_restored
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.stored_run import load_manifest, load_settings, place_of
 from swarm_coordinator.verification import Shape, check_database
 from swarm_shared.errors import StorageError, SwarmError
@@ -224,14 +223,14 @@ def _offers(folder: RunFolder, manifest: Manifest | None, findings: list[Finding
     damaged = {finding.part for finding in findings}
     if not damaged:
         return
-    run_dir = shlex.quote(str(folder.path))
+    run_dir = quoted(folder.path)
     set_aside = f"`swarm-coordinator verify {run_dir} --set-aside`"
     if damaged - {"checkpoint"}:
         backup = find_backup(folder)
         if backup is not None:
             yield (
                 f"the last good backup is {backup.path}, of step {backup.version}: "
-                f"`swarm-coordinator restore {shlex.quote(str(backup.path))} {run_dir} --force` "
+                f"`swarm-coordinator restore {quoted(backup.path)} {run_dir} --force` "
                 "takes it"
             )
         else:

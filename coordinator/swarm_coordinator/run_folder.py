@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import secrets
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,11 @@ from swarm_shared.atomic_file import PRIVATE_MODE, storage_error, write_atomical
 from swarm_shared.errors import StorageError, UsageError
 
 _LARGEST_SMALL_FILE_BYTES = 16 * 1024 * 1024
+
+
+def quoted(path: Path) -> str:
+    """As part of a command that a person copies into a shell."""
+    return shlex.quote(str(path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,8 @@ class RunFolder:
         if not path.is_dir():
             what = "is a file" if path.exists() else "does not exist"
             raise UsageError(
-                f"{path} {what}; make a run there with `swarm-coordinator init {path}`, or name "
-                "the folder of a run"
+                f"{path} {what}; make a run there with `swarm-coordinator init {quoted(path)}`, "
+                "or name the folder of a run"
             )
         if not folder.settings.exists() and not folder.manifest.exists():
             raise UsageError(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+import shlex
 import stat
 import subprocess
 import sys
@@ -53,6 +55,14 @@ def test_a_file_in_the_way_of_the_folder_is_a_storage_error(tmp_path: Path):
 def test_a_complete_folder_opens(tmp_path: Path):
     complete(tmp_path / "run")
     assert RunFolder.open(tmp_path / "run").path == tmp_path / "run"
+
+
+def test_a_command_to_copy_is_right_in_a_folder_with_a_space(tmp_path: Path):
+    gone = tmp_path / "no such run"
+    with pytest.raises(UsageError) as refused:
+        RunFolder.open(gone)
+    [command] = re.findall("`([^`]*)`", str(refused.value))
+    assert shlex.split(command) == ["swarm-coordinator", "init", str(gone)]
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path: Path):

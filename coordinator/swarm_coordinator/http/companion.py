@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shlex
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_coordinator.http.listener import HttpAddress, address_of, listen
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_shared.errors import NetworkError, SwarmError
 
 log = logging.getLogger(__name__)
@@ -74,7 +73,7 @@ class Companion:
                 self._remember(self.address.port)
             self.report(
                 f"dashboard at {self.address.url} (yours: `swarm-coordinator dashboard "
-                f"{shlex.quote(str(self.folder.path))}`)"
+                f"{quoted(self.folder.path)}`)"
             )
             await self._keep_running(bound)
 

@@ -214,5 +214,9 @@ class RunFolderSource:
             await self._sleep(max(LOOK_SECONDS, rest))
 
     def _not_running(self, document: RunDocument) -> str:
+        from swarm_coordinator.run_folder import quoted
+
         _, why = health(document)
-        return f"{why.removesuffix('.')}; `swarm-coordinator start {self._run_dir}` starts it"
+        return (
+            f"{why.removesuffix('.')}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"
+        )
