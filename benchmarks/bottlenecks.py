@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,8 +27,8 @@ from benchmarks.quality import (
     gap_of,
     one_of,
     opened,
+    small_run,
 )
-from swarm_coordinator.initialise_run import initialise_run
 from swarm_shared.codecs.sizes import ActivationCodec
 from swarm_shared.manifest import narrowed
 
@@ -52,11 +51,7 @@ first."""
 )
 def main(steps: int, seeds: int, out: Path) -> None:
     """Final held-out loss with narrow borders, against wide ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        initialise_run(
-            run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
-        )
+    with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
     click.echo(bottlenecks_markdown(document))

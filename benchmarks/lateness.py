@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,8 +19,15 @@ from typing import Any
 import click
 
 from benchmarks.outcome import result_head, write_result
-from benchmarks.quality import PACKAGES, RESULTS, SETTINGS, STAGES, final_loss, gap_of, opened
-from swarm_coordinator.initialise_run import initialise_run
+from benchmarks.quality import (
+    PACKAGES,
+    RESULTS,
+    SETTINGS,
+    final_loss,
+    gap_of,
+    opened,
+    small_run,
+)
 from swarm_shared.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
@@ -40,11 +46,7 @@ TIMES_AS_MANY = 1.5
 )
 def main(steps: int, seeds: int, out: Path) -> None:
     """Final held-out loss with late gradients, against prompt ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir = Path(folder) / "run"
-        initialise_run(
-            run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
-        )
+    with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
     click.echo(lateness_markdown(document))

@@ -21,7 +21,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,22 @@ def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
     if measured is not None:
         write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
         return
+    with small_run(steps) as run_dir:
+        document = measure(run_dir, range(1, seeds + 1))
+    write_result(out, document)
+    write_result(PACKAGE_FILE, package_table(document).model_dump())
+    click.echo(render(document))
+
+
+@contextmanager
+def small_run(steps: int) -> Iterator[Path]:
+    """The folder of a run of so many steps of the small model, for a while."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         initialise_run(
             run_dir, "tiny", stages=STAGES, overrides={**SETTINGS, "training.steps": steps}
         )
-        document = measure(run_dir, range(1, seeds + 1))
-    write_result(out, document)
-    write_result(PACKAGE_FILE, package_table(document).model_dump())
-    click.echo(render(document))
+        yield run_dir
 
 
 def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:

@@ -1,25 +1,20 @@
 """Counts what a process sends: per connection at the socket, at the muxer, and frame by frame.
 
-    python -m benchmarks.wire_bytes.instrument FOLDER PYTHON -m MODULE WORDS...
-
-runs MODULE with WORDS in this process, as PYTHON -m would, and writes FOLDER/PID.json at its end.
-The program is not changed: four methods of the network layer are wrapped.
+`benchmarks.inside` runs the program and writes what was counted. Four methods of the network layer
+are wrapped.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
-import runpy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+from benchmarks.inside import run_inside, wrapped
 from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 from swarm_shared.network import FramedStream
 from swarm_shared.network.noise_channel import NoiseChannel, _transport
@@ -85,23 +80,16 @@ class Instrument:
             noise_messages=self._messages[id(channel)],
         )
 
-    @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self) -> AbstractContextManager[None]:
         """Everything that this process sends. What is sent behind a relay has no socket."""
-        wrapped: Sequence[tuple[type, str, Callable[..., Any]]] = (
-            (BufferedTcpStream, "write_pieces", self._wrap_socket),
-            (NoiseChannel, "write", self._wrap_noise),
-            (YamuxConnection, "__init__", self._wrap_muxer),
-            (FramedStream, "send", self._wrap_frames),
+        return wrapped(
+            (
+                (BufferedTcpStream, "write_pieces", self._wrap_socket),
+                (NoiseChannel, "write", self._wrap_noise),
+                (YamuxConnection, "__init__", self._wrap_muxer),
+                (FramedStream, "send", self._wrap_frames),
+            )
         )
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wrapped]
-        for owner, name, wrap in wrapped:
-            setattr(owner, name, wrap(getattr(owner, name)))
-        try:
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
 
     def _wrap_socket(self, write: Callable[..., Any]) -> Callable[..., Any]:
         async def counted(stream: BufferedTcpStream, pieces: Sequence[bytes]) -> None:
@@ -157,17 +145,10 @@ def _stage_kind(header: bytes, size: int) -> tuple[str, int]:
 
 
 def main(words: Sequence[str]) -> None:
-    folder, module, arguments = Path(words[0]), words[3], words[4:]
     instrument = Instrument()
-
-    def write() -> None:
-        document = {"module": module, **instrument.document()}
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(document, indent=2) + "\n")
-
-    atexit.register(write)
-    sys.argv = [module, *arguments]
-    with instrument.counting():
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_inside(
+        words, instrument.counting(), lambda module: {"module": module, **instrument.document()}
+    )
 
 
 if __name__ == "__main__":

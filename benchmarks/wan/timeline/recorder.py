@@ -1,25 +1,19 @@
 """Writes down when a volunteer computes, sends and closes.
 
-    python -m benchmarks.wan.timeline.recorder FOLDER PYTHON -m MODULE WORDS...
-
-runs MODULE with WORDS in this process, as PYTHON -m would, and writes FOLDER/PID.json at its end.
-The program is not changed: six methods are wrapped. Times are the machine's monotonic clock, which
-all its processes share, whatever network namespace they are in.
+`benchmarks.inside` runs the program and writes what was recorded. Six methods are wrapped. Times
+are the machine's monotonic clock, which all its processes share, whatever network namespace they
+are in.
 """
 
 from __future__ import annotations
 
-import atexit
-import json
-import os
-import runpy
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from benchmarks.inside import run_inside, wrapped
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.worker.client import StageWorker
 from swarm_client.worker.output import Output
@@ -36,24 +30,17 @@ class Recorder:
         self._forwards: dict[tuple[int, int], tuple[int, int]] = {}
         """(stage, request) of a forward → step and microbatch, for its backward."""
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        wrapped: Sequence[tuple[type, str, Callable[[Method], Method]]] = (
-            (StageWorker, "forward", self._wrap_forward),
-            (StageWorker, "backward", self._wrap_backward),
-            (StageWorker, "prepare_round", self._wrap_closing("prepare")),
-            (StageWorker, "norm", self._wrap_closing("norm")),
-            (StageWorker, "apply", self._wrap_closing("apply")),
-            (Downstream, "send", self._wrap_send),
+    def recording(self) -> AbstractContextManager[None]:
+        return wrapped(
+            (
+                (StageWorker, "forward", self._wrap_forward),
+                (StageWorker, "backward", self._wrap_backward),
+                (StageWorker, "prepare_round", self._wrap_closing("prepare")),
+                (StageWorker, "norm", self._wrap_closing("norm")),
+                (StageWorker, "apply", self._wrap_closing("apply")),
+                (Downstream, "send", self._wrap_send),
+            )
         )
-        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in wrapped]
-        for owner, name, wrap in wrapped:
-            setattr(owner, name, wrap(getattr(owner, name)))
-        try:
-            yield
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
 
     def _note(
         self, what: str, stage: int, step: int, microbatch: int, began: float, seconds: float
@@ -104,16 +91,8 @@ class Recorder:
 
 
 def main(words: Sequence[str]) -> None:
-    folder, module, arguments = Path(words[0]), words[3], words[4:]
     recorder = Recorder()
-
-    def write() -> None:
-        (folder / f"{os.getpid()}.json").write_text(json.dumps(recorder.events) + "\n")
-
-    atexit.register(write)
-    sys.argv = [module, *arguments]
-    with recorder.recording():
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_inside(words, recorder.recording(), lambda module: recorder.events)
 
 
 if __name__ == "__main__":
