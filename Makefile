@@ -11,7 +11,8 @@ TWO = -n 2 --dist loadfile
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
-        check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-simulator bench-rebalancing \
+        check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
+        bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement \
         bench-counts bench-bytes bench-copies bench-gpu clean
@@ -34,6 +35,7 @@ help:
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
 	@echo "make bench-wan train over emulated home lines, beside torch's and hivemind's ways; needs what test-nat needs"
 	@echo "make bench-wan-timeline where the seconds of a step over such lines go, machine by machine"
+	@echo "make bench-all-reduce averaging a stage's gradients over such lines, beside its bound"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
@@ -111,6 +113,9 @@ bench-wan: setup-dev
 
 bench-wan-timeline: setup-dev
 	@PYTHONPATH=tests $(PY) -m benchmarks.wan.timeline $(ARGS)
+
+bench-all-reduce: setup-dev
+	@PYTHONPATH=tests $(PY) -m benchmarks.wan.all_reduce $(ARGS)
 
 bench-simulator: setup-dev
 	@$(PY) -m benchmarks.simulator $(ARGS)

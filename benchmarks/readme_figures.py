@@ -25,8 +25,8 @@ from benchmarks.codec_figures import (
 from benchmarks.copies.page import copies_markdown
 from benchmarks.lateness import lateness_markdown
 from benchmarks.rebalancing import table
-from benchmarks.wan.kept import times
-from benchmarks.wan.page import ratios_markdown
+from benchmarks.wan.averaging import all_reduce_markdown
+from benchmarks.wan.page import ratios_markdown, times
 from benchmarks.wan.timeline.page import timeline_markdown
 from benchmarks.wire_bytes.page import wire_bytes_markdown
 
@@ -359,6 +359,7 @@ PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
     ("wan", "README.md", "wan ratios", ratios_markdown),
     ("wan", "docs/benchmarks.md", "wan figures", wan_markdown),
     ("wan-timeline", "docs/benchmarks.md", "timeline figures", timeline_markdown),
+    ("all-reduce", "docs/benchmarks.md", "all-reduce figures", all_reduce_markdown),
     ("codecs", "docs/benchmarks.md", "codec figures", codecs_markdown),
     ("codecs", "docs/benchmarks.md", "average figures", averages_markdown),
     ("agreement", "docs/benchmarks.md", "agreement figures", agreement_markdown),

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.wan.contenders import CONTENDERS
+from benchmarks.wan.page import times
 from benchmarks.wan.report import compare
 from swarm_shared.errors import UsageError
 from swarm_shared.model_config import ModelConfig
@@ -57,12 +58,6 @@ def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
         if runs:
             rows[name] = runs
     return {**now, "times": [*times(before), *times(now)], **compare(now, rows)}
-
-
-def times(mix: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """When a mix was measured, and how busy the machine was before; the earliest first."""
-    one = {name: mix[name] for name in ("measured_at", "load_before")}
-    return list(mix.get("times", [one]))
 
 
 def _runs(mix: Mapping[str, Any], contender: str) -> Sequence[Mapping[str, Any]]:

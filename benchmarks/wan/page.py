@@ -40,6 +40,12 @@ def ratios_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def times(mix: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """When a mix was measured, and how busy the machine was before; the earliest first."""
+    one = {name: mix[name] for name in ("measured_at", "load_before")}
+    return list(mix.get("times", [one]))
+
+
 def _row(
     name: str, written: str, mix: Mapping[str, Any], ours: Mapping[str, Any], opponents: list[str]
 ) -> str:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.wan.kept import added, kept_mixes, times
+from benchmarks.wan.kept import added, kept_mixes
+from benchmarks.wan.page import times
 from swarm_shared.errors import UsageError
 
 

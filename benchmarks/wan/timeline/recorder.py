@@ -1,6 +1,6 @@
 """Writes down when a volunteer computes, sends and closes.
 
-`benchmarks.inside` runs the program and writes what was recorded. Six methods are wrapped. Times
+`benchmarks.inside` runs the program and writes what was recorded. Seven methods are wrapped. Times
 are the machine's monotonic clock, which all its processes share, whatever network namespace they
 are in.
 """
@@ -14,7 +14,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.inside import run_inside, wrapped
+from swarm_client.averager import GroupAverager
 from swarm_client.engine.downstream import Downstream, Parcel
+from swarm_client.engine.holding import Holding
 from swarm_client.worker.client import StageWorker
 from swarm_client.worker.output import Output
 
@@ -39,6 +41,7 @@ class Recorder:
                 (StageWorker, "norm", self._wrap_closing("norm")),
                 (StageWorker, "apply", self._wrap_closing("apply")),
                 (Downstream, "send", self._wrap_send),
+                (GroupAverager, "reduce", self._wrap_reduce),
             )
         )
 
@@ -78,6 +81,16 @@ class Recorder:
             return recorded
 
         return wrap
+
+    def _wrap_reduce(self, reduce: Method) -> Method:
+        async def recorded(
+            averager: GroupAverager, holding: Holding, step: int, *rest: Any
+        ) -> None:
+            began = time.monotonic()
+            await reduce(averager, holding, step, *rest)
+            self._note("reduce", holding.stage, step, -1, began, 0.0)
+
+        return recorded
 
     def _wrap_send(self, send: Method) -> Method:
         async def recorded(downstream: Downstream, parcel: Parcel, *rest: Any) -> Any:

@@ -1,0 +1,132 @@
+"""Averaging a stage's gradients over emulated lines, beside its bound: `make bench-all-reduce`.
+
+Real runs of one stage: a coordinator, and members that hold the same stage and average at the end
+of every step, each with a network of its own. How long that takes is from the first member's begin
+to the last one's end (`timeline.recorder`, inside each of them). The bound is 2(n-1)/n times the
+gradient in float32 over the slower direction of the line, which no all-reduce of n equal members
+beats with as many bytes (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from benchmarks.outcome import result_head, work_folder, write_result
+from benchmarks.run_data import PLAIN_BORDERS
+from benchmarks.wan.averaging import all_reduce_markdown, bound_seconds, step_seconds
+from benchmarks.wan.check import check_links, render
+from benchmarks.wan.mixes import MIXES, Link, read_mixes
+from benchmarks.wan.network import Network, wide_area_network
+from benchmarks.wan.templates import parameter_counts
+from network_lab import LabError
+from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.local_swarm import LocalSwarm
+from swarm_coordinator.processes import Children
+from swarm_shared.codecs.sizes import AverageCodec
+
+RESULT = Path(__file__).parents[1] / "results" / "all-reduce.json"
+PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
+COORDINATOR = "coordinator"
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+WARMUP = 1
+"""The first average opens connections."""
+
+SETTINGS = {
+    **PLAIN_BORDERS,
+    "run.name": "all-reduce", "training.steps": STEPS, "training.evaluation_microbatches": 0,
+    "training.microbatches_per_step": 4, "training.sequences_per_microbatch": 1,
+    "checkpoint.every_steps": STEPS, "network.listen_host": "0.0.0.0",
+    "limits.round_stall_seconds": 60.0,
+    "model.hidden_size": 192, "model.intermediate_size": 512, "model.layers": 6,
+    "model.sequence_length": 32,
+}  # fmt: skip
+"""Some ten megabytes of gradients, and hardly any computing."""
+
+
+@click.command()
+@click.option("--link", "links", multiple=True, default=("fibre", "cable", "dsl"))
+@click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
+@click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
+              type=click.Choice(get_args(AverageCodec)))  # fmt: skip
+@click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
+def main(
+    links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
+) -> None:
+    """Seconds of an all-reduce, over its bound."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    load_before = os.getloadavg()[0]
+    file = read_mixes(MIXES)
+    rows: list[dict[str, Any]] = []
+    with work_folder("all-reduce", LabError) as work:
+        for name in links:
+            for members in sizes:
+                lines = {f"peer-{n}": file.link(name) for n in range(1, members + 1)}
+                lines[COORDINATOR] = file.link("server")
+                place = work / f"{name}-{members}"
+                with wide_area_network(lines, place) as network:
+                    click.echo(f"\n{name}, {members} members\n{render(check_links(network))}")
+                    for codec in codecs:
+                        row = _measure(network, file.link(name), members, codec, place / codec)
+                        rows.append({"link": name, **row})
+                        click.echo(f"{codec}: {row['seconds_median']:.2f} s")
+    document = {**result_head(PACKAGES), "load_before": load_before, "steps": STEPS - WARMUP,
+                "settings": SETTINGS, "rows": rows}  # fmt: skip
+    click.echo(f"\n{all_reduce_markdown(document)}")
+    write_result(out, document)
+    click.echo(f"\nwritten to {out}")
+
+
+def _measure(
+    network: Network, link: Link, members: int, codec: AverageCodec, place: Path
+) -> dict[str, Any]:
+    records = place / "records"
+    records.mkdir(parents=True)
+    manifest = initialise_run(
+        place / "run", "tiny", stages=1, overrides={
+            **SETTINGS, "codecs.average": codec, "limits.starting_peers_per_stage": members,
+        },
+    )  # fmt: skip
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    recorder = (
+        "env", f"PYTHONPATH={path}", sys.executable, "-m", "benchmarks.wan.timeline.recorder",
+        str(records),
+    )  # fmt: skip
+    with Children() as children:
+        local = LocalSwarm(place / "run", children)
+        local.prefix = network.hosts[COORDINATOR].prefix
+        invite = local.start_coordinator()
+        for n in range(1, members + 1):
+            local.prefix = (*network.hosts[f"peer-{n}"].prefix, *recorder)
+            local.start_volunteer(invite, stage=0)
+        local.watch(lambda seen, status: None)
+        local.wait_for_goodbye()
+    network.end_programs()
+    events = [json.loads(one.read_text()) for one in records.glob("*.json")]
+    shutil.rmtree(place)
+    [parameters] = parameter_counts(manifest)
+    seconds = [step_seconds(events, step, members) for step in range(WARMUP + 1, STEPS + 1)]
+    bound = bound_seconds(4 * parameters, members, link)
+    return {
+        "members": members,
+        "codec": codec,
+        "gradient_bytes": 4 * parameters,
+        "seconds": seconds,
+        "seconds_median": statistics.median(seconds),
+        "bound_seconds": bound,
+        "of_bound": bound / statistics.median(seconds),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""How long an average took, and how long it must take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.wan.averaging import all_reduce_markdown, bound_seconds, step_seconds
+from benchmarks.wan.mixes import Link
+from swarm_shared.errors import SwarmError
+
+
+def reduced(step: int, begin: float, end: float) -> list[Any]:
+    return ["reduce", 0, step, -1, begin, end, 0.0]
+
+
+def test_an_average_lasts_from_the_first_begin_to_the_last_end() -> None:
+    other = ["forward", 0, 2, 0, 0.0, 9.0, 1.0]
+    one, two = [reduced(1, 1.0, 2.0), reduced(2, 5.0, 6.0), other], [reduced(2, 5.5, 7.0)]
+    assert step_seconds([one, two], 2, members=2) == pytest.approx(2.0)
+    with pytest.raises(SwarmError, match="1 of 2 members"):
+        step_seconds([one, two], 1, members=2)
+
+
+@pytest.mark.parametrize(("members", "seconds"), [(2, 1.0), (4, 1.5)])
+def test_the_bound_is_the_slower_direction_s(members: int, seconds: float) -> None:
+    line = Link(up_mbit=8, down_mbit=80)
+    assert bound_seconds(1_000_000, members, line) == pytest.approx(seconds)
+
+
+def test_the_page_has_a_row_per_line_members_and_codec() -> None:
+    row = {
+        "link": "cable", "members": 2, "codec": "exact", "gradient_bytes": 9_000_000,
+        "seconds_median": 4.0, "bound_seconds": 3.6, "of_bound": 0.9,
+    }  # fmt: skip
+    document = {"measured_at": "2026-11-22", "load_before": 0.1, "steps": 5, "rows": [row]}
+    text = all_reduce_markdown(document)
+    assert "9.0 MB of gradients" in text
+    assert "| cable | 2 | exact | 4.00 | 3.60 | 0.90 |" in text
