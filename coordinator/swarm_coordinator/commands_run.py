@@ -398,7 +398,8 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(finite({**document, "running": running}), indent=1))
     elif "time" not in document:
-        click.echo(f"{document['run']} has not been started yet: swarm-coordinator start {run_dir}")
+        how = f"swarm-coordinator start {quoted(run_dir)}"
+        click.echo(f"{document['run']} has not been started yet: {how}")
     else:
         for line in status_lines(document, running, time.time()):
             click.echo(line)
