@@ -13,9 +13,9 @@ In bfloat16 the parameters stay float32 and the residual stream is bfloat16 ever
 stage as on its borders: where the model is cut never changes what it computes.
 
 With bottlenecks the residual stream passes a narrow place at every border between stages, so that
-less of it has to cross (compression-aware architectures: Ryabinin et al. 2023, SWARM, arXiv
-2301.11913, section 3.2 and appendix): normalised and projected down by the stage before, projected
-up again by the one after. They belong to the model, and the uncut one has them, too.
+less of it has to cross (after the compression-aware architectures of SWARM, Ryabinin et al. 2023,
+arXiv 2301.11913): normalised and projected down by the stage before, projected up again by the one
+after. They belong to the model, and the uncut one has them, too.
 
 Shape suffixes: B sequences, T positions, D hidden size, F intermediate size, V vocabulary,
 N heads, K key/value heads, H head size, C width of a bottleneck.
