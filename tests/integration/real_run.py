@@ -14,6 +14,7 @@ import torch
 
 from swarm_coordinator.checkpoints import CheckpointFolder
 from swarm_coordinator.export import merge_stages
+from swarm_coordinator.history import History
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Child, Children, last_lines, wait_until
@@ -84,6 +85,13 @@ class Run:
         """At once, as a power cut would; that it ended is no failure of the run's."""
         self.swarm.excuse(process)
         process.signal(signal.SIGKILL)
+
+    def history_at_its_end(self) -> History:
+        """Once all have gone: bytes of links are written last of all."""
+        assert self.swarm.wait_for_goodbye() == []
+        told = self.swarm.history()
+        assert told is not None
+        return told
 
     def losses(self) -> tuple[float, ...]:
         seen = self.swarm.history()
