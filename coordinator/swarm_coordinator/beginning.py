@@ -70,7 +70,7 @@ def spread(run: RunState, now: float) -> None:
         for _ in range(wanted - bound):
             peer = _one_too_many(run, stage, wanted)
             if peer is None:
-                return
+                break  # nobody fits here; one that is short, too, may need less memory
             membership.move(run, peer, stage, "the run cannot begin without it there", now)
 
 

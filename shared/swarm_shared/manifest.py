@@ -124,7 +124,8 @@ class LimitsConfig(FrozenModel):
     lease_seconds: float = Field(default=120.0, gt=0)
     """A leased microbatch that is not done by then is leased again, elsewhere."""
     starting_peers_per_stage: int = Field(default=1, ge=1, le=10_000)
-    """The first step after a start waits until every stage has so many peers."""
+    """The first step waits until every stage has so many peers; after a restart of the coordinator
+    the next one does, for ten seconds at most."""
 
 
 def narrowed(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:

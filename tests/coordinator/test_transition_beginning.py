@@ -78,6 +78,23 @@ def test_nobody_is_moved_who_chose_its_stage_or_does_not_fit_or_is_needed_where_
     assert stages == [0, 0, 0, 1]
 
 
+def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() -> None:
+    bench = Bench.restarted(0, starting=1, stages=3)
+    heavy = bench.run.manifest.stages[1].model_copy(update={"memory_bytes": 10_000})
+    stages = (bench.run.manifest.stages[0], heavy, bench.run.manifest.stages[2])
+    bench.run.manifest = bench.run.manifest.model_copy(
+        update={
+            "stages": stages,
+            "limits": bench.run.manifest.limits.model_copy(update={"starting_peers_per_stage": 2}),
+        }
+    )
+    for peer in ("a0", "b0", "c0"):
+        bench.attach(peer, stage=0, version=0)
+    bench.tick(1.0)
+    found = sorted(str(bench.run.peers[PeerId(p)].stage) for p in ("a0", "b0", "c0"))
+    assert found == ["0", "0", "2"]
+
+
 def test_nobody_is_moved_while_a_newcomer_is_on_its_way_to_the_stage_that_is_short() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
