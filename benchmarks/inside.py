@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[1]
+
 Wrapping = tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 """A class, the name of its method, and what makes another method of it."""
 
@@ -33,6 +35,12 @@ def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+def prefix_of(instrument: str, folder: Path) -> tuple[str, ...]:
+    """Words that put the instrument, a module, inside the program whose command follows."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return ("env", f"PYTHONPATH={path}", sys.executable, "-m", instrument, str(folder))
 
 
 def run_inside(

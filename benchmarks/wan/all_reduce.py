@@ -14,13 +14,13 @@ import os
 import shutil
 import signal
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
+from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wan.averaging import all_reduce_markdown, bound_seconds, step_seconds
@@ -37,7 +37,7 @@ from swarm_shared.codecs.sizes import AverageCodec
 RESULT = Path(__file__).parents[1] / "results" / "all-reduce.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 COORDINATOR = "coordinator"
-ROOT = Path(__file__).parents[2]
+RECORDER = "benchmarks.wan.timeline.recorder"
 STEPS = 6
 WARMUP = 1
 """The first average opens connections."""
@@ -97,11 +97,7 @@ def _measure(
             **SETTINGS, "codecs.average": codec, "limits.starting_peers_per_stage": members,
         },
     )  # fmt: skip
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    recorder = (
-        "env", f"PYTHONPATH={path}", sys.executable, "-m", "benchmarks.wan.timeline.recorder",
-        str(records),
-    )  # fmt: skip
+    recorder = prefix_of(RECORDER, records)
     with Children() as children:
         local = LocalSwarm(place / "run", children)
         local.prefix = network.hosts[COORDINATOR].prefix

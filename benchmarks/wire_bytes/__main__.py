@@ -7,8 +7,6 @@ instrument inside (`instrument`). Counts do not depend on how fast the machine i
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 import click
 
+from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
@@ -30,7 +29,6 @@ from swarm_shared.errors import SwarmError
 from swarm_shared.manifest import Manifest
 from swarm_shared.model_config import PRESETS
 
-ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")
 
@@ -59,9 +57,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
     })  # fmt: skip
     with Children() as children:
         swarm = LocalSwarm(run_dir, children)
-        swarm.prefix = (sys.executable, "-m", "benchmarks.wire_bytes.instrument", str(counts))
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        swarm.environment["PYTHONPATH"] = path
+        swarm.prefix = prefix_of("benchmarks.wire_bytes.instrument", counts)
         invite = swarm.start_coordinator()
         stage_of_name = {
             swarm.start_volunteer(invite, stage=stage).name: stage for stage in range(stages)

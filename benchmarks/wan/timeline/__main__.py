@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
+from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.wan.contenders import swarm
 from benchmarks.wan.field import Field
@@ -30,7 +30,7 @@ from swarm_shared.errors import SwarmError
 
 RESULT = Path(__file__).parents[2] / "results" / "wan-timeline.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
-ROOT = Path(__file__).parents[3]
+RECORDER = "benchmarks.wan.timeline.recorder"
 WARMUP, COOLDOWN = 2, 1
 """Steps at both ends that are left out, as in bench-wan."""
 
@@ -85,10 +85,7 @@ def _profile(field: Field, place: Path, way: tuple[str, ActivationCodec, int]) -
     records.mkdir(parents=True)
     outcome = swarm(
         field, place, codec=codec, staleness=staleness,
-        volunteer_prefix=(
-            "env", f"PYTHONPATH={_path()}", sys.executable, "-m",
-            "benchmarks.wan.timeline.recorder", str(records),
-        ),
+        volunteer_prefix=prefix_of(RECORDER, records),
     )  # fmt: skip
     field.network.end_programs()
     machines = [
@@ -147,10 +144,6 @@ def _crossing(field: Field, source: Member, target: Member, codec: ActivationCod
     size = field.sizes.border_bytes / (4 if codec == "int8" else 1)
     rate = min(up.up_bytes_per_second, down.down_bytes_per_second)
     return size / rate + (up.rtt_ms + down.rtt_ms) / 2 / 1000
-
-
-def _path() -> str:
-    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 if __name__ == "__main__":
