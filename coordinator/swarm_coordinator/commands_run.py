@@ -270,7 +270,11 @@ def _say_finished(folder: RunFolder, restored: Restored) -> None:
     heldout = restored.heldout_loss
     loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
     click.echo(f"the run is finished after {restored.version} steps{loss}")
-    click.echo(f"take the model home: swarm-coordinator export {quoted(folder.path)} OUT_FOLDER")
+    if load_manifest(folder).model.bottlenecks:
+        click.echo(f"the model is in {folder.checkpoints}, as safetensors files")
+    else:
+        home = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
+        click.echo(f"take the model home: {home}")
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
 
 
