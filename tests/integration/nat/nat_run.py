@@ -10,19 +10,20 @@ from typing import Any
 from network_lab import Host
 from swarm_coordinator.processes import Child, wait_until
 
+STEPS = 10
+MICROBATCHES_PER_STEP = 96
+"""Long steps of small microbatches: a test looks at the status file, which is written once a
+second, and what it looks for must be seen several times before the run is over."""
+
 TINY: dict[str, object] = {
     "model__layers": 4,
     "model__sequence_length": 64,
-    "training__microbatches_per_step": 8,
+    "training__microbatches_per_step": MICROBATCHES_PER_STEP,
     "network__listen_host": "0.0.0.0",
 }
-"""Smaller than the other integration tests' run: eight processes share two cores for long."""
+"""Smaller than the other integration tests' model: eight processes share two cores for long."""
 
-LONG_STEPS: dict[str, object] = {"training__microbatches_per_step": 96}
-"""Where something must happen in a step's middle: the status file tells of it once a second."""
-
-STEPS = 10
-BOUNDARY_BYTES_PER_STEP = 8 * (4 * 64) * 96 * 4 * 2
+BOUNDARY_BYTES_PER_STEP = MICROBATCHES_PER_STEP * (4 * 64) * 96 * 4 * 2
 """Activations and gradients between two stages: microbatches, tokens, width, float32, both ways."""
 
 JOIN_SECONDS = 90.0
