@@ -15,7 +15,7 @@ from swarm_shared.errors import AdmissionError
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(420)]
 
-STEPS = 8
+STEPS = 16
 WITHIN_SECONDS = 5.0
 """In which the others have to hear of a ban."""
 

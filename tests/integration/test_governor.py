@@ -15,7 +15,7 @@ from swarm_coordinator.processes import Child, wait_until
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(420)]
 
-STEPS = 14
+STEPS = 30
 GAME = "swarmgame"
 
 

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="terminals are read as Linux writes them"),
 ]
 
-STEPS = 24
+STEPS = 40
 PREFERENCES = "run_if_user_active = false\nidle_minutes = 0.05\n"
 
 
