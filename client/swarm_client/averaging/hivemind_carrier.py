@@ -32,6 +32,9 @@ from swarm_shared.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0
+TURN_SECONDS = 1.5
+"""How long the other end may take to come, where it is its turn to dial."""
+_LOOK_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +98,7 @@ class P2pdStreams:
         if not usable and not await self._is_connected(p2pd_peer_id, relayed=relayed):
             # The other end may be behind a router and still come to us.
             raise RouteAbsentError("p2pd has no address that leads there, and no connection")
-        if usable:
+        if usable and (relayed or not await self._has_come(p2pd_peer_id)):
             await self.connect(p2pd_peer_id, usable)
         peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
         try:
@@ -111,6 +114,24 @@ class P2pdStreams:
             await channel.abort()
             raise RouteAbsentError("p2pd is connected through a relay, and keeps to that")
         return channel
+
+    async def _has_come(self, p2pd_peer_id: str) -> bool:
+        """Whether there is a direct connection, once the other end has had its turn to make one.
+
+        Members of a round dial each other at the same moment. Both from the port that they listen
+        on, these are two halves of one TCP connection: each end takes itself for the one that
+        dialled, and their handshakes fail ("noise: message is too short"). So one of the two, by
+        their names, waits for the other; on a loopback nobody is ever that simultaneous.
+        """
+        if await self._is_connected(p2pd_peer_id, relayed=False):
+            return True
+        if self._p2p.peer_id.to_base58() < p2pd_peer_id:
+            return False
+        with anyio.move_on_after(TURN_SECONDS):
+            while not await self._is_connected(p2pd_peer_id, relayed=False):
+                await anyio.sleep(_LOOK_SECONDS)
+            return True
+        return False
 
     async def _is_connected(self, p2pd_peer_id: str, *, relayed: bool) -> bool:
         known = (await self.connected()).get(p2pd_peer_id, [])
