@@ -11,7 +11,7 @@ from network_lab import Host
 from swarm_coordinator.processes import Child, wait_until
 
 STEPS = 10
-MICROBATCHES_PER_STEP = 96
+MICROBATCHES_PER_STEP = 48
 """Long steps of small microbatches: a test looks at the status file, which is written once a
 second, and what it looks for must be seen several times before the run is over."""
 
@@ -22,6 +22,9 @@ TINY: dict[str, object] = {
     "network__listen_host": "0.0.0.0",
 }
 """Smaller than the other integration tests' model: eight processes share two cores for long."""
+
+LONGER_STEPS: dict[str, object] = {"training__microbatches_per_step": 96}
+"""Where something must happen in a step's middle."""
 
 BOUNDARY_BYTES_PER_STEP = MICROBATCHES_PER_STEP * (4 * 64) * 96 * 4 * 2
 """Activations and gradients between two stages: microbatches, tokens, width, float32, both ways."""

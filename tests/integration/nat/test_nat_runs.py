@@ -13,7 +13,7 @@ from itertools import combinations
 
 import pytest
 
-from integration.nat.nat_run import BOUNDARY_BYTES_PER_STEP, STEPS, NatRun
+from integration.nat.nat_run import BOUNDARY_BYTES_PER_STEP, LONGER_STEPS, STEPS, NatRun
 from network_lab import Lab, Nat, TrafficCounter
 
 pytestmark = [pytest.mark.nat, pytest.mark.timeout(300)]
@@ -137,7 +137,7 @@ def test_two_volunteers_behind_one_router_use_their_own_network(lab: Lab, nat_ru
 
 def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: MakeRun) -> None:
     """Two public volunteers relay, the coordinator does not; the one that carries is killed."""
-    run = nat_run(2, network__relay=False)
+    run = nat_run(2, **LONGER_STEPS, network__relay=False)
     public = [lab.public_host(f"public-{number}") for number in (1, 2)]
     hidden = [lab.home(name, Nat.SYMMETRIC)[1] for name in "ab"]
     run.start_coordinator()
@@ -167,7 +167,7 @@ def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: M
 def test_an_address_that_changes_in_the_middle_of_a_step_costs_no_loss(
     lab: Lab, nat_run: MakeRun, what: str
 ) -> None:
-    run = nat_run(1)
+    run = nat_run(1, **LONGER_STEPS)
     (router_a, a), (_, b) = (lab.home(name, Nat.PORT_PRESERVING) for name in "ab")
     run.start_coordinator()
     one, other = run.join(a, b)
@@ -186,7 +186,7 @@ def test_an_address_that_changes_in_the_middle_of_a_step_costs_no_loss(
 def test_a_pulled_cable_and_a_restarted_coordinator_cost_no_loss(
     lab: Lab, nat_run: MakeRun
 ) -> None:
-    run = nat_run(1)
+    run = nat_run(1, **LONGER_STEPS)
     (_, a), (_, b) = lab.home("a", Nat.PORT_PRESERVING), lab.home("b", Nat.SYMMETRIC)
     run.start_coordinator()
     volunteers = run.join(a, b)
