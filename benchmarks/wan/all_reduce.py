@@ -4,7 +4,10 @@ Real runs of one stage: a coordinator, and members that hold the same stage and 
 of every step, each with a network of its own. How long that takes is from the first member's begin
 to the last one's end (`timeline.recorder`, inside each of them). The bound is 2(n-1)/n times the
 gradient in float32 over the slower direction of the line, which no all-reduce of n equal members
-beats with as many bytes (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002).
+beats with as many bytes (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Where lines are
+unlike, thin ones may sum less, and the bound is that of the best division. Such groups are measured
+with equal shares, too; their volunteers have set what they upload to what the line takes, because
+in a run of one stage there is no other traffic from which it could be learnt.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import shutil
 import signal
 import statistics
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,12 +27,18 @@ import click
 from benchmarks.inside import prefix_of
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
-from benchmarks.wan.averaging import all_reduce_markdown, bound_seconds, step_seconds
+from benchmarks.wan.averaging import (
+    all_reduce_markdown,
+    bound_seconds,
+    equal_bound_seconds,
+    step_seconds,
+)
 from benchmarks.wan.check import check_links, render
 from benchmarks.wan.mixes import MIXES, Link, read_mixes
 from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.templates import parameter_counts
 from network_lab import LabError
+from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
@@ -38,24 +48,32 @@ RESULT = Path(__file__).parents[1] / "results" / "all-reduce.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 COORDINATOR = "coordinator"
 RECORDER = "benchmarks.wan.timeline.recorder"
-STEPS = 6
-WARMUP = 1
-"""The first average opens connections."""
+STEPS = 7
+WARMUP = 2
+"""The first average opens connections, and shows what lines take."""
 
 SETTINGS = {
     **PLAIN_BORDERS,
     "run.name": "all-reduce", "training.steps": STEPS, "training.evaluation_microbatches": 0,
-    "training.microbatches_per_step": 4, "training.sequences_per_microbatch": 1,
+    "training.microbatches_per_step": 24, "training.sequences_per_microbatch": 1,
     "checkpoint.every_steps": STEPS, "network.listen_host": "0.0.0.0",
     "limits.round_stall_seconds": 60.0,
     "model.hidden_size": 192, "model.intermediate_size": 512, "model.layers": 6,
     "model.sequence_length": 32,
 }  # fmt: skip
-"""Some ten megabytes of gradients, and hardly any computing."""
+"""Some ten megabytes of gradients, and hardly any computing. More microbatches than members: who has
+none in a step has nothing to add, and whole counts of nothing take no bytes."""
 
 
 @click.command()
-@click.option("--link", "links", multiple=True, default=("fibre", "cable", "dsl"))
+@click.option(
+    "--link",
+    "links",
+    multiple=True,
+    default=("fibre", "cable", "dsl", "fibre+dsl"),
+    help="Kinds of lines; with a + members have them in turn.",
+    show_default=True,
+)
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
@@ -70,16 +88,21 @@ def main(
     rows: list[dict[str, Any]] = []
     with work_folder("all-reduce", LabError) as work:
         for name in links:
+            kinds = [file.link(kind) for kind in name.split("+")]
             for members in sizes:
-                lines = {f"peer-{n}": file.link(name) for n in range(1, members + 1)}
-                lines[COORDINATOR] = file.link("server")
+                if len(kinds) > 1 and members < 3:
+                    continue  # two members send a vector each, however they divide it
+                lines = [kinds[n % len(kinds)] for n in range(members)]
+                hosts = {f"peer-{n}": line for n, line in enumerate(lines, start=1)}
                 place = work / f"{name}-{members}"
-                with wide_area_network(lines, place) as network:
+                with wide_area_network(
+                    {**hosts, COORDINATOR: file.link("server")}, place
+                ) as network:
                     click.echo(f"\n{name}, {members} members\n{render(check_links(network))}")
-                    for codec in codecs:
-                        row = _measure(network, file.link(name), members, codec, place / codec)
+                    for codec, equal in product(codecs, {False, len(kinds) > 1}):
+                        row = _measure(network, lines, codec, equal, place / "measured")
                         rows.append({"link": name, **row})
-                        click.echo(f"{codec}: {row['seconds_median']:.2f} s")
+                        click.echo(f"{codec}, {row['sums']}: {row['seconds_median']:.2f} s")
     document = {**result_head(PACKAGES), "load_before": load_before, "steps": STEPS - WARMUP,
                 "settings": SETTINGS, "rows": rows}  # fmt: skip
     click.echo(f"\n{all_reduce_markdown(document)}")
@@ -88,8 +111,9 @@ def main(
 
 
 def _measure(
-    network: Network, link: Link, members: int, codec: AverageCodec, place: Path
+    network: Network, lines: Sequence[Link], codec: AverageCodec, equal: bool, place: Path
 ) -> dict[str, Any]:
+    members = len(lines)
     records = place / "records"
     records.mkdir(parents=True)
     manifest = initialise_run(
@@ -100,10 +124,14 @@ def _measure(
     recorder = prefix_of(RECORDER, records)
     with Children() as children:
         local = LocalSwarm(place / "run", children)
+        if equal:
+            local.environment[EQUAL_SHARES_VARIABLE] = "1"
         local.prefix = network.hosts[COORDINATOR].prefix
         invite = local.start_coordinator()
-        for n in range(1, members + 1):
+        for n, line in enumerate(lines, start=1):
             local.prefix = (*network.hosts[f"peer-{n}"].prefix, *recorder)
+            if len(set(lines)) > 1:
+                _limit_upload(local.home(f"volunteer-{n}"), line)
             local.start_volunteer(invite, stage=0)
         local.watch(lambda seen, status: None)
         local.wait_for_goodbye()
@@ -112,16 +140,24 @@ def _measure(
     shutil.rmtree(place)
     [parameters] = parameter_counts(manifest)
     seconds = [step_seconds(events, step, members) for step in range(WARMUP + 1, STEPS + 1)]
-    bound = bound_seconds(4 * parameters, members, link)
+    bound = bound_seconds(4 * parameters, lines)
     return {
         "members": members,
         "codec": codec,
+        "sums": "equally much" if equal else "what its line takes",
         "gradient_bytes": 4 * parameters,
         "seconds": seconds,
         "seconds_median": statistics.median(seconds),
         "bound_seconds": bound,
+        "equal_bound_seconds": equal_bound_seconds(4 * parameters, lines),
         "of_bound": bound / statistics.median(seconds),
     }
+
+
+def _limit_upload(home: Path, line: Link) -> None:
+    home.mkdir(parents=True)
+    limit = f"upload_bytes_per_second = {round(line.up_bytes_per_second)}\n"
+    (home / "preferences.toml").write_text(limit)
 
 
 if __name__ == "__main__":

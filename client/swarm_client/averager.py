@@ -28,6 +28,7 @@ from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
+from swarm_client.equal_shares import shares_are_equal
 from swarm_client.pairs import Pairs
 from swarm_shared.codecs.sizes import AverageCodec
 from swarm_shared.identity import Identity
@@ -156,11 +157,13 @@ class GroupAverager:
         elements = worker.own_elements if own else worker.tied_elements
         offset = 0 if own else worker.own_elements
         where = "tied" if not own else str(holding.stage)
+        weights = () if shares_are_equal() else reduction.weights
         spec = RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
             self._me,
             elements,
+            tuple(map(float, weights)) or None,
             codec=self.codec,
         )
         try:
@@ -184,6 +187,7 @@ class GroupAverager:
             me=spec.me,
             elements=spec.elements,
             codec=spec.codec,
+            shares=spec.shares,
             source_shm_name=holding.worker.gradients_name,
             result_shm_name=holding.worker.result_name,
             offset_elements=offset,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import trio
@@ -13,6 +12,7 @@ from swarm_client.engine.edge import Stream
 from swarm_client.engine.local_stream import LocalStream, local_pair
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer, stage_limits
+from swarm_client.equal_shares import shares_are_equal
 from swarm_client.membership import Membership
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, StageHello
@@ -21,10 +21,6 @@ from swarm_shared.routing import EqualShares, InterleavedWeightedRoundRobin
 from swarm_shared.types import StageIndex
 
 log = logging.getLogger(__name__)
-
-EQUAL_SHARES_VARIABLE = "SWARM_EQUAL_SHARES"
-"""Set to anything: every peer of a stage gets as many microbatches as the others, for measurements
-beside routing by rates."""
 
 
 class StageLinks:
@@ -77,5 +73,4 @@ class StageLinks:
 
 
 def _routing() -> InterleavedWeightedRoundRobin:
-    equal = os.environ.get(EQUAL_SHARES_VARIABLE)
-    return EqualShares() if equal else InterleavedWeightedRoundRobin()
+    return EqualShares() if shares_are_equal() else InterleavedWeightedRoundRobin()

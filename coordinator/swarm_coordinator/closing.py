@@ -17,6 +17,7 @@ from swarm_coordinator.figures import Rejection
 from swarm_coordinator.round_book import Closing, Round
 from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState, StepState, short
 from swarm_shared.messages import Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.placement import summing_weights
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId, StageIndex, Version
 
@@ -113,11 +114,16 @@ def _tell_to_close(
 def _reductions(
     run: RunState, groups: dict[StageIndex, tuple[PeerId, ...]], stage: StageIndex
 ) -> tuple[Reduction, ...]:
-    own = Reduction(part="own", members=groups[stage])
+    own = Reduction(part="own", members=groups[stage], weights=_weights(run, groups[stage]))
     if stage not in run.tied_stages():
         return (own,)
     both = tuple(sorted(groups[StageIndex(0)] + groups[run.last_stage]))
-    return (own, Reduction(part="tied", members=both))
+    return (own, Reduction(part="tied", members=both, weights=_weights(run, both)))
+
+
+def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
+    """Thin lines sum less: what a member sums it sends to all the others."""
+    return summing_weights([run.peers[peer].up_bytes_per_second for peer in members])
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:

@@ -77,7 +77,9 @@ class Peer:
     def carrier(self) -> CarrierAddress | None:
         return self.averager.carrier_address(self.identity)
 
-    async def reduce(self, members: Sequence[PeerId], attempt: int) -> None:
+    async def reduce(
+        self, members: Sequence[PeerId], attempt: int, weights: Sequence[int] = ()
+    ) -> None:
         self.result[:] = SENTINEL
         holding = SimpleNamespace(
             stage=StageIndex(0),
@@ -88,7 +90,7 @@ class Peer:
                 result_name=self.segments[1].name,
             ),
         )
-        reduction = Reduction(part="own", members=tuple(members))
+        reduction = Reduction(part="own", members=tuple(members), weights=tuple(weights))
         await self.averager.reduce(holding, Step(1), attempt, reduction)  # type: ignore[arg-type]
 
     def carried(self) -> dict[tuple[PeerId, str], int]:
@@ -115,8 +117,10 @@ class Group:
         for peer in self.peers:
             peer.roster.replace(Roster(serial=1, peers=known))
 
-    async def round(self, members: Sequence[Peer] | None = None) -> dict[PeerId, AveragingFailed]:
-        """One attempt; who failed, and why."""
+    async def round(
+        self, members: Sequence[Peer] | None = None, weights: Sequence[int] = ()
+    ) -> dict[PeerId, AveragingFailed]:
+        """One attempt; who failed, and why. `weights` are in the order of the members' names."""
         taking_part = list(members or self.peers)
         self.attempts += 1
         attempt = self.attempts
@@ -125,7 +129,7 @@ class Group:
 
         async def one(peer: Peer) -> None:
             try:
-                await peer.reduce(ids, attempt)
+                await peer.reduce(ids, attempt, weights)
             except AveragingFailed as failure:
                 failures[peer.id] = failure
 

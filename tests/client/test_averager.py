@@ -100,6 +100,19 @@ async def test_those_with_hivemind_use_it_and_the_others_average_with_them(tmp_p
         assert all(floor <= link.sent <= 1.1 * floor + 2000 for link in told)
 
 
+@pytest.mark.parametrize("hivemind", [True, False], ids=["in the worker", "in the daemon"])
+async def test_a_member_that_is_to_sum_nothing_sends_its_vector_and_no_sums(
+    tmp_path: Path, hivemind: bool
+) -> None:
+    async with group(tmp_path, [hivemind] * 3, SMALL) as g:
+        thin, *others = sorted(g.peers, key=lambda peer: peer.id)
+        assert await g.round(weights=(0, 1000, 1000)) == {}
+        g.check_exact()
+        vector = 4 * SMALL
+        for peer, vectors in ((thin, 1.0), (others[0], 1.5), (others[1], 1.5)):
+            assert vectors <= sum(peer.carried().values()) / vector <= 1.1 * vectors
+
+
 class RandomRoutes:
     """Stands in for the memory: any selection of routes in any order, for each stream anew."""
 
@@ -298,7 +311,9 @@ class Gone:
     def __init__(self, peer: Peer) -> None:
         self.id = peer.id
 
-    async def reduce(self, members: Sequence[PeerId], attempt: int) -> None:
+    async def reduce(
+        self, members: Sequence[PeerId], attempt: int, weights: Sequence[int] = ()
+    ) -> None:
         return
 
 

@@ -10,7 +10,15 @@ from swarm_facts import train_loss
 
 from swarm_coordinator.events import AppliedStep, Command, Note, Persist, Send
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import AbortRound, Apply, Close, Lease, Roster, RoundReport
+from swarm_shared.messages import (
+    AbortRound,
+    Apply,
+    Close,
+    Heartbeat,
+    Lease,
+    Roster,
+    RoundReport,
+)
 from swarm_shared.schedule import learning_rate
 from swarm_shared.types import PeerId, StageIndex
 
@@ -57,6 +65,20 @@ def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
         [own] = close.reductions
         assert own.part == "own"
         assert own.members == (("a0", "b0") if peer[1] == "0" else ("a1", "b1"))
+
+
+def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_same() -> None:
+    bench = Bench()
+    thick, thin = Heartbeat(up_bytes_per_second=12.5e6), Heartbeat(up_bytes_per_second=6e5)
+    bench.join_all("a0", "b0", "c0", "a1")
+    for peer, beat in {"a0": thick, "b0": thin, "c0": thick, "a1": thin}.items():
+        bench.say(peer, beat)
+    bench.report("a0", 0, 1)
+    bench.report("a1", 0, 1)
+    of_first = [bench.close_of(peer).reductions for peer in ("a0", "b0", "c0")]
+    assert {own.members for (own,) in of_first} == {("a0", "b0", "c0")}
+    assert {own.weights for (own,) in of_first} == {(1000, 0, 1000)}
+    assert bench.close_of("a1").reductions[0].weights == ()
 
 
 def test_a_step_is_durable_before_anybody_is_told_to_apply_it() -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.wan.averaging import all_reduce_markdown, bound_seconds, step_seconds
+from benchmarks.wan.averaging import (
+    all_reduce_markdown,
+    bound_seconds,
+    equal_bound_seconds,
+    step_seconds,
+)
 from benchmarks.wan.mixes import Link
 from swarm_shared.errors import SwarmError
 
@@ -25,16 +30,28 @@ def test_an_average_lasts_from_the_first_begin_to_the_last_end() -> None:
 
 @pytest.mark.parametrize(("members", "seconds"), [(2, 1.0), (4, 1.5)])
 def test_the_bound_is_the_slower_direction_s(members: int, seconds: float) -> None:
-    line = Link(up_mbit=8, down_mbit=80)
-    assert bound_seconds(1_000_000, members, line) == pytest.approx(seconds)
+    lines = [Link(up_mbit=8, down_mbit=80)] * members
+    assert bound_seconds(1_000_000, lines) == pytest.approx(seconds)
+    assert equal_bound_seconds(1_000_000, lines) == pytest.approx(seconds)
+
+
+def test_where_lines_are_unlike_the_thin_ones_send_their_vector_and_no_sums() -> None:
+    lines = [Link(up_mbit=rate, down_mbit=80) for rate in (8, 80, 8, 80)]
+    assert bound_seconds(1_000_000, lines) == pytest.approx(1.0)
+    assert equal_bound_seconds(1_000_000, lines) == pytest.approx(1.5)
+    # What each sends beyond its vector are its sums, to two others more than with two members.
+    lines = [Link(up_mbit=rate, down_mbit=80) for rate in (16, 8, 8, 8)]
+    vectors = [bound_seconds(1_000_000, lines) * rate - 1 for rate in (2, 1, 1, 1)]
+    assert sum(vectors) == pytest.approx(2)
 
 
 def test_the_page_has_a_row_per_line_members_and_codec() -> None:
     row = {
-        "link": "cable", "members": 2, "codec": "exact", "gradient_bytes": 9_000_000,
+        "link": "cable", "members": 2, "codec": "exact", "sums": "equally much",
+        "gradient_bytes": 9_000_000,
         "seconds_median": 4.0, "bound_seconds": 3.6, "of_bound": 0.9,
     }  # fmt: skip
     document = {"measured_at": "2026-11-22", "load_before": 0.1, "steps": 5, "rows": [row]}
     text = all_reduce_markdown(document)
     assert "9.0 MB of gradients" in text
-    assert "| cable | 2 | exact | 4.00 | 3.60 | 0.90 |" in text
+    assert "| cable | 2 | exact | equally much | 4.00 | 3.60 | 0.90 |" in text

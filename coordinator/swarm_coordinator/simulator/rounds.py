@@ -1,7 +1,7 @@
 """How long closing and applying a step take, and what the members say when.
 
-The all-reduce of a group is a reduce-scatter and an all-gather: each member sends and receives
-2(n-1)/n of the gradient, and the group waits for its slowest line.
+The all-reduce of a group is a reduce-scatter and an all-gather: what a member sends and receives
+follows from how much of the gradient it sums, and the group waits for its slowest line.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import Volunteer
 from swarm_shared.messages import Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.placement import round_seconds
 from swarm_shared.types import PeerId, StageIndex
 
 if TYPE_CHECKING:
@@ -75,16 +76,22 @@ class Rounds:
     def _reduce_seconds(self, reduction: Reduction, stage: StageIndex) -> float:
         swarm = self._swarm
         there = swarm.volunteers
-        lines = [there[peer].hardware for peer in reduction.members if peer in there]
-        count = len(reduction.members)
-        if count < 2 or not lines:
+        weights = reduction.weights or (1,) * len(reduction.members)
+        lines = [
+            (there[peer].hardware, weight)
+            for peer, weight in zip(reduction.members, weights, strict=True)
+            if peer in there
+        ]
+        if len(lines) < 2:
             return 0.0
         size = swarm.sizes[stage].gradient_bytes
         if reduction.part == "tied":
             size = swarm.table_bytes
-        slowest = min(min(h.up_bytes_per_second, h.down_bytes_per_second) for h in lines)
-        latency = 2 * max(h.latency_seconds for h in lines)
-        return 2 * (count - 1) / count * size / slowest + EXCHANGES * latency
+        rates = [min(line.up_bytes_per_second, line.down_bytes_per_second) for line, _ in lines]
+        total = sum(weights)
+        latency = 2 * max(line.latency_seconds for line, _ in lines)
+        shares = [weight / total for _, weight in lines]
+        return round_seconds(size, rates, shares) + EXCHANGES * latency
 
     def _report(self, close: Close, key: _Group) -> None:
         report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from swarm_shared.errors import FrameError
 from swarm_shared.model_config import FrozenModel
@@ -99,6 +99,21 @@ class LinkBytes(FrozenModel):
     protocol: Annotated[str, Field(max_length=100)]
     sent: Count
     received: Count
+
+
+class Reduction(FrozenModel):
+    """One all-reduce of a close: the stage's own gradient, or a tied embedding's."""
+
+    part: Literal["own", "tied"]
+    members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
+    weights: tuple[Annotated[int, Field(ge=0, le=2**20)], ...] = Field(default=(), max_length=4096)
+    """How much each member sums, in proportion and in their order; without them all the same."""
+
+    @model_validator(mode="after")
+    def _every_member_has_one(self) -> Self:
+        if self.weights and (len(self.weights) != len(self.members) or not any(self.weights)):
+            raise ValueError("weights are for as many members, and not all of them 0")
+        return self
 
 
 MessageT = TypeVar("MessageT")

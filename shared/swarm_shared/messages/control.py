@@ -19,6 +19,7 @@ from swarm_shared.messages.common import (
     PeerRecord,
     Rate,
     Reachability,
+    Reduction,
     Seconds,
     StageRow,
     Stages,
@@ -345,13 +346,6 @@ class Mask(FrozenModel):
     step: Step
     microbatch: MicrobatchIndex
     accumulate: Stages
-
-
-class Reduction(FrozenModel):
-    """One all-reduce of a close: the stage's own gradient, or a tied embedding's."""
-
-    part: Literal["own", "tied"]
-    members: tuple[PeerId, ...] = Field(min_length=1, max_length=4096)
 
 
 class Close(FrozenModel):

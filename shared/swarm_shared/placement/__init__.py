@@ -4,6 +4,7 @@
     moves        whom to move to another stage while the run goes on, and why
     swarm_rule   the rule of SWARM for the same question, to compare with
     loads        what both of these look at: stages and peers as numbers
+    summing      who of a stage sums how much of its gradients
 
 The pipeline runs at its slowest stage (design: placement), so all of them work on the thinnest.
 No clock, no chance, no I/O: the coordinator, its simulator and the tests run the same code.
@@ -12,6 +13,7 @@ No clock, no chance, no I/O: the coordinator, its simulator and the tests run th
 from swarm_shared.placement.loads import PeerLoad, StageLoad, stage_rates
 from swarm_shared.placement.moves import Decision, Move, MovePolicy, choose_moves
 from swarm_shared.placement.newcomer import covered, most_underserved_stage
+from swarm_shared.placement.summing import round_seconds, summing_weights
 from swarm_shared.placement.swarm_rule import choose_swarm_moves
 
 __all__ = [
@@ -24,5 +26,7 @@ __all__ = [
     "choose_swarm_moves",
     "covered",
     "most_underserved_stage",
+    "round_seconds",
     "stage_rates",
+    "summing_weights",
 ]

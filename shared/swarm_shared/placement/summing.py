@@ -1,0 +1,86 @@
+"""Who of a stage sums how much of its gradients, so that the thinnest line is waited for least.
+
+In a reduce-scatter and an all-gather of n members (Patarasuk & Yuan 2009, doi
+10.1016/j.jpdc.2008.09.002), whoever sums the share s of the vector sends the rest of its own part,
+1 - s, and its sums to n - 1 others: 1 + s(n - 2) vectors in all, and takes as many. Equal shares
+make that 2(n - 1)/n for everybody. A thin line sends one vector at best, when it sums nothing; with
+two members that is what each of them sends in any case.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+LARGEST_WEIGHT = 1000
+
+UNSEEN_TIMES = 4.0
+"""A line that has never held anybody up takes so much more than the best that has."""
+
+MOST_TIMES_EQUAL = 4.0
+"""Of an equal share: what is known of a line can be wrong, and then a round takes at most 2.5 times
+as long as with equal shares."""
+
+WORTHWHILE = 1.05
+"""A round that is no faster than that by unequal shares has equal ones."""
+
+
+def summing_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
+    """What each member is to sum, in proportion, 0 to `LARGEST_WEIGHT`; none when equal shares do.
+
+    `up_bytes_per_second`: more than 0 each, infinite where the line has never been the limit.
+    """
+    known = [rate for rate in up_bytes_per_second if math.isfinite(rate)]
+    if len(up_bytes_per_second) < 3 or not known:
+        return ()
+    best = UNSEEN_TIMES * max(known)
+    rates = [rate if math.isfinite(rate) else best for rate in up_bytes_per_second]
+    shares = _fastest_shares(rates)
+    equal = [1 / len(rates)] * len(rates)
+    if round_seconds(1, rates, equal) < WORTHWHILE * round_seconds(1, rates, shares):
+        return ()
+    largest = max(shares)
+    return tuple(round(LARGEST_WEIGHT * share / largest) for share in shares)
+
+
+def round_seconds(nbytes: float, rates: Sequence[float], shares: Sequence[float]) -> float:
+    """How long a vector of so many bytes takes two or more members, which all wait for the slowest.
+
+    `rates`: bytes per second of each line; `shares` of the vector add up to 1.
+    """
+    others = len(rates) - 2
+    return max(nbytes * (1 + s * others) / rate for rate, s in zip(rates, shares, strict=True))
+
+
+def _fastest_shares(rates: Sequence[float]) -> list[float]:
+    """The least time in which shares that members can send by then add up to the whole vector.
+
+    By a time t somebody has sent t * rate vectors, and so can have summed (t * rate - 1)/(n - 2).
+    """
+    count, others = len(rates), len(rates) - 2
+    most = MOST_TIMES_EQUAL / count
+
+    def possible(seconds: float) -> list[float]:
+        return [min(most, max(0.0, (seconds * rate - 1) / others)) for rate in rates]
+
+    # Nobody is done sooner than the thinnest line has sent its one vector.
+    shares = possible(1 / min(rates))
+    if (total := sum(shares)) < 1:
+        shares = possible(_seconds_beyond_that(sorted(rates, reverse=True), others, most))
+        total = sum(shares)
+    return [share / total for share in shares]
+
+
+def _seconds_beyond_that(fastest_first: Sequence[float], others: int, most: float) -> float:
+    """When everybody has something to sum: the time at which it is the whole vector.
+
+    The first k sum the most that they may; the others' times must come out below that.
+    """
+    rest = math.fsum(fastest_first)
+    for at_most, rate in enumerate(fastest_first):
+        below = len(fastest_first) - at_most
+        seconds = (others * (1 - at_most * most) + below) / rest
+        if seconds * rate - 1 <= most * others:
+            return seconds
+        rest -= rate
+    return seconds
