@@ -61,8 +61,8 @@ SETTINGS = {
     "model.hidden_size": 192, "model.intermediate_size": 512, "model.layers": 6,
     "model.sequence_length": 32,
 }  # fmt: skip
-"""Some ten megabytes of gradients, and hardly any computing. More microbatches than members: who has
-none in a step has nothing to add, and whole counts of nothing take no bytes."""
+"""Some ten megabytes of gradients, and hardly any computing. More microbatches than members: who
+has none in a step has nothing to add, and whole counts of nothing take no bytes."""
 
 
 @click.command()
