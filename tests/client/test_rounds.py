@@ -10,12 +10,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import pytest
 import trio
 
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.receipts import ReceiptBook
-from swarm_client.engine.rounds import AveragingFailed, Rounds
+from swarm_client.engine.rounds import MOST_ORDERS, AveragingFailed, Rounds
 from swarm_client.worker.errors import RequestFailed
+from swarm_shared.errors import ProtocolError
 from swarm_shared.identity import Identity
 from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
@@ -61,13 +63,15 @@ class Averager:
     def __init__(self) -> None:
         self.error: AveragingFailed | None = None
         self.wait = False
+        self.waits_in: set[int] = set()
+        """Attempts in which the others never come."""
         self.entered = trio.Event()
         self.rounds: list[tuple[int, int, str]] = []
 
     async def reduce(self, holding: Holding, step: int, attempt: int, reduction: Reduction) -> None:
         self.rounds.append((step, attempt, reduction.part))
         self.entered.set()
-        if self.wait:
+        if self.wait or attempt in self.waits_in:
             await trio.sleep_forever()
         if self.error is not None:
             raise self.error
@@ -195,6 +199,45 @@ async def test_an_abort_ends_a_round_in_the_middle_and_leaves_the_accumulator() 
         answer = await report(s)
         assert (answer.ok, answer.attempt) == (True, 2)
         assert s.worker.held == {0}
+
+
+async def test_an_attempt_that_was_called_off_before_it_began_is_not_begun() -> None:
+    """The abort of an earlier one takes a moment, and meanwhile the coordinator tries again."""
+    async with scene(0) as s:
+        s.averager.waits_in = set(range(1, 100))
+        for attempt in range(1, 100):
+            s.close((0,), attempt=attempt)
+            s.rounds.put(AbortRound(step=1, attempt=attempt, reason="somebody died"))
+        s.close((0,), attempt=100)
+        with trio.fail_after(5):
+            answer = await report(s)
+        assert (answer.ok, answer.attempt) == (True, 100)
+        assert s.averager.rounds == [(1, 100, "own")]
+
+
+async def test_an_attempt_of_a_session_that_is_over_is_not_begun() -> None:
+    async with scene(0) as s:
+        s.averager.waits_in = {1, 2}
+        s.close((0,))
+        await s.averager.entered.wait()
+        s.close((0,), attempt=2)
+        s.rounds.session_lost()
+        s.close((0,), attempt=3)
+        with trio.fail_after(5):
+            answer = await report(s)
+        assert (answer.ok, answer.attempt) == (True, 3)
+        assert [attempt for _, attempt, _ in s.averager.rounds] == [1, 3]
+
+
+async def test_orders_that_come_faster_than_they_can_be_carried_out_end_the_session() -> None:
+    async with scene(0) as s:
+        s.averager.wait = True
+        s.close((0,))
+        await s.averager.entered.wait()
+        for attempt in range(2, 2 + MOST_ORDERS):
+            s.close((0,), attempt=attempt)
+        with pytest.raises(ProtocolError, match="orders that wait"):
+            s.close((0,), attempt=1000)
 
 
 async def test_a_step_that_was_not_averaged_here_is_never_applied_and_the_peer_joins_anew() -> None:

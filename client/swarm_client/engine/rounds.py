@@ -18,7 +18,7 @@ from swarm_client import faults
 from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_shared.errors import SwarmError
+from swarm_shared.errors import ProtocolError, SwarmError
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     AbortRound,
@@ -55,6 +55,9 @@ class Averager(Protocol):
 
 RoundMessage = Close | AbortRound | Apply | SaveSnapshot
 
+MOST_ORDERS = 256
+"""That wait, of which each takes a moment."""
+
 
 class Rounds:
     """Give it messages with `put`; run `run` while a stage is held."""
@@ -77,27 +80,48 @@ class Rounds:
         self._save_snapshot = save_snapshot
         self._applied = applied
         self._out_of_step = out_of_step
-        self._put, self._inbox = trio.open_memory_channel[RoundMessage](256)
+        self._put, self._inbox = trio.open_memory_channel[tuple[int, RoundMessage]](MOST_ORDERS)
+        self._session = 0
+        """Of the orders that come now; counts up."""
         self._attempt: tuple[Step, int] | None = None
+        self._called_off: set[tuple[Step, int]] = set()
+        """Attempts that wait and whose end waits behind them."""
         self._scope: trio.CancelScope | None = None
 
     def put(self, message: RoundMessage) -> None:
-        if isinstance(message, AbortRound) and self._attempt == (message.step, message.attempt):
+        """ProtocolError when so many wait already that something must be wrong."""
+        try:
+            self._put.send_nowait((self._session, message))
+        except trio.WouldBlock as error:
+            raise ProtocolError(
+                f"the coordinator has sent {MOST_ORDERS} orders that wait to be carried out; "
+                "this volunteer takes no more before it has attached again"
+            ) from error
+        if not isinstance(message, AbortRound):
+            return
+        attempt = (message.step, message.attempt)
+        if self._attempt == attempt:
             assert self._scope is not None
             self._scope.cancel()
-        self._put.send_nowait(message)
+        else:
+            self._called_off.add(attempt)
 
     def session_lost(self) -> None:
         """The coordinator is away: an attempt it cannot hear of is over, what is averaged stays."""
         if self._scope is not None:
             self._scope.cancel()
         self._holding.closing = False
+        self._session += 1
 
     async def run(self) -> None:
-        async for message in self._inbox:
+        async for session, message in self._inbox:
             if isinstance(message, Close):
-                await self._close(message)
+                # Nobody comes to an attempt that is over: it would be waited for until it fails.
+                over = (message.step, message.attempt) in self._called_off
+                if session == self._session and not over:
+                    await self._close(message)
             elif isinstance(message, AbortRound):
+                self._called_off.discard((message.step, message.attempt))
                 self._holding.closing = False
                 self._holding.averaged_attempt = None
             elif isinstance(message, Apply):
