@@ -95,8 +95,13 @@ def test_the_others_stop_serving_a_banned_volunteer_that_does_not_go(make_run) -
     try:
         order("ban", run.folder.path, banned)
         run.wait_for_version(run.version() + 2)
-        for other in (first, second):
-            assert banned not in linked_with(swarm, peer_of(other.last_lines(200)))
+        others = [peer_of(other.last_lines(200)) for other in (first, second)]
+        wait_until(  # what they say of their links is a heartbeat and a status file old
+            lambda: all(banned not in linked_with(swarm, other) for other in others),
+            swarm.children,
+            WITHIN_SECONDS,
+            "both to have closed their links with it",
+        )
     finally:
         bad.signal(signal.SIGCONT)
     assert bad.wait(60) == AdmissionError.exit_code
