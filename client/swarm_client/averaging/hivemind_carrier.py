@@ -32,8 +32,9 @@ from swarm_shared.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0
-TURN_SECONDS = 1.5
-"""How long the other end may take to come, where it is its turn to dial."""
+TURN_SECONDS = 0.4
+"""How long the other end may take to come, where it is its turn to dial: for its first packet to
+arrive over any line. Longer, and an end whose p2pd is being started again is waited for."""
 _LOOK_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
