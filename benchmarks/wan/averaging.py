@@ -43,12 +43,6 @@ def bound_seconds(gradient_bytes: int, lines: Sequence[Link]) -> float:
     return most
 
 
-def equal_bound_seconds(gradient_bytes: int, lines: Sequence[Link]) -> float:
-    """The same when all sum equally much: the slowest line's 2(n-1)/n vectors."""
-    slowest = min(min(line.up_bytes_per_second, line.down_bytes_per_second) for line in lines)
-    return 2 * (len(lines) - 1) / len(lines) * gradient_bytes / slowest
-
-
 def all_reduce_markdown(document: Mapping[str, Any]) -> str:
     """A row per line, size, codec and way of dividing the work."""
     megabytes = document["rows"][0]["gradient_bytes"] / 1e6
