@@ -58,7 +58,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             certificate=event.certificate,
             manifest=run.manifest_envelope,
             stages=run.stage_rows(),
-            directory=_directory(run),
+            directory=_directory(run, peer),
             keep=current or must_apply,
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
@@ -129,11 +129,12 @@ def _send_missed_apply(
     run.note(f"{display(peer)} is back and still has to apply step {last.step}", peer.peer)
 
 
-def _directory(run: RunState) -> tuple[str, ...]:
-    """p2pd addresses of some peers, through which a newcomer enters hivemind's DHT."""
+def _directory(run: RunState, newcomer: PeerState) -> tuple[str, ...]:
+    """p2pd addresses of some other peers, through which a newcomer enters hivemind's DHT."""
     found: list[str] = []
     for peer in run.peers.with_carrier.values():
-        if peer.carrier is not None:
+        # Whoever attaches again has told its own already, and cannot enter through itself.
+        if peer is not newcomer and peer.carrier is not None:
             found.extend(f"{a}/p2p/{peer.carrier.peer}" for a in peer.carrier.addresses[:2])
         if len(found) >= 8:
             break

@@ -396,6 +396,18 @@ def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> 
     assert not peers.admits(PeerId("another"))
 
 
+def test_whoever_attaches_again_is_not_told_to_enter_the_directory_through_itself() -> None:
+    bench = training()
+    bench.lose("b0")
+    bench.attach("b0", stage=0, version=1)
+    entrances = bench.sent("b0", Welcome)[-1].directory
+    assert {entrance.rpartition("/p2p/")[2] for entrance in entrances} == {
+        "p2pd-a0",
+        "p2pd-a1",
+        "p2pd-b1",
+    }
+
+
 def test_a_peer_that_only_lost_its_link_keeps_its_stage_and_its_part_of_the_step() -> None:
     bench = training()
     bench.report("b0", 1)
