@@ -26,7 +26,7 @@ from swarm_shared.messages import client_messages, encode, parse, stage_answers,
 from swarm_shared.network.send_queue import SendQueue
 from swarm_shared.network.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header
 from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
-from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.routing import Observation, ShortestExpectedDelay
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.wire import FrameDecoder, encode_frame
 
@@ -137,13 +137,13 @@ def _receipt_signed() -> Callable[[], object]:
 
 
 def _route() -> Callable[[], object]:
-    table = InterleavedWeightedRoundRobin()
+    table = ShortestExpectedDelay()
     peers = [identity(n).peer_id for n in range(ROUTES)]
     table.update(peers)
     for position, peer in enumerate(peers):
-        table.observe(peer, 0.5 + 0.01 * position)
-    usable = frozenset(peers)
-    return lambda: table.choose(0.0, usable)
+        table.observe(peer, Observation(0.5 + 0.01 * position, 0.3, 0.2, 2), 0.0)
+    in_hand = {peer: position % 4 for position, peer in enumerate(peers)}
+    return lambda: table.choose(0.0, in_hand)
 
 
 def _stage_headers() -> Callable[[], object]:

@@ -144,6 +144,11 @@ class GroupAverager:
             if route in P2PD_LINKS
         )
 
+    @property
+    def sent_bytes(self) -> int:
+        """In averages, over either carrier."""
+        return sum(sent for sent, _ in self._carried.values())
+
     # ------------------------------------------------------------------------------------- rounds
 
     async def reduce(

@@ -329,6 +329,7 @@ class Holder:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
+        volunteer.line_share.step_applied()
         manifest = volunteer.membership.manifest
         volunteer.contribution.add_step(
             apply.step, counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)

@@ -17,7 +17,7 @@ from swarm_client.membership import Membership
 from swarm_shared.errors import SwarmError
 from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, StageHello
 from swarm_shared.network import Node
-from swarm_shared.routing import EqualShares, InterleavedWeightedRoundRobin
+from swarm_shared.routing import EqualShares, ShortestExpectedDelay
 from swarm_shared.types import StageIndex
 
 log = logging.getLogger(__name__)
@@ -72,5 +72,5 @@ class StageLinks:
             await stream.reset()
 
 
-def _routing() -> InterleavedWeightedRoundRobin:
-    return EqualShares() if shares_are_equal() else InterleavedWeightedRoundRobin()
+def _routing() -> ShortestExpectedDelay:
+    return EqualShares() if shares_are_equal() else ShortestExpectedDelay()

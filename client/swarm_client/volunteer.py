@@ -24,6 +24,7 @@ from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import HELLO_LIMITS, StageServer
 from swarm_client.holder import Holder, WorkerLimits
 from swarm_client.home import Home
+from swarm_client.line_share import LineShare
 from swarm_client.masks import MaskDesk
 from swarm_client.membership import Membership, membership_of, renewed
 from swarm_client.pausing import Pause
@@ -34,6 +35,7 @@ from swarm_client.telling import Telling
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
 from swarm_client.volunteer_options import VolunteerOptions
+from swarm_shared.clock import monotonic
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -123,9 +125,12 @@ class Volunteer:
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change(self.attachment.network_changed)
         self.gate = Gate(invite.run_id, invite.organiser, self.roster)
+        self.line_share = LineShare(
+            lambda: node.bandwidth.own_up_bytes_per_second, lambda: averager.sent_bytes, monotonic
+        )
         server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
-            self.gate, self.send,
+            self.gate, self.send, self.line_share.microbatch_seconds,
         )  # fmt: skip
         self.pause = Pause(
             self._trainer, server, lambda: self.send(self.heartbeat()), self._step_back,

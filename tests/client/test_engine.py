@@ -115,11 +115,13 @@ class Peer:
             self.worker.is_last,  # type: ignore[arg-type]
         )
         self.next_stage: Downstream | None = None
+        self.line_seconds = 0.0
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         self.server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self.next_stage,
             Gate(RUN, world.organiser.peer_id, self.view),
+            line_seconds=lambda _: self.line_seconds,
         )  # fmt: skip
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
@@ -220,6 +222,30 @@ async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_r
     ]
     # Stage 0 reversed the input, the last stage reversed it again: the gradient is the input.
     assert bytes(answer.payload) == INPUT
+
+
+async def test_a_peer_whose_line_takes_longer_than_its_device_gets_as_much_as_its_line_takes() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as thin, w.peer(1) as wide:
+        thin.line_seconds, wide.line_seconds = 30.0, 10.0
+        downstream = w.downstream(sender, 1)
+        for microbatch in range(4):
+            await downstream.send(parcel(microbatch), lambda: True)
+        assert thin.worker.accumulated, "who has not been heard of is tried"
+        thin.worker.entered = trio.Event()
+        thin.worker.forwards.clear()
+        wide.worker.forwards.clear()
+        thin.worker.hold = wide.worker.hold = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for microbatch in range(4, 7):
+                nursery.start_soon(downstream.send, parcel(microbatch), lambda: True)
+            with trio.fail_after(5):
+                await thin.worker.entered.wait()
+            wide.worker.hold.set()
+    # Two there would be done before one at the other, and that is all it may be given.
+    assert len(wide.worker.forwards) == 2
+    assert len(thin.worker.forwards) == 1
 
 
 async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_again() -> None:

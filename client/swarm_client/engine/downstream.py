@@ -25,7 +25,7 @@ from swarm_shared.messages import (
     RefusalReason,
     StageHello,
 )
-from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.routing import Observation, ShortestExpectedDelay
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 BUSY_PAUSE_SECONDS = 0.05
@@ -69,7 +69,7 @@ class Downstream:
         nursery: trio.Nursery,
         depth: int = 1,
         latency: Latency | None = None,
-        routing: InterleavedWeightedRoundRobin | None = None,
+        routing: ShortestExpectedDelay | None = None,
     ) -> None:
         """`depth` is how many stages there are from this one to the last."""
         self.stage = stage
@@ -78,7 +78,7 @@ class Downstream:
         self._open_stream = open_stream
         self._ask_mask = ask_mask
         self._nursery = nursery
-        self._routing = routing or InterleavedWeightedRoundRobin()
+        self._routing = routing or ShortestExpectedDelay()
         self._edges: dict[PeerId, Edge] = {}
         self._opening: dict[PeerId, trio.Event] = {}
         self._capacity_changed = trio.Event()
@@ -166,6 +166,7 @@ class Downstream:
                 race.won(await self._attempt(race, edge, parcel, accumulate))
                 return
             except EdgeRefused as refusal:
+                self._routing.refused(edge.peer, trio.current_time())
                 if refusal.reason is RefusalReason.BUSY:
                     await trio.sleep(BUSY_PAUSE_SECONDS)
                     continue
@@ -211,7 +212,8 @@ class Downstream:
             self._notify()
         total = time.monotonic() - began
         self._latency.observe(total)
-        self._routing.observe(edge.peer, seconds_per_microbatch(answer.header, total, in_flight))
+        seen = _observation(answer.header, total, in_flight)
+        self._routing.observe(edge.peer, seen, trio.current_time())
         return answer
 
     async def _choose(self, still_wanted: Callable[[], bool], besides: Collection[PeerId]) -> Edge:
@@ -224,7 +226,7 @@ class Downstream:
             members = self._members()
             self._routing.update(members)
             free = members.keys() - self._opening.keys() - set(besides)
-            usable = {p for p in free if self._has_room(p)}
+            usable = {p: self._in_flight(p) for p in free if self._has_room(p)}
             now = trio.current_time()
             peer = self._routing.choose(now, usable)
             if peer is None:
@@ -256,6 +258,10 @@ class Downstream:
     def _has_room(self, peer: PeerId) -> bool:
         edge = self._edges.get(peer)
         return edge is None or edge.closed or edge.free_credits > 0
+
+    def _in_flight(self, peer: PeerId) -> int:
+        edge = self._edges.get(peer)
+        return 0 if edge is None else edge.in_flight
 
     async def _wait_for_capacity(self, now: float) -> None:
         """Until a credit is free, the roster has changed or a ban has ended."""
@@ -315,14 +321,9 @@ class Downstream:
             edge.fail(LinkClosed("this peer closes its links"))
 
 
-def seconds_per_microbatch(answer: Backward, total_seconds: float, in_flight: int) -> float:
-    """The rate of a peer over this link, as a time: the slower of its compute and the link.
-
-    What the link took is what the peer's own account does not explain. That much passes for each
-    microbatch while `in_flight` of them share the link.
-    """
-    service_seconds = min(answer.service_seconds, total_seconds)
-    if not answer.total_seconds:
-        return service_seconds
-    link_seconds = max(0.0, total_seconds - answer.total_seconds)
-    return max(service_seconds, link_seconds / max(1, in_flight))
+def _observation(answer: Backward, total_seconds: float, in_flight: int) -> Observation:
+    """What the link took is what the peer's own account of the time does not explain."""
+    link_seconds = max(0.0, total_seconds - answer.total_seconds) if answer.total_seconds else 0.0
+    return Observation(
+        min(answer.service_seconds, total_seconds), answer.line_seconds, link_seconds, in_flight
+    )

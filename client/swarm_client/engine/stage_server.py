@@ -88,9 +88,12 @@ class StageServer:
         next_stage: Callable[[], Downstream | None],
         gate: Gate,
         tell: Callable[[NotFinite], None] = lambda _: None,
+        line_seconds: Callable[[Holding], float] = lambda _: 0.0,
     ) -> None:
-        """`tell` takes word to the coordinator of what went wrong at this very peer."""
+        """`tell` takes word to the coordinator of what went wrong at this very peer;
+        `line_seconds` says what the line takes for one microbatch."""
         self._tell = tell
+        self._line_seconds = line_seconds
         self._membership = membership
         self._holding = holding
         self._next_stage = next_stage
@@ -229,6 +232,7 @@ class StageServer:
                 # Not busy: whoever is behind may have counted it, and the sender asks for a mask.
                 return refuse(RefusalReason.FAILED, PAUSED)
             header, gradient = answer
+            header = header.model_copy(update={"line_seconds": self._line_seconds(holding)})
             faults.cut(Phase.RECEIPT, message.step)
             faults.strike(Phase.RECEIPT, message.step)
             try:
@@ -342,22 +346,19 @@ class _Work:
 
     async def _last(self) -> tuple[Backward, Output]:
         message, worker = self._message, self._holding.worker
-        began = time.monotonic()
         output = await worker.forward(
             message.step, message.microbatch, self._asked_to_count(), (self._input, self._targets)
         )
         self._holding.observe(output.seconds)
-        self._service_seconds = time.monotonic() - began
+        self._service_seconds = output.seconds
         return self._answer(output, (), output.loss_sum or 0.0), output
 
     async def _middle(self) -> tuple[Backward, Output]:
         message, worker, downstream = self._message, self._holding.worker, self._next_stage
         assert downstream is not None
-        began = time.monotonic()
         activation = await worker.forward(
             message.step, message.microbatch, self._asked_to_count(), (self._input,)
         )
-        self._service_seconds = time.monotonic() - began
         try:
             assert activation.payload is not None
             answer = await downstream.send(
@@ -368,7 +369,6 @@ class _Work:
                 self._wanted,
             )  # fmt: skip
             faults.cut(Phase.BACKWARD, message.step)
-            began = time.monotonic()
             if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
                 raise MicrobatchAbandoned("the gradient that came back has another size")
             gradient = await worker.backward(activation, answer.payload)
@@ -376,8 +376,8 @@ class _Work:
             worker.discard(activation)
             raise
         activation.release()
-        self._service_seconds += time.monotonic() - began
-        self._holding.observe(activation.seconds + gradient.seconds)
+        self._service_seconds = activation.seconds + gradient.seconds
+        self._holding.observe(self._service_seconds)
         return (
             self._answer(gradient, answer.header.receipts, answer.header.loss_sum),
             gradient,

@@ -1,8 +1,8 @@
 """The coarse data plane: microbatches flow at the rate that the thinnest stage allows.
 
 Between two changes of who serves, microbatches are completed at one rate. Each is put down to one
-peer of each stage, by the peers' rates, in the order in which SWARM's routing
-(`swarm_shared.routing`) would reach them in the long run. The rate is what the thinnest stage
+peer of each stage, by the peers' rates, as the routing (`swarm_shared.routing`) shares work out
+where everybody has enough of it. The rate is what the thinnest stage
 makes, less what is lost because only so many microbatches are in flight: of W microbatches on N
 equally busy peers some peers have none and others two, and with service times that do not vary
 1 / (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing
@@ -44,7 +44,8 @@ class _Leased:
 
 
 class _Shares:
-    """Whose turn it is in one stage: the smallest virtual finish time, as in the routing."""
+    """Whose turn it is in one stage: the smallest virtual finish time, which moves on by the time
+    that a peer takes for one microbatch (interleaved weighted round-robin)."""
 
     def __init__(self) -> None:
         self.rates: dict[PeerId, float] = {}

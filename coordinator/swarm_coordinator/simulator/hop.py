@@ -13,7 +13,7 @@ from typing import Protocol
 
 from swarm_coordinator.simulator.agenda import Action
 from swarm_shared.credentials import Receipt
-from swarm_shared.routing import InterleavedWeightedRoundRobin
+from swarm_shared.routing import Observation, ShortestExpectedDelay
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
 
 BUSY_PAUSE_SECONDS = 0.05
@@ -32,6 +32,7 @@ class Answer:
     receipts: tuple[Receipt, ...] = ()
     service_seconds: float = 0.0
     total_seconds: float = 0.0
+    line_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class Hop:
 
     def __init__(self, sender: Sender, stage: StageIndex) -> None:
         self._sender, self.stage = sender, stage
-        self._routing = InterleavedWeightedRoundRobin()
+        self._routing = ShortestExpectedDelay()
         self._outstanding: dict[PeerId, list[Request]] = {}
         self._waiting: deque[Action] = deque()
 
@@ -97,10 +98,14 @@ class Hop:
             requests.remove(request)
             self.capacity()
             if answer.state == "ok":
-                seconds = sender.now - began
-                self._routing.observe(target, _observed(answer, seconds, in_flight))
+                link_seconds = max(0.0, sender.now - began - answer.total_seconds)
+                seen = Observation(
+                    answer.service_seconds, answer.line_seconds, link_seconds, in_flight
+                )
+                self._routing.observe(target, seen, sender.now)
                 done(answer)
             elif answer.state in ("busy", "wrong step"):
+                self._routing.refused(target, sender.now)
                 pause = BUSY_PAUSE_SECONDS if answer.state == "busy" else STEP_PAUSE_SECONDS
                 sender.later(pause, lambda: self.send(parcel, done, failures))
             else:
@@ -122,7 +127,8 @@ class Hop:
         members = self._sender.members(self.stage)
         self._routing.update(members)
         credits = self._sender.edge_credits
-        usable = {p for p in members if len(self._outstanding.get(p, ())) < credits}
+        in_hand = {p: len(self._outstanding.get(p, ())) for p in members}
+        usable = {p: count for p, count in in_hand.items() if count < credits}
         return self._routing.choose(self._sender.now, usable)
 
     def _wait(self, action: Action) -> None:
@@ -143,10 +149,3 @@ class Hop:
             for request in list(self._outstanding[target]):
                 self._sender.answer(request, Answer("failed"))
         self.capacity()
-
-
-def _observed(answer: Answer, total_seconds: float, in_flight: int) -> float:
-    """As `seconds_per_microbatch` of the client: the slower of a peer's service and its link."""
-    service = min(answer.service_seconds, total_seconds)
-    link = max(0.0, total_seconds - answer.total_seconds)
-    return max(service, link / max(1, in_flight))

@@ -102,9 +102,12 @@ class _Node:
 
     # ---- computing: one thing at a time, backwards first
 
+    @property
+    def microbatch_seconds(self) -> float:
+        return self._plane.work(self.stage) / self.volunteer.hardware.flops_per_second
+
     def compute(self, share: float, done: Action) -> None:
-        work = self._plane.work(self.stage)
-        task = _Compute(share * work / self.volunteer.hardware.flops_per_second, done)
+        task = _Compute(share * self.microbatch_seconds, done)
         (self._forwards if share == FORWARD_SHARE else self._backwards).append(task)
         self._next()
 
@@ -354,36 +357,30 @@ class MicrobatchPlane:
             return
         node.in_flight += 1
         arrived = self.now
-        forward_done = [arrived]
 
         def answer(given: Answer, size: int) -> None:
             node.in_flight -= 1
             self._reply(node, sender, request, given, size)
 
-        def computed(receipts: tuple[Receipt, ...], service_seconds: float) -> None:
+        def computed(receipts: tuple[Receipt, ...]) -> None:
             own = node.count(parcel)
             if own is not None:
                 receipts = (*receipts, own)
             size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
-            answer(Answer("ok", receipts, service_seconds, total), size)
+            line = node.volunteer.line_seconds(stage)
+            answer(Answer("ok", receipts, node.microbatch_seconds, total, line), size)
 
         def came_back(given: Answer) -> None:
             if given.state != "ok":
                 answer(Answer("failed"), 0)
                 return
-            returned = self.now
-            forward = forward_done[0] - arrived
-            node.compute(
-                1 - FORWARD_SHARE,
-                lambda: computed(given.receipts, forward + self.now - returned),
-            )
+            node.compute(1 - FORWARD_SHARE, lambda: computed(given.receipts))
 
         def sent_on() -> None:
-            forward_done[0] = self.now
             if node.next is None:
                 # The last stage goes on at once: loss and backward belong to the same request.
-                node.compute(1 - FORWARD_SHARE, lambda: computed((), self.now - arrived))
+                node.compute(1 - FORWARD_SHARE, lambda: computed(()))
             else:
                 node.next.send(parcel, came_back)
 

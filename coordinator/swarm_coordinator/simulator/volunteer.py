@@ -95,6 +95,11 @@ class Volunteer:
         )
         return 1.0 / seconds
 
+    def line_seconds(self, stage: StageIndex) -> float:
+        """What it tells senders that its line takes for one microbatch; 0 while it knows of none
+        that holds it up."""
+        return self._swarm.sizes[stage].sent_bytes / self._seen_up if self._seen_up else 0.0
+
     def _line_is_full(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
         return (

@@ -75,10 +75,13 @@ class Backward(FrozenModel):
     request: Count
     receipts: tuple[Envelope, ...] = Field(max_length=512)
     service_seconds: Seconds
-    """Queueing and compute at this peer alone, without what is downstream of it."""
+    """Of this peer's device, without waiting for it and without what is downstream."""
     total_seconds: Seconds = 0.0
     """From the request's arrival to this answer, what is downstream included: the sender's own
     measure less this is what the link took."""
+    line_seconds: Seconds = 0.0
+    """What this peer's line takes to send the activation and the gradient of one microbatch; 0
+    while its line has held nothing up."""
     loss_sum: Loss
     tokens: Count
 
