@@ -11,28 +11,34 @@ same time. What they took lately is not there for microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 from swarm_client.engine.holding import Holding
-from swarm_shared.clock import Clock
+from swarm_shared.clock import Clock, monotonic
 
 LEAST_SHARE = 0.25
 """Of a line, that counts as left for microbatches: steps are shorter the less a peer is given of
 them, so that averages alone would seem to fill a thin line in the end."""
 
 
-class LineShare:
-    """`up_bytes_per_second`: what the line takes, 0 while that is unknown. `averages_bytes`: what
-    this peer has sent in averages so far."""
+class Line(Protocol):
+    @property
+    def own_up_bytes_per_second(self) -> float:
+        """What the line takes; 0 while that is unknown."""
 
-    def __init__(
-        self,
-        up_bytes_per_second: Callable[[], float],
-        averages_bytes: Callable[[], int],
-        clock: Clock,
-    ) -> None:
-        self._up = up_bytes_per_second
-        self._averages_bytes = averages_bytes
+
+class Averages(Protocol):
+    @property
+    def sent_bytes(self) -> int:
+        """In averages, so far."""
+
+
+class LineShare:
+    """Of one peer, over its line."""
+
+    def __init__(self, line: Line, averages: Averages, clock: Clock = monotonic) -> None:
+        self._line = line
+        self._averages = averages
         self._clock = clock
         self._step_began: float | None = None
         self._bytes_before = 0
@@ -40,7 +46,7 @@ class LineShare:
 
     def step_applied(self) -> None:
         """Look at what the averages of one more step have taken."""
-        now, sent = self._clock(), self._averages_bytes()
+        now, sent = self._clock(), self._averages.sent_bytes
         if self._step_began is not None and now > self._step_began:
             self._averages_per_second = (sent - self._bytes_before) / (now - self._step_began)
         self._step_began, self._bytes_before = now, sent
@@ -48,7 +54,7 @@ class LineShare:
     def microbatch_seconds(self, holding: Holding) -> float:
         """For the activation and the gradient that a microbatch sends; 0 while the line has held
         nothing up."""
-        up = self._up()
+        up = self._line.own_up_bytes_per_second
         if not up:
             return 0.0
         sizes = holding.worker.sizes

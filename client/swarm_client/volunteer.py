@@ -35,7 +35,6 @@ from swarm_client.telling import Telling
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
 from swarm_client.volunteer_options import VolunteerOptions
-from swarm_shared.clock import monotonic
 from swarm_shared.errors import NetworkError, ProtocolError
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
@@ -125,10 +124,8 @@ class Volunteer:
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change(self.attachment.network_changed)
         self.gate = Gate(invite.run_id, invite.organiser, self.roster)
-        self.line_share = LineShare(
-            lambda: node.bandwidth.own_up_bytes_per_second, lambda: averager.sent_bytes, monotonic
-        )
-        server = StageServer(
+        self.line_share = LineShare(node.bandwidth, averager)
+        self._stage_server = server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
             self.gate, self.send, self.line_share.microbatch_seconds,
         )  # fmt: skip
@@ -139,7 +136,6 @@ class Volunteer:
         self.stage_links = StageLinks(
             node, self.roster, server, lambda: self.member, self._masks.ask, nursery
         )
-        self._stage_server = server
         self.snapshots.clear()
         serve_transfers(node, self.snapshots.find, self.gate.check_transfer)
         serve_probe(node, member_judge(invite.run_id, invite.organiser, self.gate.check))

@@ -12,6 +12,7 @@ Pure: time is passed in, equal delays take turns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -113,7 +114,7 @@ class ShortestExpectedDelay:
         if in_hand:
             return (in_hand + 1) * seconds
         idle_seconds = max(0.0, now - candidate.seen_at)
-        return seconds * 0.5 ** min(64.0, idle_seconds / FORGET_SECONDS)
+        return seconds * math.exp2(-min(64.0, idle_seconds / FORGET_SECONDS))
 
     def next_ban_end(self, now: float) -> float | None:
         """When the earliest running ban ends."""

@@ -14,16 +14,16 @@ class Peer:
     """With a line of 100 bytes a second, and microbatches that send 30 on and 20 back."""
 
     def __init__(self, staleness: int = 0) -> None:
-        self.now, self.up, self.averages_bytes = 0.0, 100.0, 0
+        self.now, self.own_up_bytes_per_second, self.sent_bytes = 0.0, 100.0, 0
         sizes = SimpleNamespace(output_bytes=30, input_gradient_bytes=20)
         self.holding: Any = SimpleNamespace(
             worker=SimpleNamespace(sizes=sizes), staleness=staleness
         )
-        self.line = LineShare(lambda: self.up, lambda: self.averages_bytes, lambda: self.now)
+        self.line = LineShare(self, self, lambda: self.now)
 
     def step(self, seconds: float, averages_bytes: int) -> None:
         self.now += seconds
-        self.averages_bytes += averages_bytes
+        self.sent_bytes += averages_bytes
         self.line.step_applied()
 
     @property
@@ -33,7 +33,7 @@ class Peer:
 
 def test_a_line_that_has_held_nothing_up_is_not_what_limits_a_peer() -> None:
     peer = Peer()
-    peer.up = 0.0
+    peer.own_up_bytes_per_second = 0.0
     assert peer.seconds == 0.0
 
 
