@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.pictures import pyplot
 from benchmarks.simulator_scenarios import manifest_of
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
 from swarm_coordinator.rebalancing import rebalancing_of
@@ -126,11 +127,7 @@ def _unbalanced(machines: int, stages: tuple[StageLoad, ...], rng: random.Random
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     for axis, rows, key, title in (
         (axes[0], document["decisions"], "seconds_median", "one placement decision, 64 stages"),

@@ -5,30 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
+from benchmarks.pictures import picture_command, pyplot
 from benchmarks.wan.report import OURS
 
 
-@click.command()
-@click.argument("result", type=click.Path(path_type=Path, exists=True))
-@click.argument("picture", type=click.Path(path_type=Path))
-def main(result: Path, picture: Path) -> None:
-    """Draw RESULT, a file that bench-wan wrote, as PICTURE."""
-    draw(json.loads(result.read_text()), picture)
-
-
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     mixes = list(document["mixes"].values())
     # One line each in all panes, also of those that were left out of a mix.
     anywhere = {name for mix in mixes for name in mix["contenders"]}
@@ -58,4 +44,4 @@ def _colour(contender: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    picture_command(draw)()

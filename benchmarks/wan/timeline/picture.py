@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
+from benchmarks.pictures import picture_command, pyplot
 
 COLOURS = {
     "computing": "#2a7f62",
@@ -23,20 +22,8 @@ COLOURS = {
 }
 
 
-@click.command()
-@click.argument("result", type=click.Path(path_type=Path, exists=True))
-@click.argument("picture", type=click.Path(path_type=Path))
-def main(result: Path, picture: Path) -> None:
-    """Draw RESULT, a file that bench-wan-timeline wrote, as PICTURE."""
-    draw(json.loads(result.read_text()), picture)
-
-
 def draw(document: Mapping[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     mixes: Mapping[str, Mapping[str, Any]] = document["mixes"]
     figure, panes = plt.subplots(
         1, len(mixes), figsize=(1.5 + 4.8 * len(mixes), 4.6), sharey=True, squeeze=False
@@ -68,4 +55,4 @@ def _bars(axis: Any, top: int, stages: list[Mapping[str, float]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    picture_command(draw)()
