@@ -127,7 +127,7 @@ class Volunteer:
         self.line_share = LineShare(node.bandwidth, averager)
         self._stage_server = server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
-            self.gate, self.send, self.line_share.microbatch_seconds,
+            self.gate, self.line_share.microbatch_seconds, self.send,
         )  # fmt: skip
         self.pause = Pause(
             self._trainer, server, lambda: self.send(self.heartbeat()), self._step_back,

@@ -87,11 +87,11 @@ class StageServer:
         holding: Callable[[], Holding | None],
         next_stage: Callable[[], Downstream | None],
         gate: Gate,
+        line_seconds: Callable[[Holding], float],
         tell: Callable[[NotFinite], None] = lambda _: None,
-        line_seconds: Callable[[Holding], float] = lambda _: 0.0,
     ) -> None:
-        """`tell` takes word to the coordinator of what went wrong at this very peer;
-        `line_seconds` says what the line takes for one microbatch."""
+        """`line_seconds` says what the line takes for one microbatch; `tell` takes word to the
+        coordinator of what went wrong at this very peer."""
         self._tell = tell
         self._line_seconds = line_seconds
         self._membership = membership
