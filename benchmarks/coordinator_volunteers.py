@@ -22,6 +22,7 @@ import trio
 from benchmarks.coordinator_heartbeats import Heart, hearts
 from swarm_shared.credentials import Receipt, sign_receipt
 from swarm_shared.errors import LinkClosed
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
@@ -36,7 +37,6 @@ from swarm_shared.messages import (
     StageRequest,
     encode,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 from swarm_shared.wire import Frame
 

@@ -15,6 +15,7 @@ from benchmarks.counts.world import (
     manifest,
     record,
 )
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages import (
     STAGE_PROTOCOL,
     Applied,
@@ -39,7 +40,6 @@ from swarm_shared.messages import (
     encode,
 )
 from swarm_shared.messages.stage import RefusalReason
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 
 NEIGHBOURS = 8

@@ -21,6 +21,7 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import LimitsConfig
 from swarm_shared.messages import (
@@ -32,7 +33,6 @@ from swarm_shared.messages import (
     Receipts,
     Welcome,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import Node
 
 FIRST_BACKOFF_SECONDS = 0.5

@@ -34,8 +34,8 @@ import trio
 from pydantic import TypeAdapter
 
 from swarm_shared.errors import FrameError, LinkClosed
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages import encode, parse
-from swarm_shared.model_config import FrozenModel
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""

@@ -18,9 +18,9 @@ from pydantic import Field
 from swarm_client.averaging.directory_requests import DirectoryRequests
 from swarm_shared.credentials import check_certificate
 from swarm_shared.errors import AdmissionError, FrameError, NetworkError, SignatureError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity
 from swarm_shared.messages import PeerRecord
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.signing import open_message, sign_message
 from swarm_shared.types import PeerId, RunId
 

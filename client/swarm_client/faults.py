@@ -38,7 +38,7 @@ import psutil
 from pydantic import TypeAdapter, ValidationError
 
 from swarm_shared.errors import ConfigurationError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 PLAN_VARIABLE = "SWARM_FAULTS"
 PEER_VARIABLE = "SWARM_FAULTS_PEER"

@@ -15,6 +15,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.engine.rounds import Averager, AveragingFailed, Rounds
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_shared.errors import SwarmError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     AbortRound,
@@ -25,7 +26,6 @@ from swarm_shared.messages import (
     RoundReport,
     SaveSnapshot,
 )
-from swarm_shared.model_config import FrozenModel
 
 
 class MovingRounds(Rounds):

@@ -19,6 +19,7 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.invite import Invite
 from swarm_shared.messages import (
     CONTROL_PROTOCOL,
@@ -31,7 +32,6 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import FramedStream, FrameLimits, Node
 
 CONTROL_LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=0)

@@ -1,4 +1,4 @@
-"""State and data that move as files: stage snapshots in and out, token shards in.
+"""Stage snapshots, in and out.
 
 A newcomer's stage comes from replicas (bitwise equal, so any of them can serve any chunk) or from
 the coordinator's checkpoint; what this peer serves are snapshots it was asked to write. Every
@@ -9,34 +9,26 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import trio
 
 from swarm_client import faults
 from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.home import Home, snapshot_item
-from swarm_shared.data.sampler import heldout_microbatch, microbatch
-from swarm_shared.data.shards import open_shards, verify_shard
-from swarm_shared.errors import DataError, StorageError, SwarmError
-from swarm_shared.manifest import Manifest, ShardInfo
+from swarm_shared.errors import StorageError, SwarmError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import Node
 from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import MicrobatchIndex, PeerId, RunId, Step
+from swarm_shared.types import PeerId, RunId
 
 log = logging.getLogger(__name__)
 
 KEPT_SNAPSHOTS = 2
 """Newcomers and checkpoints fetch the newest; one older may still be in the middle of a fetch."""
-
-DOWNLOAD_SECONDS = 30.0
-"""An HTTP server that sends nothing for so long is given up, and the coordinator asked."""
 
 
 class Snapshots:
@@ -118,93 +110,3 @@ def _hash_file(path: Path) -> tuple[str, int]:
             return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
-
-
-async def fetch_data(
-    node: Node,
-    home: Home,
-    run: RunId,
-    manifest: Manifest,
-    coordinator: Source,
-    certificate: str,
-    claim_disk: Callable[[int], None] = lambda size_bytes: None,
-    *,
-    use_urls: bool = True,
-    turn: trio.Lock | None = None,
-) -> Path:
-    """Bring the run's token shards into the volunteer's folder, verified; the folder.
-
-    A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
-    that fails. `claim_disk` is told of what will be needed and raises when it may not be. Who
-    shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
-    """
-    async with turn or trio.Lock():
-        folder = home.data_folder(run)
-        folder.mkdir(parents=True, exist_ok=True)
-        missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
-        claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
-        for shard in manifest.data.shards:
-            path = folder / shard.name
-            if path.exists():
-                try:
-                    await trio.to_thread.run_sync(_verify, path, shard, manifest)
-                    continue
-                except DataError as error:
-                    log.warning("%s; it is fetched again", error)
-                    path.unlink()
-            by_url = use_urls and shard.url is not None
-            if not by_url or not await _fetch_url(path, shard, manifest):
-                size = shard.tokens * manifest.data.token_bytes
-                await fetch(
-                    node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,
-                    certificate, run,
-                )  # fmt: skip
-            await trio.to_thread.run_sync(_verify, path, shard, manifest)
-        return folder
-
-
-def _verify(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
-    verify_shard(path, shard, manifest.data.token_bytes, manifest.model.vocabulary_size)
-
-
-async def _fetch_url(path: Path, shard: ShardInfo, manifest: Manifest) -> bool:
-    size = shard.tokens * manifest.data.token_bytes
-    try:
-        await trio.to_thread.run_sync(_download, shard.url, path, size)
-        await trio.to_thread.run_sync(_verify, path, shard, manifest)
-        return True
-    except (OSError, ValueError, DataError) as error:
-        log.warning("%s could not be had from %s: %s", shard.name, shard.url, error)
-        path.unlink(missing_ok=True)
-        return False
-
-
-def _download(url: str, path: Path, size_bytes: int) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError("only http and https addresses are followed")
-    part = path.with_suffix(".download")
-    with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as answer, part.open("wb") as file:
-        left = size_bytes
-        while left > 0 and (piece := answer.read(min(left, 2**20))):
-            file.write(piece)
-            left -= len(piece)
-        if left or answer.read(1):
-            raise ValueError("it has another size than the manifest says")
-    part.replace(path)
-
-
-class RunSamples:
-    """Token ids of the run's microbatches, from the shards in the volunteer's folder."""
-
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
-        self._manifest = manifest
-        self._train = open_shards(folder, manifest.data, "train")
-        self._heldout = open_shards(folder, manifest.data, "heldout")
-
-    def training(
-        self, step: Step, microbatch_index: MicrobatchIndex
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return microbatch(self._train, self._manifest, step, microbatch_index)
-
-    def heldout(self, index: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
-        return heldout_microbatch(self._heldout, self._manifest, index)

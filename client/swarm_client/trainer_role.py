@@ -8,7 +8,7 @@ import trio
 
 from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.trainer import Report, StepNow, Trainer
-from swarm_client.sync import RunSamples
+from swarm_client.samples import RunSamples
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import Lease
 

@@ -15,9 +15,9 @@ import trio
 
 from swarm_client.engine.roster import RosterView
 from swarm_client.reachability import Finding
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.invite import Invite
 from swarm_shared.messages import CarrierAddress, PathKind, Reachability, Whereabouts
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import Node, RelayLimits
 from swarm_shared.types import PeerId
 

@@ -17,6 +17,7 @@ from swarm_client.attachment import Attachment
 from swarm_client.averager import GroupAverager
 from swarm_client.contribution import Contribution
 from swarm_client.control.documents import SuspendReason
+from swarm_client.dataset import fetch_data
 from swarm_client.directory import Directory
 from swarm_client.engine.gate import Gate
 from swarm_client.engine.holding import Holding
@@ -30,12 +31,13 @@ from swarm_client.membership import Membership, membership_of, renewed
 from swarm_client.pausing import Pause
 from swarm_client.stage_links import StageLinks
 from swarm_client.suspension import Suspension
-from swarm_client.sync import Snapshots, fetch_data
+from swarm_client.sync import Snapshots
 from swarm_client.telling import Telling
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
 from swarm_client.volunteer_options import VolunteerOptions
 from swarm_shared.errors import NetworkError, ProtocolError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity
 from swarm_shared.invite import Invite
 from swarm_shared.manifest import LimitsConfig, Manifest
@@ -61,7 +63,6 @@ from swarm_shared.messages import (
     StageRequest,
     Welcome,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.network import Node
 from swarm_shared.placement import most_underserved_stage
 from swarm_shared.probe import member_judge, serve_probe

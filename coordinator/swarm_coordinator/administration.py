@@ -29,8 +29,8 @@ from swarm_coordinator.admission_book import (
 )
 from swarm_coordinator.run_folder import RunFolder
 from swarm_shared.errors import SignatureError, UsageError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import public_key_of
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import PeerId
 
 MAX_TEXT_CHARACTERS = 200

@@ -23,7 +23,7 @@ from pydantic import Field, ValidationError
 from swarm_coordinator.events import CheckpointRecord, StoredStage
 from swarm_shared.atomic_file import storage_error, sync_folder, write_atomically
 from swarm_shared.errors import StorageError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import RunId, StageIndex, Version
 
 SUMMARY_NAME = "checkpoint.json"

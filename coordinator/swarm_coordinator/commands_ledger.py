@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.commands_run import RUN_DIR
-from swarm_coordinator.owners import read_bindings
+from swarm_coordinator.device_owner_rows import read_bindings
 from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sql import Connection

@@ -18,18 +18,13 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
 
+from swarm_coordinator.settings import PYTHON_STDLIB
+from swarm_coordinator.shard_index import SHARD_INDEX, ShardIndex, read_shard_index
 from swarm_shared.data.shards import Split
 from swarm_shared.errors import DataError
-from swarm_shared.manifest import DataConfig
-from swarm_shared.model_config import FrozenModel
-
-PYTHON_STDLIB = "python-stdlib"
-SHARD_INDEX = "shards.json"
 
 PIECE_CHARACTERS = 1024 * 1024
 LONGEST_LINE_BYTES = 256 * 1024 * 1024
@@ -37,17 +32,6 @@ _READ_BYTES = 1024 * 1024
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
-
-
-class ShardIndex(FrozenModel):
-    """`shards.json`: what a folder of ready shards holds and what it was made from."""
-
-    format: Literal[1] = 1
-    source: str
-    heldout_share: float
-    vocabulary_size: int = Field(ge=2)
-    """The tokenizer's own; every id in the shards is below it."""
-    data: DataConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +79,6 @@ def read_corpus(source: str) -> TextCorpus | ReadyShards:
     if not files:
         raise DataError(f"the folder {path} holds no file; put text files there")
     return TextCorpus(str(path), lambda: _folder_documents(path, files))
-
-
-def read_shard_index(folder: Path) -> ShardIndex:
-    path = folder / SHARD_INDEX
-    try:
-        return ShardIndex.model_validate_json(_content(path))
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise DataError(
-            f"{path} does not describe shards ({where}: {first['msg']}); "
-            "use a folder that `swarm-coordinator init` wrote"
-        ) from error
 
 
 def _python_stdlib() -> TextCorpus:
@@ -237,13 +208,6 @@ def _not_text(path: Path, reason: str) -> DataError:
 
 def _unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"cannot read {path} ({error.strerror}); check its permissions")
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
 
 
 _DROPPED, _TRAIN, _HELDOUT, _TAIL = range(4)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarm_coordinator.contributions import Contribution, read_contributions
+from swarm_coordinator.device_owner_rows import read_owners
 from swarm_coordinator.events import Restored
-from swarm_coordinator.owners import read_owners
 from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
 from swarm_coordinator.sql import Connection

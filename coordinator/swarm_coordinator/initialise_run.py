@@ -14,10 +14,10 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from swarm_coordinator.corpus import PYTHON_STDLIB, ReadyShards, read_corpus
+from swarm_coordinator.corpus import ReadyShards, read_corpus
 from swarm_coordinator.prepare_data import Progress, prepare_data
 from swarm_coordinator.run_folder import RunFolder, refuse_existing
-from swarm_coordinator.settings import RunSettings, default_settings
+from swarm_coordinator.settings import PYTHON_STDLIB, RunSettings, default_settings
 from swarm_coordinator.settings_file import render_run_toml, write_codecs
 from swarm_coordinator.stored_run import (
     data_differences,

@@ -12,10 +12,8 @@ import binascii
 from collections import Counter
 from collections.abc import Mapping
 
-from swarm_coordinator.sql import Connection
 from swarm_shared.credentials import open_owner_binding
 from swarm_shared.errors import ProtocolError, SignatureError
-from swarm_shared.owners import standing
 from swarm_shared.types import PeerId
 
 
@@ -63,30 +61,3 @@ def decoded(binding: str) -> bytes:
         return base64.b64decode(binding, validate=True)
     except (binascii.Error, ValueError) as error:
         raise SignatureError("an owner binding is not base64") from error
-
-
-# ---------------------------------------------------------------- as the database keeps them
-
-
-def write_binding(connection: Connection, peer_row: int, device: PeerId, binding: str) -> None:
-    """Empty: it shows none any more."""
-    owner = named_owner(device, binding or None)
-    connection.execute(
-        "INSERT INTO owners (peer, owner, binding) VALUES (?, ?, ?) "
-        "ON CONFLICT (peer) DO UPDATE SET owner = excluded.owner, binding = excluded.binding",
-        (peer_row, owner or "", binding),
-    )
-
-
-def read_bindings(connection: Connection) -> dict[PeerId, tuple[PeerId, str]]:
-    """Device to owner and envelope, of all bindings that stand."""
-    rows = connection.execute(
-        "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
-        "WHERE o.owner <> ''"
-    ).fetchall()
-    stands = standing({PeerId(peer): PeerId(owner) for peer, owner, _ in rows})
-    return {PeerId(peer): (PeerId(owner), text) for peer, owner, text in rows if peer in stands}
-
-
-def read_owners(connection: Connection) -> dict[PeerId, PeerId]:
-    return {device: owner for device, (owner, _) in read_bindings(connection).items()}

@@ -18,8 +18,6 @@ from swarm_coordinator import database
 from swarm_coordinator.sql import Connection
 from swarm_shared.errors import ConfigurationError
 
-SCHEMES = ("postgresql://", "postgres://")
-
 
 @dataclass(frozen=True, slots=True)
 class PostgresqlPlace:

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from swarm_coordinator.corpus import (
-    SHARD_INDEX,
     Document,
     ReadyShards,
-    ShardIndex,
     SplitPlan,
     TextCorpus,
     plan_split,
@@ -24,6 +22,7 @@ from swarm_coordinator.corpus import (
 )
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import RunSettings
+from swarm_coordinator.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.atomic_file import atomic_file, write_atomically
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from swarm_coordinator import journal
 from swarm_coordinator.admission_book import AdmissionRecord
 from swarm_coordinator.admission_records import insert_admission
+from swarm_coordinator.device_owner_rows import write_binding
 from swarm_coordinator.events import (
     AppliedStep,
     CheckpointRecord,
@@ -24,7 +25,6 @@ from swarm_coordinator.events import (
     StageShare,
     StoredStage,
 )
-from swarm_coordinator.owners import write_binding
 from swarm_coordinator.sql import Connection
 from swarm_shared.messages import LinkBytes
 from swarm_shared.types import PeerId, StageIndex, Step, Version

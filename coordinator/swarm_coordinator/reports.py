@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from swarm_coordinator.events import Session
-from swarm_coordinator.responsiveness import batched
+from swarm_coordinator.pacing import batched
 from swarm_shared.messages import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
 from swarm_shared.network import Node
 from swarm_shared.types import PeerId

@@ -21,15 +21,11 @@ from __future__ import annotations
 
 import gc
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 from typing import TypeVar
 
 import trio
-
-from swarm_shared.clock import Clock
 
 T = TypeVar("T")
 
@@ -47,9 +43,6 @@ LOOKS_BETWEEN_WHOLE = 36_000
 
 TURN_SECONDS = 0.0005
 """Of a thread that computes, when another one wants to."""
-
-REST_SHARE = 4.0
-"""How long a thread beside the loop rests, over the time that it has computed."""
 
 
 @contextmanager
@@ -88,25 +81,3 @@ def looks_to_leave_out(before: int, found: int) -> int:
     if found >= FOUND_WORTH_A_LOOK:
         return 0
     return min(MOST_LEFT_OUT, 2 * before + 1)
-
-
-def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
-    """Lists of so many of them, the last one perhaps shorter."""
-    left = iter(those)
-    while batch := list(islice(left, most)):
-        yield batch
-
-
-def leisurely(
-    parts: Iterable[T],
-    busy_clock: Clock = time.thread_time,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[T]:
-    """The parts of a long work, in a thread beside the loop: after each but the last a rest. A
-    part should take a millisecond or so, or resting between them helps nobody."""
-    rested_at = busy_clock()
-    for number, part in enumerate(parts):
-        if number:
-            sleep(REST_SHARE * (busy_clock() - rested_at))
-            rested_at = busy_clock()
-        yield part

@@ -16,13 +16,12 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission_book import AdmissionMode
-from swarm_coordinator.corpus import PYTHON_STDLIB
 from swarm_coordinator.http.listener import parse_address
-from swarm_coordinator.places import SCHEMES
 from swarm_shared.codecs.quality import measured_noise
 from swarm_shared.codecs.sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.complaints import complaint, nearest
 from swarm_shared.errors import ConfigurationError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.manifest import (
     CodecsConfig,
     LimitsConfig,
@@ -30,12 +29,15 @@ from swarm_shared.manifest import (
     OptimizerConfig,
     TrainingConfig,
 )
-from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig, Preset, preset
+from swarm_shared.model_config import ComputeDtype, ModelConfig, Preset, preset
 
 FILE_NAME = "run.toml"
 DEFAULT_PRESET = "tiny"
 DEFAULT_SEED = 1
 SQLITE = "sqlite"
+POSTGRESQL_SCHEMES = ("postgresql://", "postgres://")
+PYTHON_STDLIB = "python-stdlib"
+"""The data source that needs no files: the source of Python's standard library."""
 
 
 class RunSection(FrozenModel):
@@ -105,7 +107,7 @@ class CoordinatorSection(FrozenModel):
 
     @model_validator(mode="after")
     def _known_store(self) -> Self:
-        if self.store != SQLITE and not self.store.startswith(SCHEMES):
+        if self.store != SQLITE and not self.store.startswith(POSTGRESQL_SCHEMES):
             raise ValueError(
                 f'store must be "{SQLITE}" or an address like "postgresql://user@host/database"'
             )

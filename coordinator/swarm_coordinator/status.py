@@ -21,7 +21,7 @@ from typing import Any
 import anyio.lowlevel
 import anyio.to_thread
 
-from swarm_coordinator.responsiveness import batched, leisurely
+from swarm_coordinator.pacing import batched, leisurely
 from swarm_coordinator.run_status import peer_rows, status_but_peers
 from swarm_coordinator.state import RunState
 from swarm_shared.atomic_file import write_atomically

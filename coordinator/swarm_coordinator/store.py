@@ -29,8 +29,8 @@ from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission, read_seen_since
 from swarm_coordinator.contributions import Contribution, read_contributions, read_teams
 from swarm_coordinator.database import open_for_writing, translate
+from swarm_coordinator.device_owner_rows import read_owners
 from swarm_coordinator.events import CheckpointRecord, Restored
-from swarm_coordinator.owners import read_owners
 from swarm_coordinator.records import (
     Record,
     begin_generation,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from swarm_coordinator.admission_book import AdmissionBook
 from swarm_coordinator.admission_records import read_admission
-from swarm_coordinator.corpus import read_shard_index
 from swarm_coordinator.events import Restored
 from swarm_coordinator.places import Place, PostgresqlPlace, is_there, reading
 from swarm_coordinator.records import read_restored
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.settings import SQLITE, RunSettings, parse_run_toml, settings_differences
+from swarm_coordinator.shard_index import read_shard_index
 from swarm_shared.errors import ConfigurationError, ProtocolError, StorageError
 from swarm_shared.identity import Identity
 from swarm_shared.manifest import Manifest

@@ -11,8 +11,8 @@ from typing import Literal
 from pydantic import Field
 
 from swarm_shared.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.signing import open_message, sign_message
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 

@@ -19,8 +19,8 @@ from typing import Final
 from pydantic import Field, ValidationError, field_validator
 
 from swarm_shared.errors import InviteError, SignatureError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import PUBLIC_KEY_BYTES, peer_id_of, public_key_of
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.signing import describe_validation_error
 from swarm_shared.types import PeerId, RunId
 

@@ -40,6 +40,7 @@ from pydantic import ValidationError
 from swarm_shared.credentials import open_owner_binding
 from swarm_shared.credit import RecentCredit, credit_of, work_shares
 from swarm_shared.errors import ProtocolError, SignatureError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity
 from swarm_shared.ledger_lines import (
     Head,
@@ -52,7 +53,6 @@ from swarm_shared.ledger_lines import (
     ledger_lines,
 )
 from swarm_shared.manifest import Manifest
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.owners import people, standing, word_of
 from swarm_shared.signed_manifest import (
     MANIFEST_DOMAIN,

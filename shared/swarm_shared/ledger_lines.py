@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_shared.credit import MAX_TEAM_CHARACTERS
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import RunId
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]

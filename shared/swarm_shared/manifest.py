@@ -19,7 +19,8 @@ from swarm_shared.codecs.sizes import (
     GradientCodec,
     encoded_bytes,
 )
-from swarm_shared.model_config import ComputeDtype, FrozenModel, ModelConfig
+from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.model_config import ComputeDtype, ModelConfig
 
 MANIFEST_FORMAT = 1
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from swarm_shared.errors import ConfigurationError
+from swarm_shared.frozen_model import FrozenModel
 
 ComputeDtype = Literal["float32", "bfloat16"]
-
-
-class FrozenModel(BaseModel):
-    """Base of every value parsed at an edge: immutable, and strict about unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ModelConfig(FrozenModel):

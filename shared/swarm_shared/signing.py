@@ -19,6 +19,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from swarm_shared.errors import FrameError, SignatureError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import (
     PUBLIC_KEY_BYTES,
     PUBLIC_KEY_PREFIX,
@@ -27,7 +28,6 @@ from swarm_shared.identity import (
     peer_id_of,
     verify,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import PeerId
 
 MAX_ENVELOPE_BYTES = 64 * 1024

@@ -12,7 +12,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.averaging.addresses import AddressBytes, through_relays, without_owner
+from swarm_client.averaging.addresses import through_relays, without_owner
 from swarm_client.averaging.errors import RouteAbsentError
 from swarm_client.averaging.memory_carrier import MemoryChannel
 from swarm_client.averaging.opening import (
@@ -21,6 +21,7 @@ from swarm_client.averaging.opening import (
     ROUTE_SECONDS,
     Opening,
 )
+from swarm_client.averaging.packed_address import AddressBytes
 from swarm_client.averaging.routes import (
     FIRST_REST_SECONDS,
     LONGEST_REST_SECONDS,

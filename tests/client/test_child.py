@@ -25,7 +25,7 @@ from swarm_client.child import (
     start_child,
 )
 from swarm_shared.errors import FrameError, LinkClosed
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 
 class Ping(FrozenModel):

@@ -18,6 +18,7 @@ from swarm_client.worker.compute import StageRunner
 from swarm_client.worker.loop import ComputeLoop, _answer, serve
 from swarm_client.worker.memory import WorkerMemory
 from swarm_client.worker.steps import StepRunner
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.manifest import (
     DataConfig,
     Manifest,
@@ -26,7 +27,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import FrozenModel, ModelConfig
+from swarm_shared.model_config import ModelConfig
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step
 
 SLOTS = 4

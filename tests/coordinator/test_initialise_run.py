@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from swarm_coordinator import initialise_run as module
-from swarm_coordinator.corpus import read_shard_index
 from swarm_coordinator.initialise_run import initialise_run, load_manifest, refresh_manifest
 from swarm_coordinator.prepare_data import Progress
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import default_settings
+from swarm_coordinator.shard_index import read_shard_index
 from swarm_coordinator.stored_run import changed_settings, load_identity, load_settings
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards, verify_shard

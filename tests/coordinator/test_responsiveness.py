@@ -8,12 +8,11 @@ import weakref
 
 import trio
 
+from swarm_coordinator.pacing import REST_SHARE, leisurely
 from swarm_coordinator.responsiveness import (
     FOUND_WORTH_A_LOOK,
     MOST_LEFT_OUT,
-    REST_SHARE,
     collect_garbage,
-    leisurely,
     looks_to_leave_out,
     responsive,
 )

@@ -63,10 +63,11 @@ from swarm_shared.errors import (
     ProtocolError,
     SwarmError,
 )
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.identity import Identity, public_key_of
 from swarm_shared.invite import Invite
 from swarm_shared.messages import doctor
-from swarm_shared.model_config import ComputeDtype, FrozenModel
+from swarm_shared.model_config import ComputeDtype
 from swarm_shared.network.circuit import HopMessage, StopMessage, read_message
 from swarm_shared.network.packed_address import unpack_address
 from swarm_shared.network.reach import (

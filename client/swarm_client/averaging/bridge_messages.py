@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_client.averaging.routes import Route
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import PeerId
 
 DAEMON_SOCKET = "daemon.sock"

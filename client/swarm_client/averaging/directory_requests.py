@@ -20,7 +20,7 @@ from swarm_client.averaging.protocol import (
 )
 from swarm_client.averaging.requests import Requests
 from swarm_shared.errors import LinkTimeout, NetworkError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 DIRECTORY_SECONDS = 20.0
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import anyio
 
-from swarm_client.averaging.addresses import AddressBytes, is_relayed, without_owner
+from swarm_client.averaging.addresses import is_relayed, without_owner
 from swarm_client.averaging.carrier import Arrivals, Channel
 from swarm_client.averaging.errors import RouteAbsentError
 from swarm_client.averaging.hivemind_door import Hivemind
 from swarm_client.averaging.host_streams import HostStreams, host_name
 from swarm_client.averaging.opening import Opener, Opening
+from swarm_client.averaging.packed_address import AddressBytes
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.protocol import Member
 from swarm_client.averaging.routes import Route, RouteFault

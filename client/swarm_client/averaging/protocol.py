@@ -16,7 +16,7 @@ from swarm_client.averaging import errors
 from swarm_client.averaging.plan import MAX_MEMBERS, MAX_ROUND_ID_CHARACTERS, PIECE_ELEMENTS
 from swarm_client.averaging.routes import Route
 from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import PeerId, RunId
 
 RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]

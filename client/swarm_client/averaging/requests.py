@@ -10,7 +10,7 @@ from swarm_client.averaging.protocol import WorkerMessage
 from swarm_client.averaging.routes import LinkReport, RouteFault
 from swarm_client.child import Child
 from swarm_shared.errors import LinkClosed
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 SEND_SECONDS = 5.0
 """The socket takes many messages before it is full; a worker that long behind is frozen."""

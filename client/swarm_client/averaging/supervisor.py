@@ -55,7 +55,7 @@ from swarm_client.averaging.restart_policy import RestartPolicy
 from swarm_client.averaging.worker_folder import shorten, socket_folder
 from swarm_client.child import Child, start_child
 from swarm_shared.errors import LinkClosed, NetworkError, SwarmError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 logger = logging.getLogger(__name__)
 

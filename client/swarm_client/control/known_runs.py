@@ -16,7 +16,7 @@ from swarm_client.control.documents import KnownRun
 from swarm_client.control.messages import JoinArguments, first_fault
 from swarm_shared.atomic_file import PRIVATE_MODE, write_atomically
 from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 FORMAT = 1
 MAX_BYTES = 2**20

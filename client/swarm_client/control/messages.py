@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError
 from swarm_client.control.documents import API_VERSION
 from swarm_shared import errors
 from swarm_shared.errors import SwarmError, UsageError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """A status with a large run's peers; a question has at most 64 KiB."""

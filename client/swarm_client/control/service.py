@@ -34,8 +34,8 @@ from swarm_client.control.messages import (
     read_question,
 )
 from swarm_shared.errors import SwarmError, UsageError, VersionError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.local_server import LocalLines
-from swarm_shared.model_config import FrozenModel
 
 FOLLOW_SECONDS = 1.0
 

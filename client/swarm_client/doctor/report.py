@@ -22,8 +22,8 @@ from typing import Literal
 from pydantic import Field
 
 from swarm_shared.errors import SwarmError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages import SOFTWARE_VERSION
-from swarm_shared.model_config import FrozenModel
 
 DOCUMENT_VERSION = 1
 """Grows when a field changes its meaning or goes; new fields and new checks do not count."""

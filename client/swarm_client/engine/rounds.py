@@ -19,6 +19,7 @@ from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_shared.errors import ProtocolError, SwarmError
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.manifest import Manifest
 from swarm_shared.messages import (
     AbortRound,
@@ -29,7 +30,6 @@ from swarm_shared.messages import (
     RoundReport,
     SaveSnapshot,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import MicrobatchIndex, PeerId, Step
 
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
 
 Request = Annotated[int, Field(ge=0, lt=2**53)]

@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from swarm_shared.errors import DataError, UsageError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 MEGABIT_BYTES = 125_000
 GIBIBYTE = 2**30

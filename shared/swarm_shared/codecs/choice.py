@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 
 MEGABIT_BYTES = 1e6 / 8
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from swarm_shared.errors import FrameError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex
 
 Text = Annotated[str, Field(max_length=500)]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, TypeAdapter, model_serializer
 
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages.common import (
     Address,
     CarrierAddress,
@@ -25,7 +26,6 @@ from swarm_shared.messages.common import (
     Stages,
     Text,
 )
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages.common import Address, Count, Envelope, Seconds, Text
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import PeerId, RunId
 
 DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages.common import Count, Envelope, Loss, Seconds, Stages, Text
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import MicrobatchIndex, RunId, StageIndex, Step
 
 STAGE_PROTOCOL = "/swarmtrain/stage/1"

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from swarm_shared.frozen_model import FrozenModel
 from swarm_shared.messages.common import Count, Envelope, Text
-from swarm_shared.model_config import FrozenModel
 from swarm_shared.types import RunId
 
 TRANSFER_PROTOCOL = "/swarmtrain/transfer/1"
