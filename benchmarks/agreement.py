@@ -28,7 +28,7 @@ from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
 from swarm_coordinator.reference import StepRecord, train_reference
 from swarm_coordinator.summary import table
-from swarm_shared.manifest import CodecsConfig
+from swarm_shared.run.manifest import CodecsConfig
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "hivemind")

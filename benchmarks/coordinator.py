@@ -50,13 +50,13 @@ from swarm_coordinator.service import Service
 from swarm_coordinator.state import RunState
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, load_settings
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.clock import Clock
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import Clock
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import open_node
-from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 JOINS_AT_ONCE = 50

@@ -12,16 +12,9 @@ import random
 from dataclasses import dataclass
 
 from swarm_client.telling import Present, Telling
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
-    STAGE_PROTOCOL,
-    Heartbeat,
-    LinkBytes,
-    LinkPath,
-    PathKind,
-    encode,
-)
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import STAGE_PROTOCOL, Heartbeat, LinkBytes, LinkPath, PathKind, encode
 
 REMOTES = 200
 """A hundred and fifty of its stage, and some of the stages beside it."""

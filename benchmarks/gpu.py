@@ -22,8 +22,8 @@ from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_mani
 from benchmarks.outcome import result_head, write_result
 from swarm_client.worker.compiling import BACKENDS
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
-from swarm_shared.model_config import PRESETS
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.model_config import PRESETS
 
 OUT = Path(__file__).parent / "results" / "gpu.json"
 PACKAGES = ("torch", "swarmtrain")

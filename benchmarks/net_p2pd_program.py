@@ -22,7 +22,7 @@ from swarm_client.averaging.location import Location
 from swarm_client.averaging.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.protocol import Configure
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 SINK = "/lab/sink/1"
 WRITE_BYTES = 64 * 2**10

@@ -33,8 +33,8 @@ from swarm_coordinator.simulator.hardware import GIBIBYTE, Hardware
 from swarm_coordinator.simulator.microbatches import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
 from swarm_coordinator.simulator.trace import Change
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.run.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 LOOPBACK_BYTES_PER_SECOND = 250e6

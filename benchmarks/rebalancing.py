@@ -39,9 +39,9 @@ from swarm_coordinator.simulator.hardware import (
 from swarm_coordinator.simulator.outcome import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
 from swarm_coordinator.simulator.trace import Change
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import Manifest
-from swarm_shared.placement import MovePolicy
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement import MovePolicy
 
 RESULTS = Path(__file__).parent / "results" / "rebalancing.json"
 RULES: tuple[tuple[RebalancingRule, float], ...] = (

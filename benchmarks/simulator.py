@@ -32,10 +32,10 @@ from swarm_coordinator.simulator.fluid import FluidPlane
 from swarm_coordinator.simulator.hardware import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.outcome import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import LimitsConfig, Manifest
-from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.run.manifest import LimitsConfig, Manifest
+from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
 
 RESULTS = Path(__file__).parent / "results" / "simulator.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "simulator-growth.png"

@@ -45,7 +45,7 @@ from swarm_coordinator.processes import (
     wait_until,
 )
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")

@@ -34,7 +34,7 @@ from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, wait_until
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "psutil", "swarmtrain")

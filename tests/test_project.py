@@ -15,7 +15,7 @@ import pytest
 
 from swarm_client.cli import swarm_client
 from swarm_coordinator.cli import cli as swarm_coordinator
-from swarm_shared import errors
+from swarm_shared.base import errors
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -22,8 +22,8 @@ from benchmarks.counts.world import manifest as large_manifest
 from swarm_client.worker.client import open_worker
 from swarm_client.worker.sizes import stage_sizes
 from swarm_client.worker.transfer import PayloadCodec
-from swarm_shared.manifest import Manifest, StageRange
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import Manifest, StageRange
 
 STAGE = StageIndex(1)
 """In the middle: activations come in and go out."""

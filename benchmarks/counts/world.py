@@ -17,18 +17,23 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.credentials import MembershipCertificate, Receipt, sign_certificate, sign_receipt
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import (
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
 )
-from swarm_shared.messages import (
+from swarm_shared.identity.credentials import (
+    MembershipCertificate,
+    Receipt,
+    sign_certificate,
+    sign_receipt,
+)
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     CarrierAddress,
     Hello,
@@ -38,8 +43,16 @@ from swarm_shared.messages import (
     Ready,
     StageRequest,
 )
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+from swarm_shared.run.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import ModelConfig
 
 STAGES, PEERS_PER_STAGE = 4, 16
 MICROBATCHES = 256

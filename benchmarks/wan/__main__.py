@@ -26,7 +26,7 @@ from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from network_lab import LabError
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")

@@ -37,7 +37,7 @@ from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
-from swarm_shared.codecs.sizes import AverageCodec
+from swarm_shared.run.codec_sizes import AverageCodec
 
 RESULT = Path(__file__).parents[1] / "results" / "all-reduce.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")

@@ -18,7 +18,7 @@ from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_client.worker.pace import PACE_VARIABLE
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children, module_command
-from swarm_shared.codecs.sizes import ActivationCodec
+from swarm_shared.run.codec_sizes import ActivationCodec
 
 
 @dataclass(frozen=True, slots=True)

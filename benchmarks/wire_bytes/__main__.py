@@ -25,9 +25,9 @@ from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
 from swarm_coordinator.stored_run import load_manifest
 from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
-from swarm_shared.manifest import Manifest
-from swarm_shared.model_config import PRESETS
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
 
 OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")

@@ -15,7 +15,7 @@ from typing import Final
 
 import trio
 
-from swarm_shared.clock import Clock, monotonic, wall
+from swarm_shared.base.clock import Clock, monotonic, wall
 
 LOOK_SECONDS: Final = 2.0
 AWAY_SECONDS: Final = 10.0

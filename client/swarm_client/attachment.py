@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 
 from swarm_client.session import Session, attach, telling_error
-from swarm_shared.errors import (
+from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
     NetworkError,
@@ -21,10 +21,10 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import LimitsConfig
-from swarm_shared.messages import (
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import Node
+from swarm_shared.protocol import (
     CoordinatorMessage,
     Goodbye,
     Heartbeat,
@@ -33,7 +33,7 @@ from swarm_shared.messages import (
     Receipts,
     Welcome,
 )
-from swarm_shared.network import Node
+from swarm_shared.run.manifest import LimitsConfig
 
 FIRST_BACKOFF_SECONDS = 0.5
 MAXIMUM_BACKOFF_SECONDS = 7.0

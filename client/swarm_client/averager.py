@@ -30,12 +30,12 @@ from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
 from swarm_client.equal_shares import shares_are_equal
 from swarm_client.pairs import Pairs
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import CarrierAddress, LinkBytes, Reduction
+from swarm_shared.base.types import PeerId, RunId, Step
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node
-from swarm_shared.types import PeerId, RunId, Step
+from swarm_shared.protocol import CarrierAddress, LinkBytes, Reduction
+from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

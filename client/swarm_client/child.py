@@ -33,9 +33,9 @@ import anyio.to_thread
 import trio
 from pydantic import TypeAdapter
 
-from swarm_shared.errors import FrameError, LinkClosed
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.messages import encode, parse
+from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.protocol import encode, parse
 
 MAX_MESSAGE_BYTES = 16 * 2**20
 """A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""

@@ -12,8 +12,8 @@ import sys
 
 import click
 
-from swarm_client.expected import expected_error
-from swarm_shared.version import SOFTWARE_VERSION
+from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
 """Shell convention: 128 + SIGINT."""

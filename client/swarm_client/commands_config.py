@@ -12,7 +12,7 @@ from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.file import set_preference, spell
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 
 ALL_GPUS = -1
 """A number that no GPU has: what is said of all holds for it."""

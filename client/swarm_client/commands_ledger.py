@@ -9,9 +9,9 @@ from pathlib import Path
 
 import click
 
-from swarm_shared.errors import StorageError
-from swarm_shared.ledger import MAX_LINE_BYTES, Verified, verify_ledger
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.ledger import MAX_LINE_BYTES, Verified, verify_ledger
 
 JSON_FORMAT = 1
 

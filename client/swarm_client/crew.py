@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from swarm_client.control.documents import SuspendReason
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
-from swarm_shared.errors import SwarmError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId
 
 
 class Crew:

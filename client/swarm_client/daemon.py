@@ -31,7 +31,6 @@ from swarm_client.control.reporter import DaemonFacts, Reporter, stopped_by
 from swarm_client.control.service import Preferences, Service
 from swarm_client.control.word import SENTENCES, Stopped, clock_text
 from swarm_client.crew import Crew
-from swarm_client.expected import expected_error
 from swarm_client.governor.governor import Governor
 from swarm_client.home import Home
 from swarm_client.log_file import write_log
@@ -41,12 +40,13 @@ from swarm_client.service_notify import Notifier
 from swarm_client.stay import stay
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
-from swarm_shared.clock import Clock, monotonic, wall
-from swarm_shared.errors import StorageError, SwarmError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.local_server import serve_lines
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.base.local_server import serve_lines
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.run.manifest import Manifest
 
 LEAVE_SECONDS = 60.0
 """How long a clean leave may take; a step of a large model can be longer, then it is cut off."""

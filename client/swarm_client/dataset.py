@@ -10,12 +10,12 @@ from pathlib import Path
 import trio
 
 from swarm_client.home import Home
+from swarm_shared.base.errors import DataError
+from swarm_shared.base.types import RunId
 from swarm_shared.data.shards import verify_shard
-from swarm_shared.errors import DataError
-from swarm_shared.manifest import Manifest, ShardInfo
 from swarm_shared.network import Node
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import RunId
+from swarm_shared.run.manifest import Manifest, ShardInfo
+from swarm_shared.transfer.transfer import Source, fetch
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import psutil
 
-from swarm_shared.errors import CapacityError, UsageError
+from swarm_shared.base.errors import CapacityError, UsageError
 
 MEMORY_SHARE = 0.8
 """Share of the free memory that is offered; the rest is for what the profile cannot foresee."""

@@ -16,13 +16,13 @@ import trio
 from pydantic import Field
 
 from swarm_client.averaging.directory_requests import DirectoryRequests
-from swarm_shared.credentials import check_certificate
-from swarm_shared.errors import AdmissionError, FrameError, NetworkError, SignatureError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PeerRecord
-from swarm_shared.signing import open_message, sign_message
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)
 

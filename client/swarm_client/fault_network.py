@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import trio
 
-from swarm_shared.network.tcp import BufferedTcpStream
+from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 
 class Outage:

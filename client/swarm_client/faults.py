@@ -37,8 +37,8 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter, ValidationError
 
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.frozen_model import FrozenModel
 
 PLAN_VARIABLE = "SWARM_FAULTS"
 PEER_VARIABLE = "SWARM_FAULTS_PEER"
@@ -293,7 +293,7 @@ def _alter(action: Action, tensor: memoryview, wide: bool) -> None:
             return
         (value,) = struct.unpack_from(number, octets)
         # A float64 is a count of something small: this many are a tenth and more of a mean gradient
-        # (`swarm_shared.model.exact_sums`, with the default epsilon).
+        # (`swarm_shared.model.fixed_point_sums`, with the default epsilon).
         struct.pack_into(number, octets, 0, value + (2.0**34 if wide else 1.0))
 
 

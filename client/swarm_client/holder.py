@@ -25,9 +25,9 @@ from swarm_client.moving_rounds import MovingRounds
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import WorkerDied
 from swarm_client.worker.spare import SpareWorker
-from swarm_shared.errors import SwarmError
-from swarm_shared.messages import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
 
 if TYPE_CHECKING:
     from swarm_client.volunteer import Volunteer

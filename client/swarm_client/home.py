@@ -25,9 +25,9 @@ from pathlib import Path
 
 import platformdirs
 
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import StorageError
-from swarm_shared.types import RunId, StageIndex, Version
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId, StageIndex, Version
 
 
 @dataclass(frozen=True, slots=True)

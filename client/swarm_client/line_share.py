@@ -2,7 +2,8 @@
 
 A sender sees how long a peer computes and how long its answers are on their way, but not how long
 what that peer hands on waits for the same line. The peer knows: what its line takes, once that has
-held it up (`swarm_shared.network.line_rate`), and what it sends for a microbatch. So it tells, and
+held it up (`swarm_shared.network.libp2p.uplink_estimate`), and what it sends for a microbatch. So
+it tells, and
 routing gives thin lines as much as they carry.
 
 Where a step closes while the next one is computed (staleness), averages go up the same line at the
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from swarm_client.engine.holding import Holding
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 LEAST_SHARE = 0.25
 """Of a line, that counts as left for microbatches: steps are shorter the less a peer is given of

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_client.engine.errors import MicrobatchAbandoned
-from swarm_shared.messages import Mask, MaskRequest
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Mask, MaskRequest
 
 
 @dataclass(slots=True, eq=False)

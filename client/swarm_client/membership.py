@@ -6,13 +6,13 @@ import base64
 import time
 from dataclasses import dataclass, replace
 
-from swarm_shared.credentials import check_certificate
-from swarm_shared.errors import AdmissionError, ProtocolError, SignatureError
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import Welcome
-from swarm_shared.signed_manifest import open_manifest, run_id_of
-from swarm_shared.types import Generation, PeerId, RunId
+from swarm_shared.base.errors import AdmissionError, ProtocolError, SignatureError
+from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import open_manifest, run_id_of
+from swarm_shared.protocol import Welcome
+from swarm_shared.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ import trio
 from swarm_client.engine.holding import Holding
 from swarm_client.engine.rounds import Averager, AveragingFailed, Rounds
 from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_shared.errors import SwarmError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.protocol import (
     AbortRound,
     Applied,
     Apply,
@@ -26,6 +25,7 @@ from swarm_shared.messages import (
     RoundReport,
     SaveSnapshot,
 )
+from swarm_shared.run.manifest import Manifest
 
 
 class MovingRounds(Rounds):

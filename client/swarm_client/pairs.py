@@ -15,14 +15,18 @@ from swarm_client.averaging.addresses import is_relayed
 from swarm_client.averaging.protocol import Member
 from swarm_client.averaging.routes import Route, RouteMemory, possible_routes
 from swarm_client.engine.roster import RosterView
-from swarm_shared.credentials import CarrierBinding, open_carrier_binding, sign_carrier_binding
-from swarm_shared.errors import FrameError, SignatureError
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import CarrierAddress, PathKind, PeerRecord
+from swarm_shared.base.errors import FrameError, SignatureError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.credentials import (
+    CarrierBinding,
+    open_carrier_binding,
+    sign_carrier_binding,
+)
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node
-from swarm_shared.network.reach import Interfaces, direct_addresses, is_global
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
+from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

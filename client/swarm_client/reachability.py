@@ -1,7 +1,7 @@
 """Whether strangers can open a connection to this volunteer, and where.
 
 Two parts: `judge` draws the conclusion from what was seen and does no I/O; `examine` and
-`ReachabilityWatch` ask observers outside (`swarm_shared.probe`) and the home router.
+`ReachabilityWatch` ask observers outside (`swarm_shared.probe.server`) and the home router.
 
 Only an observer's fresh connection to the listening port counts as proof, and only one that sees
 this machine at an address of the internet: whoever stands in the same network reaches what nobody
@@ -24,13 +24,13 @@ from typing import Protocol
 import trio
 
 from swarm_client.port_mapping import Mapping, PortMapper
-from swarm_shared.endpoint import Endpoint, IpAddress
-from swarm_shared.errors import AdmissionError, NetworkError, ProtocolError
-from swarm_shared.messages import DoctorHello, DoctorWelcome, PeerRecord, Reachability
+from swarm_shared.base.endpoint import Endpoint, IpAddress
+from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
 from swarm_shared.network import Node
-from swarm_shared.network.reach import Interfaces, is_global
-from swarm_shared.probe_client import ProbeBusy, visit
-from swarm_shared.types import PeerId
+from swarm_shared.network.addresses.dial_order import Interfaces, is_global
+from swarm_shared.probe.client import ProbeBusy, visit
+from swarm_shared.protocol import DoctorHello, DoctorWelcome, PeerRecord, Reachability
 
 log = logging.getLogger(__name__)
 

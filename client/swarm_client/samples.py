@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
+from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.manifest import Manifest
-from swarm_shared.types import MicrobatchIndex, Step
+from swarm_shared.run.manifest import Manifest
 
 
 class RunSamples:

@@ -7,8 +7,10 @@ from swarm_client.membership import Membership
 from swarm_client.telling import Present, Telling
 from swarm_client.traversal import Position
 from swarm_client.volunteer_options import VolunteerOptions
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_shared.base.types import Version
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import Node
+from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     CarrierAddress,
     DoctorHello,
@@ -17,8 +19,6 @@ from swarm_shared.messages import (
     LinkBytes,
     PeerRecord,
 )
-from swarm_shared.network import Node
-from swarm_shared.types import Version
 
 
 def hello(

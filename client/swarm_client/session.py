@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from swarm_shared.errors import (
+from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
     LinkClosed,
@@ -19,9 +19,10 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
     CoordinatorMessage,
     Heartbeat,
@@ -32,7 +33,6 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.network import FramedStream, FrameLimits, Node
 
 CONTROL_LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=0)
 """A roster of ten thousand peers has about ten megabytes."""

@@ -14,11 +14,11 @@ from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer, stage_limits
 from swarm_client.equal_shares import shares_are_equal
 from swarm_client.membership import Membership
-from swarm_shared.errors import SwarmError
-from swarm_shared.messages import STAGE_PROTOCOL, PeerRecord, StageHello
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import StageIndex
 from swarm_shared.network import Node
-from swarm_shared.routing import EqualShares, ShortestExpectedDelay
-from swarm_shared.types import StageIndex
+from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
+from swarm_shared.scheduling.routing import EqualShares, ShortestExpectedDelay
 
 log = logging.getLogger(__name__)
 

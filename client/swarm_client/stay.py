@@ -26,7 +26,6 @@ from swarm_client.contribution import Contribution
 from swarm_client.control.messages import JoinArguments
 from swarm_client.crew import Crew
 from swarm_client.device import Device
-from swarm_client.expected import expected_error
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
 from swarm_client.governor.offer import usable_devices
 from swarm_client.home import Home
@@ -36,13 +35,14 @@ from swarm_client.preferences.layers import preferences_path
 from swarm_client.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.volunteer import Volunteer
 from swarm_client.volunteer_options import VolunteerOptions
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.credit import cleaned_team
-from swarm_shared.errors import NetworkError, SwarmError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
+from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.errors import NetworkError, SwarmError, UsageError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Bandwidth, Node, open_node
-from swarm_shared.types import PeerId, StageIndex
 
 AVERAGING_START_SECONDS = 30.0
 """Its imports take seconds on a machine whose cores are busy."""

@@ -18,12 +18,12 @@ from swarm_client import faults
 from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.home import Home, snapshot_item
-from swarm_shared.errors import StorageError, SwarmError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.messages import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.network import Node
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
+from swarm_shared.transfer.transfer import Source, fetch
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from swarm_shared.messages import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
 
 LINKS_PER_SECOND = 1000.0
 """That all members of a run tell together; and as many paths."""

@@ -9,8 +9,8 @@ import trio
 from swarm_client.engine.downstream import Downstream
 from swarm_client.engine.trainer import Report, StepNow, Trainer
 from swarm_client.samples import RunSamples
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import Lease
+from swarm_shared.protocol import Lease
+from swarm_shared.run.manifest import Manifest
 
 
 class TrainerRole:

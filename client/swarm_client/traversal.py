@@ -15,11 +15,11 @@ import trio
 
 from swarm_client.engine.roster import RosterView
 from swarm_client.reachability import Finding
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.invite import Invite
-from swarm_shared.messages import CarrierAddress, PathKind, Reachability, Whereabouts
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node, RelayLimits
-from swarm_shared.types import PeerId
+from swarm_shared.protocol import CarrierAddress, PathKind, Reachability, Whereabouts
 
 log = logging.getLogger(__name__)
 

@@ -36,12 +36,14 @@ from swarm_client.telling import Telling
 from swarm_client.trainer_role import TrainerRole
 from swarm_client.traversal import Traversal
 from swarm_client.volunteer_options import VolunteerOptions
-from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import LimitsConfig, Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import Generation, PeerId, StageIndex, Step
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node
+from swarm_shared.probe.server import member_judge, serve_probe
+from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     AbortRound,
     Apply,
@@ -63,11 +65,9 @@ from swarm_shared.messages import (
     StageRequest,
     Welcome,
 )
-from swarm_shared.network import Node
-from swarm_shared.placement import most_underserved_stage
-from swarm_shared.probe import member_judge, serve_probe
-from swarm_shared.transfer import Source, serve_transfers
-from swarm_shared.types import Generation, PeerId, StageIndex, Step
+from swarm_shared.run.manifest import LimitsConfig, Manifest
+from swarm_shared.scheduling.placement import most_underserved_stage
+from swarm_shared.transfer.transfer import Source, serve_transfers
 
 log = logging.getLogger(__name__)
 

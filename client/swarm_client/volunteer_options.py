@@ -8,7 +8,7 @@ import trio
 
 from swarm_client.device import Device
 from swarm_client.suspension import LONG_SECONDS
-from swarm_shared.types import StageIndex
+from swarm_shared.base.types import StageIndex
 
 
 @dataclass(frozen=True, slots=True)

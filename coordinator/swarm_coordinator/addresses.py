@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import psutil
 from pydantic import ValidationError
 
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.signing import describe_validation_error
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.identity.signing import describe_validation_error
+from swarm_shared.run.manifest import Manifest
 
 MAX_ADDRESSES = 16
 """Each makes the invite nine characters longer; a machine with more has containers."""

@@ -28,10 +28,10 @@ from swarm_coordinator.admission_book import (
     hash_of,
 )
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.errors import SignatureError, UsageError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.identity import public_key_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import SignatureError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import public_key_of
 
 MAX_TEXT_CHARACTERS = 200
 SECRET_BYTES = 24

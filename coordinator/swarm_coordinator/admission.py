@@ -2,7 +2,7 @@
 
 Owns the decision at a hello (software, run, ban, token or list) and the certificates' life. What
 the organiser has decided is in `admission_book`; the organiser's key signs; what a certificate
-holds and how it is checked is in `swarm_shared.credentials`. Why it is done this way:
+holds and how it is checked is in `swarm_shared.identity.credentials`. Why it is done this way:
 docs/decisions/0010-admission.md.
 """
 
@@ -19,17 +19,17 @@ from swarm_coordinator.admission_book import (
     MemberAdmitted,
 )
 from swarm_coordinator.owners import OwnerBook, named_owner
-from swarm_shared.clock import Clock, wall
-from swarm_shared.credentials import (
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import AdmissionError, ProtocolError, StorageError, VersionError
+from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
     MembershipCertificate,
     Role,
     sign_certificate,
 )
-from swarm_shared.errors import AdmissionError, ProtocolError, StorageError, VersionError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import SOFTWARE_VERSION, Hello
-from swarm_shared.types import Generation, PeerId, RunId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import SOFTWARE_VERSION, Hello
 
 CERTIFICATE_SECONDS = 24 * 3600.0
 """A peer whose coordinator is away stays believable to the others for the rest of this time."""

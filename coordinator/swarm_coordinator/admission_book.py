@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
-from swarm_shared.errors import AdmissionError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import PeerId
 
 AdmissionMode = Literal["open", "token", "allow-list"]
 

@@ -34,11 +34,11 @@ from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.sessions import Sessions
 from swarm_coordinator.store import Store
-from swarm_shared.clock import Clock
-from swarm_shared.errors import AdmissionError, StorageError, SwarmError
-from swarm_shared.messages import Refused, Roster, TransferHello
-from swarm_shared.transfer import CheckRemote, certificate_check
-from swarm_shared.types import PeerId
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import AdmissionError, StorageError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Refused, Roster, TransferHello
+from swarm_shared.transfer.transfer import CheckRemote, certificate_check
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from swarm_coordinator.admission_book import (
     TokenRevoked,
 )
 from swarm_coordinator.sql import Connection
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
 
 
 def insert_admission(connection: Connection, record: AdmissionRecord, now: float) -> None:

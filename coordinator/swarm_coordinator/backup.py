@@ -29,13 +29,13 @@ from swarm_coordinator.records import read_checkpoints, read_restored
 from swarm_coordinator.run_folder import RunFolder, quoted, read_bytes
 from swarm_coordinator.stored_run import load_manifest, place_of
 from swarm_coordinator.verification import Shape, check_database
-from swarm_shared.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
-from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import SOFTWARE_VERSION
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import RunId, Version
+from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import RunId, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.protocol import SOFTWARE_VERSION
+from swarm_shared.run.manifest import Manifest
 
 SUMMARY_NAME = "backup.json"
 REMEMBERED = 50

@@ -12,7 +12,7 @@ from swarm_coordinator import membership
 from swarm_coordinator.recovery import REATTACH_GRACE_SECONDS
 from swarm_coordinator.run_status import paused_reason
 from swarm_coordinator.state import PeerState, RunState
-from swarm_shared.types import StageIndex
+from swarm_shared.base.types import StageIndex
 
 
 def lacking(run: RunState, now: float) -> str:

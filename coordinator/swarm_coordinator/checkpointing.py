@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from swarm_coordinator.events import CheckpointRecord, CheckpointStored, FetchSnapshot, Persist
 from swarm_coordinator.state import PeerPhase, PeerState, PendingCheckpoint, RunState, short
-from swarm_shared.messages import SaveSnapshot, SnapshotReady
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.protocol import SaveSnapshot, SnapshotReady
 
 CHECKPOINT_SECONDS = 600.0
 """A checkpoint that is not stored by then is given up; the next one is tried as usual."""

@@ -6,7 +6,7 @@
 
 A checkpoint takes its place by renaming its folder, so that it is there whole or not at all.
 Owns the folder, its pruning and its verification. When a checkpoint is made is the pure core's
-decision (`checkpointing`), fetching is `swarm_shared.transfer`'s.
+decision (`checkpointing`), fetching is `swarm_shared.transfer.transfer`'s.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from swarm_coordinator.events import CheckpointRecord, StoredStage
-from swarm_shared.atomic_file import storage_error, sync_folder, write_atomically
-from swarm_shared.errors import StorageError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.types import RunId, StageIndex, Version
+from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import RunId, StageIndex, Version
 
 SUMMARY_NAME = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")

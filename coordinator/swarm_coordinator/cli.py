@@ -1,6 +1,6 @@
 """`swarm-coordinator`: what an organiser types.
 
-`main` is the one place where errors become one sentence and an exit code (swarm_shared.errors
+`main` is the one place where errors become one sentence and an exit code (swarm_shared.base.errors
 lists them). A command is imported when it is asked for: `start` runs without torch, and `top` is on
 the screen in a moment.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 import click
 import platformdirs
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.version import SOFTWARE_VERSION
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-coordinator"
 _COMMANDS = {

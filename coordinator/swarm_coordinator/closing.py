@@ -16,10 +16,10 @@ from swarm_coordinator.events import AppliedStep, Persist, StageShare
 from swarm_coordinator.figures import Rejection
 from swarm_coordinator.round_book import Closing, Round
 from swarm_coordinator.state import PeerPhase, PeerState, RunPhase, RunState, StepState, short
-from swarm_shared.messages import Applied, Apply, Close, Reduction, RoundReport
-from swarm_shared.placement import summing_weights
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.run.schedule import learning_rate
+from swarm_shared.scheduling.placement import summing_weights
 
 MAXIMUM_BLAME = 3
 """Failed attempts of one step after which the step closes without the peer that is blamed."""

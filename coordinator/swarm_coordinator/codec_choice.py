@@ -15,12 +15,12 @@ from contextlib import contextmanager
 import torch
 
 from swarm_coordinator.settings import CodecsSection, RunSettings
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost, Pair, accepted, choose, seconds
 from swarm_shared.codecs.quality import QualityTable, quality_table
-from swarm_shared.codecs.sizes import CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.model_config import ComputeDtype
+from swarm_shared.run.codec_sizes import CodecName, encoded_bytes
+from swarm_shared.run.model_config import ComputeDtype
 
 Clock = Callable[[], float]
 

@@ -45,16 +45,16 @@ from swarm_coordinator.stored_run import (
 )
 from swarm_coordinator.stores import open_store
 from swarm_coordinator.summary import table
-from swarm_shared.clock import wall
-from swarm_shared.errors import (
+from swarm_shared.base.clock import wall
+from swarm_shared.base.errors import (
     NetworkError,
     SignatureError,
     StorageError,
     SwarmError,
     UsageError,
 )
-from swarm_shared.identity import public_key_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import public_key_of
 
 REACH_SECONDS = 15.0
 """A coordinator that is starting, or ending, takes commands or gives the folder free by then."""

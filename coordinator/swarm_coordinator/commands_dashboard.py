@@ -10,7 +10,7 @@ from swarm_coordinator.commands_run import RUN_DIR
 from swarm_coordinator.http.listener import parse_address
 from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.status import read_status
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 
 @click.command("dashboard")

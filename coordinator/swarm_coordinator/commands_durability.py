@@ -15,7 +15,7 @@ from swarm_coordinator.commands_run import RUN_DIR
 from swarm_coordinator.restore import restore_backup
 from swarm_coordinator.run_check import Finding, RunCheck, check_run, refuse_damage, set_aside
 from swarm_coordinator.run_folder import RunFolder, quoted
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 
 
 @click.command("verify")

@@ -13,13 +13,13 @@ from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.stored_run import load_identity, load_manifest, place_of
-from swarm_shared.atomic_file import atomic_file
-from swarm_shared.clock import wall
-from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.ledger import write_ledger
-from swarm_shared.ledger_lines import StepLine
-from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES
-from swarm_shared.types import PeerId
+from swarm_shared.base.atomic_file import atomic_file
+from swarm_shared.base.clock import wall
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.ledger import write_ledger
+from swarm_shared.credit.ledger_lines import StepLine
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
 
 STEPS_AT_ONCE = 500
 

@@ -20,11 +20,11 @@ from swarm_coordinator.places import is_there, reading
 from swarm_coordinator.records import read_checkpoints
 from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.stored_run import load_manifest, place_of
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.manifest import Manifest
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import Step, Version
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import Step, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 

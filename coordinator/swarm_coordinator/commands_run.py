@@ -45,12 +45,12 @@ from swarm_coordinator.stored_run import (
     read_book,
     read_progress,
 )
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.model_config import PRESETS
-from swarm_shared.signed_manifest import sign_manifest
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import sign_manifest
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
 
 LOG_BYTES = 10 * 2**20
 LOG_FILES = 3

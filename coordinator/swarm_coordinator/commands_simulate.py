@@ -22,9 +22,9 @@ from swarm_coordinator.simulator.outcome import outcome_document, outcome_lines
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
 from swarm_coordinator.simulator.trace import Change, read_trace, write_trace
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import UsageError
-from swarm_shared.placement import MovePolicy
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import UsageError
+from swarm_shared.scheduling.placement import MovePolicy
 
 MOST_FOLLOWED = 200
 """Machines up to which following every microbatch takes minutes, not hours."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 from swarm_shared.tui.command import open_view, view_options
 
 PROGRAM = "swarm-coordinator top"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm_coordinator.sql import Connection
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.events import Session as SessionNumber
 from swarm_coordinator.sessions import Session, Sessions
-from swarm_shared.credentials import Receipt, open_receipt
-from swarm_shared.errors import (
+from swarm_shared.base.errors import (
     AdmissionError,
     NetworkError,
     ProtocolError,
@@ -38,8 +37,10 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import Receipt, open_receipt
+from swarm_shared.network import FramedStream, FrameLimits
+from swarm_shared.protocol import (
     ClientMessage,
     Heartbeat,
     Hello,
@@ -50,8 +51,7 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.network import FramedStream, FrameLimits
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from swarm_coordinator.settings import PYTHON_STDLIB
 from swarm_coordinator.shard_index import SHARD_INDEX, ShardIndex, read_shard_index
+from swarm_shared.base.errors import DataError
 from swarm_shared.data.shards import Split
-from swarm_shared.errors import DataError
 
 PIECE_CHARACTERS = 1024 * 1024
 LONGEST_LINE_BYTES = 256 * 1024 * 1024

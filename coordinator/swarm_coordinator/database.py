@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from swarm_coordinator.run_folder import quoted
 from swarm_coordinator.schema import MIGRATIONS
-from swarm_shared.errors import StorageError, VersionError
+from swarm_shared.base.errors import StorageError, VersionError
 
 BUSY_TIMEOUT_SECONDS = 10.0
 """A reader of a person's command holds its lock for milliseconds; ten seconds are a fault."""

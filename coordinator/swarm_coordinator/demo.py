@@ -29,13 +29,13 @@ from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children
 from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.summary import RunResult, result_document, summary_text
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.clock import monotonic
-from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.manifest import Manifest
-from swarm_shared.model_config import PRESETS
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import monotonic
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
 
 DEFAULT_FOLDER = "demo-run"
 CHART_NAME = "loss.png"

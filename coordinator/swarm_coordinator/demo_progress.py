@@ -13,7 +13,7 @@ from statistics import median
 from typing import Self, TextIO
 
 from swarm_coordinator.history import HistoryStep
-from swarm_shared.clock import Clock
+from swarm_shared.base.clock import Clock
 
 RECENT_STEPS = 10
 """The rate and the ETA follow so many steps: the first are slower, while peers still arrive."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from swarm_coordinator.owners import named_owner
 from swarm_coordinator.sql import Connection
-from swarm_shared.owners import standing
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.owners import standing
 
 
 def write_binding(connection: Connection, peer_row: int, device: PeerId, binding: str) -> None:

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NewType
 
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import (
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
     ClientMessage,
     CoordinatorMessage,
     Heartbeat,
@@ -20,7 +21,6 @@ from swarm_shared.messages import (
     PeerRecord,
     SnapshotReady,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 Session = NewType("Session", int)
 """One attachment of one client; grows, so that words of an older attachment are known as stale."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swarm_shared.types import StageIndex
+from swarm_shared.base.types import StageIndex
 
 WINDOW_SECONDS = 60.0
 """What is shown as recent is of the last one to two of these."""

@@ -15,7 +15,7 @@ import heapq
 
 from swarm_coordinator import progress
 from swarm_coordinator.state import LeaseState, RunPhase, RunState, StepState, short
-from swarm_shared.types import MicrobatchIndex, PeerId
+from swarm_shared.base.types import MicrobatchIndex, PeerId
 
 MOST = 0.75
 """Of the table's cells; before that, nobody is idle and a second copy would cost others time."""

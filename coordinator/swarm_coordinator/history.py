@@ -17,7 +17,7 @@ from swarm_coordinator.events import Restored
 from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import number, read_restored
 from swarm_coordinator.sql import Connection
-from swarm_shared.types import PeerId, Step
+from swarm_shared.base.types import PeerId, Step
 
 HISTORY_FORMAT = 1
 

@@ -25,13 +25,13 @@ from swarm_coordinator.stored_run import (
     load_manifest,
     load_settings,
 )
-from swarm_shared.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.data.sampler import split_slots
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import DataConfig, Manifest, StageRange, narrowed
-from swarm_shared.placement.sizes import bottleneck_parameters
-from swarm_shared.signed_manifest import sign_manifest
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import sign_manifest
+from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, narrowed
+from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
 
 
 def initialise_run(
@@ -120,7 +120,7 @@ def _codecs_chosen(settings: RunSettings, progress: Progress) -> RunSettings:
 def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
     # Here, because it brings torch, which takes seconds and which a refusal need not wait for.
     from swarm_shared.model.profile import profile_layers
-    from swarm_shared.partition import (
+    from swarm_shared.run.stage_cut import (
         bytes_per_parameter,
         plan_stages,
         stage_flops,

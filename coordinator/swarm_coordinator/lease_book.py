@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from swarm_shared.types import MicrobatchIndex, PeerId
+from swarm_shared.base.types import MicrobatchIndex, PeerId
 
 
 @dataclass(frozen=True, slots=True)

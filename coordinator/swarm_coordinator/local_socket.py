@@ -1,7 +1,7 @@
 """One question, one answer, over a Unix socket in the run folder: how commands reach a coordinator.
 
 Owns the patience of both ends and what a failed question means to a person. The socket and the
-form of a line are `swarm_shared.local_socket`'s; what questions mean is the callers' part.
+form of a line are `swarm_shared.base.local_socket`'s; what questions mean is the callers' part.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import trio
 
-from swarm_shared.errors import NetworkError
-from swarm_shared.local_server import LocalLines, serve_lines
-from swarm_shared.local_socket import MAX_LINE_BYTES, connect
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_socket import MAX_LINE_BYTES, connect
 
 log = logging.getLogger(__name__)
 

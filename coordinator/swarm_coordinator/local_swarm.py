@@ -27,7 +27,7 @@ from swarm_coordinator.processes import (
 )
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.status import read_status
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 COORDINATOR_NAME = "coordinator"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from swarm_coordinator.progress import missing_stages
 from swarm_coordinator.state import PeerState, PendingMask, RunPhase, RunState
-from swarm_shared.messages import Mask, MaskRequest
+from swarm_shared.protocol import Mask, MaskRequest
 
 
 def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:

@@ -16,16 +16,10 @@ from swarm_coordinator.state import (
     display,
     short,
 )
-from swarm_shared.errors import CapacityError
-from swarm_shared.messages import (
-    Apply,
-    Goodbye,
-    NotFinite,
-    Refused,
-    Welcome,
-)
-from swarm_shared.placement import most_underserved_stage
-from swarm_shared.types import Generation, PeerId, StageIndex, Version
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import Generation, PeerId, StageIndex, Version
+from swarm_shared.protocol import Apply, Goodbye, NotFinite, Refused, Welcome
+from swarm_shared.scheduling.placement import most_underserved_stage
 
 
 def attach(run: RunState, event: PeerAttached, now: float) -> None:

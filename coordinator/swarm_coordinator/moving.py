@@ -9,8 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swarm_shared.placement import MovePolicy, StageLoad
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.scheduling.placement import MovePolicy, StageLoad
 
 KEPT_DECISIONS = 8
 """Shown by `status`; all of them are in the run's notes."""

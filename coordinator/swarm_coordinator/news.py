@@ -16,11 +16,11 @@ from swarm_coordinator.contributions import Contribution
 from swarm_coordinator.events import AppliedStep
 from swarm_coordinator.run_status import waiting_for
 from swarm_coordinator.state import RunState
-from swarm_shared.credit import work_shares
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import NewsRow, RunNews
-from swarm_shared.owners import standing, word_of
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.credit.credit import work_shares
+from swarm_shared.identity.owners import standing, word_of
+from swarm_shared.protocol import NewsRow, RunNews
+from swarm_shared.run.manifest import Manifest
 
 LEAST_SECONDS = 2.0
 PER_PEER_SECONDS = 2e-3

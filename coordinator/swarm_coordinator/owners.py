@@ -12,9 +12,9 @@ import binascii
 from collections import Counter
 from collections.abc import Mapping
 
-from swarm_shared.credentials import open_owner_binding
-from swarm_shared.errors import ProtocolError, SignatureError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import ProtocolError, SignatureError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import open_owner_binding
 
 
 class OwnerBook:

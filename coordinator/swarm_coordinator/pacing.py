@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TypeVar
 
-from swarm_shared.clock import Clock
+from swarm_shared.base.clock import Clock
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ from enum import StrEnum
 from swarm_coordinator.events import Session
 from swarm_coordinator.figures import LastBeat
 from swarm_coordinator.moving import NO_VERSION, Moving
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import CarrierAddress, PeerRecord, Reachability
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import CarrierAddress, PeerRecord, Reachability
 
 
 class PeerPhase(StrEnum):

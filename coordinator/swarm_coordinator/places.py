@@ -16,7 +16,7 @@ from types import ModuleType
 
 from swarm_coordinator import database
 from swarm_coordinator.sql import Connection
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from swarm_coordinator import database
 from swarm_coordinator.places import PostgresqlPlace
 from swarm_coordinator.schema import MIGRATIONS, TABLES, for_postgresql
 from swarm_coordinator.sql import Connection, Rows
-from swarm_shared.errors import StorageError, UsageError, VersionError
+from swarm_shared.base.errors import StorageError, UsageError, VersionError
 
 CONNECT_SECONDS = 10
 STALLED_SECONDS = 20

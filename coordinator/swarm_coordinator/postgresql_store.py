@@ -27,8 +27,8 @@ from swarm_coordinator.postgresql import (
 from swarm_coordinator.records import Record, begin_generation, insert
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.store import WriterStore
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import LeadershipError, SwarmError, UsageError
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
 
 
 def boot_seconds() -> float:

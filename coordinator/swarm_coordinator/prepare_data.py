@@ -23,7 +23,8 @@ from swarm_coordinator.corpus import (
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import RunSettings
 from swarm_coordinator.shard_index import SHARD_INDEX, ShardIndex
-from swarm_shared.atomic_file import atomic_file, write_atomically
+from swarm_shared.base.atomic_file import atomic_file, write_atomically
+from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (
     Split,
@@ -43,9 +44,8 @@ from swarm_shared.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from swarm_shared.errors import ConfigurationError, DataError
-from swarm_shared.manifest import DataConfig, ShardInfo
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import DataConfig, ShardInfo
+from swarm_shared.run.model_config import ModelConfig
 
 Progress = Callable[[str], None]
 

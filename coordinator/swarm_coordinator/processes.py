@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_shared.base.errors import StorageError, SwarmError
 
 COORDINATOR_MODULE = "swarm_coordinator.cli"
 CLIENT_MODULE = "swarm_client.cli"

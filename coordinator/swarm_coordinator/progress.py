@@ -25,9 +25,9 @@ from swarm_coordinator.state import (
     StepState,
     short,
 )
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import Heartbeat, Lease, LeasedMicrobatch
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch
 
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the links' latency."""

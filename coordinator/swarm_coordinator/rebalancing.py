@@ -1,6 +1,7 @@
 """Peers that move to another stage while the run goes on: deciding it, and carrying it out.
 
-Part of the pure core (design: placement and rebalancing); who moves is `swarm_shared.placement`'s
+Part of the pure core (design: placement and rebalancing); who moves is
+`swarm_shared.scheduling.placement`'s
 to say. A move keeps every promise of a step:
 
     with room for both   the peer gets the new stage's state beside the old one that it serves on.
@@ -26,8 +27,9 @@ from swarm_coordinator.moving import (
     RebalancingSettings,
 )
 from swarm_coordinator.state import Closing, PeerPhase, PeerState, RunPhase, RunState, display
-from swarm_shared.manifest import Manifest
-from swarm_shared.placement import (
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement import (
     Decision,
     Move,
     MovePolicy,
@@ -36,8 +38,7 @@ from swarm_shared.placement import (
     choose_moves,
     choose_swarm_moves,
 )
-from swarm_shared.placement.sizes import stage_sizes
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 MOVE_SECONDS = 900.0
 """A move that has not come about by then is given up; the fleet has changed since."""

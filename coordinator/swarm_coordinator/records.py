@@ -26,8 +26,8 @@ from swarm_coordinator.events import (
     StoredStage,
 )
 from swarm_coordinator.sql import Connection
-from swarm_shared.messages import LinkBytes
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import LinkBytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from swarm_coordinator import membership, rounds, syncing
 from swarm_coordinator.events import Persist, RolledBack
 from swarm_coordinator.state import PeerState, RunPhase, RunState
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Version
 
 REATTACH_GRACE_SECONDS = 10.0
 """How long a stage may be without any peer before the run falls back to a checkpoint: peers that

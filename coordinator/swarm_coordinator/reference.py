@@ -22,15 +22,15 @@ import numpy.typing as npt
 import torch
 
 from swarm_coordinator.reference_sums import StepSums, step_sums
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.base.errors import DataError
 from swarm_shared.codecs.border import border
-from swarm_shared.errors import DataError
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.gradients import FlatLayout
+from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, make_optimizer
-from swarm_shared.schedule import clip_factor, learning_rate
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.schedule import clip_factor, learning_rate
 
 Tokens = npt.NDArray[np.integer[Any]]
 Microbatch = tuple[Tokens, Tokens]

@@ -14,9 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.exact_sums import Quantum, quantum_of
-from swarm_shared.model.gradients import (
+from swarm_shared.model.fixed_point_sums import Quantum, quantum_of
+from swarm_shared.model.flat_gradients import (
     FlatLayout,
     bind_gradients,
     global_norm,
@@ -24,6 +23,7 @@ from swarm_shared.model.gradients import (
     squared_norm,
 )
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage
+from swarm_shared.run.manifest import Manifest
 
 
 class StepSums(Protocol):

@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from swarm_coordinator.events import Session
 from swarm_coordinator.pacing import batched
-from swarm_shared.messages import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
+from swarm_shared.base.types import PeerId
 from swarm_shared.network import Node
-from swarm_shared.types import PeerId
+from swarm_shared.protocol import MOST_LINKS, MOST_PATHS, Heartbeat, LinkBytes, LinkPath
 
 Links = dict[PeerId, tuple[LinkBytes, ...]]
 Paths = dict[PeerId, tuple[LinkPath, ...]]

@@ -26,10 +26,10 @@ from swarm_coordinator.places import PostgresqlPlace, driver
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore, Store
 from swarm_coordinator.stored_run import load_manifest, place_of, read_progress
-from swarm_shared.atomic_file import storage_error, sync_folder
-from swarm_shared.errors import StorageError, SwarmError, UsageError
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import Version
+from swarm_shared.base.atomic_file import storage_error, sync_folder
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.signed_manifest import run_id_of
 
 _KEPT = ("organiser.key", "admission.token", "tokenizer.json", "port", "data")
 """What a backup may be without, and is then taken from the folder that it replaces."""

@@ -11,7 +11,8 @@ import itertools
 
 from swarm_coordinator.events import Broadcast, CertificateIssued, CloseSession, PeersRevoked, Send
 from swarm_coordinator.state import PeerState, RunPhase, RunState, short
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import (
     CertificateRenewed,
     Close,
     PeerRecord,
@@ -20,7 +21,6 @@ from swarm_shared.messages import (
     RosterChange,
     Whereabouts,
 )
-from swarm_shared.types import PeerId
 
 MOVED_ROSTER_SECONDS = 1.0
 """Rosters that only follow somebody's addresses are so far apart at least: everybody gets them,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 
 
 @dataclass(slots=True, eq=False)

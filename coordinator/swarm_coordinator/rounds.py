@@ -10,8 +10,8 @@ from __future__ import annotations
 from swarm_coordinator import progress, syncing
 from swarm_coordinator.round_book import Round
 from swarm_coordinator.state import RunPhase, RunState, short
-from swarm_shared.messages import AbortRound
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AbortRound
 
 ABORT_BACKOFF_SECONDS = 0.5
 """Pause after a failed attempt, doubled per attempt up to the maximum below. Who dies is gone: a

@@ -20,10 +20,10 @@ from swarm_coordinator.records import read_checkpoints, read_restored
 from swarm_coordinator.run_folder import RunFolder, quoted
 from swarm_coordinator.stored_run import load_manifest, load_settings, place_of
 from swarm_coordinator.verification import Shape, check_database
-from swarm_shared.errors import StorageError, SwarmError
-from swarm_shared.manifest import Manifest
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import Version
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 RECENT_DECISIONS = 1000
 """A start reads so many of the last decisions again; `verify` reads all of them."""

@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.atomic_file import PRIVATE_MODE, storage_error, write_atomically
-from swarm_shared.errors import StorageError, UsageError
+from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
 
 _LARGEST_SMALL_FILE_BYTES = 16 * 1024 * 1024
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from swarm_coordinator import figures, rebalancing
 from swarm_coordinator.state import PeerState, RunPhase, RunState
-from swarm_shared.types import Step
+from swarm_shared.base.types import Step
 
 
 def status_of(run: RunState, now: float) -> dict[str, object]:

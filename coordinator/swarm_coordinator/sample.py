@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 from swarm_shared.model.llama import Stage
 
 START_TOKEN = 0

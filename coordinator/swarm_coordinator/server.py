@@ -54,14 +54,14 @@ from swarm_coordinator.store import Store
 from swarm_coordinator.transfer_server import CheckpointFetcher, catalogue
 from swarm_coordinator.transition import transition
 from swarm_coordinator.visitors import visitor_judge
-from swarm_shared.credit import cleaned_team
-from swarm_shared.errors import NetworkError, SwarmError
-from swarm_shared.messages import CONTROL_PROTOCOL
+from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.types import Generation, PeerId
+from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
-from swarm_shared.probe import serve_probe
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.transfer import serve_transfers
-from swarm_shared.types import Generation, PeerId
+from swarm_shared.probe.server import serve_probe
+from swarm_shared.protocol import CONTROL_PROTOCOL
+from swarm_shared.transfer.transfer import serve_transfers
 
 log = logging.getLogger(__name__)
 

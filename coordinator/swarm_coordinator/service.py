@@ -11,10 +11,10 @@ from swarm_coordinator.http.companion import Companion
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import RunSettings
 from swarm_coordinator.store import Store
-from swarm_shared.clock import Clock, monotonic, wall
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.run.manifest import Manifest
 
 Report = Callable[[str], None]
 """Takes one line for the organiser's eyes."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_coordinator.events import Session as SessionNumber
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.messages import (
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FramedStream
+from swarm_shared.protocol import (
     Close,
     CoordinatorMessage,
     PeerRecord,
@@ -28,8 +30,6 @@ from swarm_shared.messages import (
     Roster,
     encode,
 )
-from swarm_shared.network import FramedStream
-from swarm_shared.types import PeerId
 
 log = logging.getLogger(__name__)
 

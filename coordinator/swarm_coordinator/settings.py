@@ -17,19 +17,19 @@ from pydantic_core import ErrorDetails
 
 from swarm_coordinator.admission_book import AdmissionMode
 from swarm_coordinator.http.listener import parse_address
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.settings_errors import complaint, nearest
 from swarm_shared.codecs.quality import measured_noise
-from swarm_shared.codecs.sizes import ActivationCodec, AverageCodec, GradientCodec
-from swarm_shared.complaints import complaint, nearest
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import (
+from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec
+from swarm_shared.run.manifest import (
     CodecsConfig,
     LimitsConfig,
     Manifest,
     OptimizerConfig,
     TrainingConfig,
 )
-from swarm_shared.model_config import ComputeDtype, ModelConfig, Preset, preset
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset, preset
 
 FILE_NAME = "run.toml"
 DEFAULT_PRESET = "tiny"

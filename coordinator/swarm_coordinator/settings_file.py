@@ -14,10 +14,10 @@ from pathlib import Path
 import tomlkit
 
 from swarm_coordinator.settings import RunSettings
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import CodecsConfig
-from swarm_shared.model_config import PRESETS, preset
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.run.manifest import CodecsConfig
+from swarm_shared.run.model_config import PRESETS, preset
 
 _HEAD = f"""\
 # A run of swarmtrain, as its organiser describes it.

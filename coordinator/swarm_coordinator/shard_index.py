@@ -7,9 +7,9 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from swarm_shared.errors import DataError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import DataConfig
+from swarm_shared.base.errors import DataError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.run.manifest import DataConfig
 
 SHARD_INDEX = "shards.json"
 """Name of the index file within the folder."""

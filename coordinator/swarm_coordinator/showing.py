@@ -15,7 +15,7 @@ from swarm_coordinator.sessions import Sessions
 from swarm_coordinator.state import RunState
 from swarm_coordinator.status import Seen, StatusFile
 from swarm_coordinator.store import Store
-from swarm_shared.clock import Clock
+from swarm_shared.base.clock import Clock
 
 STATUS_SECONDS = 1.0
 STATUS_SHARE = 30.0

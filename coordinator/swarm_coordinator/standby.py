@@ -14,7 +14,7 @@ import anyio.to_thread
 import trio
 
 from swarm_coordinator.places import PostgresqlPlace, driver
-from swarm_shared.errors import LeadershipError, StorageError
+from swarm_shared.base.errors import LeadershipError, StorageError
 
 log = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from swarm_coordinator.service import Service
 from swarm_coordinator.settings import RebalancingSection
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin
-from swarm_shared.errors import NetworkError
-from swarm_shared.messages import PeerRecord
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
 from swarm_shared.network import Node, open_node
-from swarm_shared.placement import MovePolicy
-from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.protocol import PeerRecord
+from swarm_shared.scheduling.placement import MovePolicy
 
 log = logging.getLogger(__name__)
 

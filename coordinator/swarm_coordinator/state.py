@@ -27,15 +27,9 @@ from swarm_coordinator.moving import Moving, Rebalancing
 from swarm_coordinator.peer_table import PeerPhase, PeerState, PeerTable, StageTally, rates_alike
 from swarm_coordinator.round_book import Closing, Round
 from swarm_coordinator.step_table import Cell, CellKey, StepTable
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
-    CoordinatorMessage,
-    PeerRecord,
-    Reduction,
-    Roster,
-    StageRow,
-)
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Reduction, Roster, StageRow
+from swarm_shared.run.manifest import Manifest
 
 INITIAL = Version(0)
 

@@ -24,11 +24,11 @@ import anyio.to_thread
 from swarm_coordinator.pacing import batched, leisurely
 from swarm_coordinator.run_status import peer_rows, status_but_peers
 from swarm_coordinator.state import RunState
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.clock import Clock
-from swarm_shared.errors import StorageError
-from swarm_shared.messages import LinkBytes, LinkPath
-from swarm_shared.types import PeerId
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import LinkBytes, LinkPath
 
 STATUS_FORMAT = 1
 MAX_LINKS = 500

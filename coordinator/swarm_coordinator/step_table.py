@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 
 CellKey = tuple[MicrobatchIndex, StageIndex]
 

@@ -39,9 +39,9 @@ from swarm_coordinator.records import (
     read_restored,
 )
 from swarm_coordinator.sql import Connection
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import StorageError, SwarmError
-from swarm_shared.types import PeerId
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.types import PeerId
 
 log = logging.getLogger(__name__)
 

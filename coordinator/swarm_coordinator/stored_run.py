@@ -14,10 +14,10 @@ from swarm_coordinator.records import read_restored
 from swarm_coordinator.run_folder import RunFolder, read_bytes
 from swarm_coordinator.settings import SQLITE, RunSettings, parse_run_toml, settings_differences
 from swarm_coordinator.shard_index import read_shard_index
-from swarm_shared.errors import ConfigurationError, ProtocolError, StorageError
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import Manifest
-from swarm_shared.signed_manifest import MAX_MANIFEST_BYTES, open_manifest
+from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES, open_manifest
+from swarm_shared.run.manifest import Manifest
 
 
 def load_settings(folder: RunFolder) -> RunSettings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm_coordinator.places import Place, PostgresqlPlace, driver
 from swarm_coordinator.store import SqliteStore, WriterStore
-from swarm_shared.clock import Clock, wall
+from swarm_shared.base.clock import Clock, wall
 
 
 def open_store(place: Place, clock: Clock = wall) -> WriterStore:

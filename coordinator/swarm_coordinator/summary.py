@@ -12,8 +12,8 @@ from typing import Any
 
 from swarm_coordinator.contributions import Contribution
 from swarm_coordinator.history import History, LinkTotal, steps_document
-from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 
 CLEARLY_BELOW_NATS = 0.1
 """A model that predicts single tokens only stays above the unigram entropy, whatever it learns;

@@ -20,7 +20,8 @@ from swarm_coordinator.state import (
     Snapshots,
     display,
 )
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     PeerRecord,
     Ready,
@@ -28,7 +29,6 @@ from swarm_shared.messages import (
     SnapshotReady,
     SyncFailed,
 )
-from swarm_shared.types import PeerId, StageIndex, Version
 
 SNAPSHOT_HOLDERS = 3
 """Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""

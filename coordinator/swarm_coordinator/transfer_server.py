@@ -1,7 +1,7 @@
 """What the coordinator serves by TRANSFER_PROTOCOL, and what it fetches for checkpoints.
 
 Owns the catalogue (data shards, tokenizer, stored checkpoints) and the fetching of one
-checkpoint at a time. Chunks and hashes are `swarm_shared.transfer`'s, the folder is
+checkpoint at a time. Chunks and hashes are `swarm_shared.transfer.transfer`'s, the folder is
 `checkpoints`'s, and when a checkpoint is made is the pure core's decision.
 """
 
@@ -24,11 +24,11 @@ from swarm_coordinator.events import (
     FetchSnapshot,
 )
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.errors import SwarmError
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.network import Node
-from swarm_shared.transfer import Catalogue, Source, fetch
-from swarm_shared.types import PeerId, RunId, StageIndex, Version
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer.transfer import Catalogue, Source, fetch
 
 log = logging.getLogger(__name__)
 

@@ -61,8 +61,8 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.moving import RebalancingSettings
 from swarm_coordinator.state import PeerState, RunPhase, RunState, display
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import (
     Applied,
     Goodbye,
     Leaving,
@@ -77,7 +77,7 @@ from swarm_shared.messages import (
     SyncFailed,
     Whereabouts,
 )
-from swarm_shared.types import PeerId
+from swarm_shared.run.manifest import Manifest
 
 STOP_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""

@@ -24,8 +24,8 @@ from swarm_coordinator.journal import Decision, digest
 from swarm_coordinator.owners import named_owner
 from swarm_coordinator.records import number, read_step
 from swarm_coordinator.sql import Connection
-from swarm_shared.errors import SwarmError
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId, StageIndex, Version
 
 MOST_FINDINGS = 20
 """A database that is broken in a thousand places need not say so a thousand times."""

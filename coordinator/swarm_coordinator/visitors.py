@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 from swarm_coordinator.admission import Admission, compatible
 from swarm_coordinator.state import RunState
-from swarm_shared.errors import AdmissionError
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
-from swarm_shared.probe import Judge, Verdict
-from swarm_shared.types import PeerId
-from swarm_shared.visitor_pass import sign_visitor_pass
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
+from swarm_shared.probe.server import Judge, Verdict
+from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
+from swarm_shared.run.manifest import Manifest
 
 MAX_NEIGHBOURS = 3
 

@@ -19,11 +19,11 @@ from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.rounds import AveragingFailed
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.identity import Identity
-from swarm_shared.messages import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_shared.run.codec_sizes import AverageCodec
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)

@@ -12,8 +12,8 @@ from trio.testing import MockClock
 
 from swarm_client import attachment
 from swarm_client.attachment import Attachment, Party
-from swarm_shared.errors import NetworkError
-from swarm_shared.invite import Invite
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 
 FOUND_SECONDS = 10.0

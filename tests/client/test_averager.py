@@ -26,11 +26,11 @@ from swarm_client.averaging.options import AveragingOptions
 from swarm_client.averaging.routes import Route
 from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.engine.rounds import AveragingFailed
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PeerRecord, Roster
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, RelayLimits, open_node
-from swarm_shared.types import PeerId
+from swarm_shared.protocol import PeerRecord, Roster
+from swarm_shared.run.codec_sizes import AverageCodec
 
 pytestmark = pytest.mark.integration
 

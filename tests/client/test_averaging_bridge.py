@@ -35,8 +35,8 @@ from swarm_client.averaging.carrier import Incoming
 from swarm_client.averaging.frames import HELLO_BYTES, Hello
 from swarm_client.averaging.memory_carrier import MemoryChannel
 from swarm_client.averaging.routes import Route
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 REMOTE = PeerId("remote")
 BYTES = bytes(range(256)) * 20_000

@@ -35,11 +35,11 @@ from swarm_client.averaging.protocol import Member, StartRound
 from swarm_client.averaging.reduce import all_reduce
 from swarm_client.averaging.routes import Route
 from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.types import PeerId
-from swarm_shared.wire import FrameLimits
+from swarm_shared.protocol.framing import FrameLimits
 
 pytestmark = pytest.mark.integration
 

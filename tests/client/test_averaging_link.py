@@ -10,7 +10,7 @@ from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.link import Link, RoundState
 from swarm_client.averaging.plan import RoundSpec, round_tag
 from swarm_client.averaging.routes import Route
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
 
 
 class SilentChannel:

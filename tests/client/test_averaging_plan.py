@@ -26,9 +26,9 @@ from swarm_client.averaging.codec import (
 from swarm_client.averaging.errors import RoundFailure
 from swarm_client.averaging.frames import HEADER_BYTES, Abort, Header, Hello, Kind
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest
-from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
-from swarm_shared.errors import FrameError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import FrameError, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 # Two cores, shared with other work: examples are not timed.
 unhurried = settings(deadline=None, max_examples=60)

@@ -25,8 +25,8 @@ from swarm_client.averaging.waiting_room import (
     STRANGER_SECONDS,
     IncomingHub,
 )
-from swarm_shared.errors import LinkClosed
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import PeerId
 
 Vectors = dict[PeerId, np.ndarray]
 A, B, C, D = (PeerId(name) for name in ("A", "B", "C", "D"))

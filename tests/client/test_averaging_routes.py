@@ -30,8 +30,8 @@ from swarm_client.averaging.routes import (
     RouteMemory,
     possible_routes,
 )
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 A, B = PeerId("A"), PeerId("B")
 ALL = list(Route)

@@ -24,8 +24,8 @@ from swarm_client.child import (
     encode_frame,
     start_child,
 )
-from swarm_shared.errors import FrameError, LinkClosed
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
 
 
 class Ping(FrozenModel):

@@ -11,9 +11,15 @@ from pathlib import Path
 import pytest
 
 from swarm_client.cli import main
-from swarm_shared.errors import CapacityError, InviteError, NetworkError, StorageError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
+from swarm_shared.base.errors import (
+    CapacityError,
+    InviteError,
+    NetworkError,
+    StorageError,
+    UsageError,
+)
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 
 Run = Callable[..., tuple[int, str]]
 

@@ -10,9 +10,9 @@ from swarm_client.control.documents import MachineView, Status, SuspendReason, W
 from swarm_client.control.reporter import DaemonFacts, Reporter
 from swarm_client.control.word import Stopped
 from swarm_client.crew import Crew
-from swarm_shared.identity import Identity
-from swarm_shared.messages import NewsRow, PeerRecord, Roster, RunNews
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import NewsRow, PeerRecord, Roster, RunNews
 
 
 def look(s: Scene, reporter: Reporter, moment: float = 0.0) -> Status:

@@ -24,8 +24,8 @@ from swarm_client.control.messages import JoinArguments, problem_of
 from swarm_client.control.service import Service
 from swarm_client.daemon import Daemon, DaemonOptions, run_daemon
 from swarm_client.home import Home
-from swarm_shared import errors
-from swarm_shared.errors import (
+from swarm_shared.base import errors
+from swarm_shared.base.errors import (
     ConfigurationError,
     DaemonError,
     InviteError,
@@ -34,7 +34,7 @@ from swarm_shared.errors import (
     UsageError,
     VersionError,
 )
-from swarm_shared.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_server import LocalLines, serve_lines
 
 ROOT = Path(__file__).parents[2]
 

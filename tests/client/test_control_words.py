@@ -20,7 +20,7 @@ from swarm_client.control.known_runs import RunBook, StoredPause
 from swarm_client.control.messages import JoinArguments
 from swarm_client.control.word import SENTENCES, Facts, Stopped, clock_text, say
 from swarm_client.suspension import Suspension
-from swarm_shared.errors import StorageError, UsageError
+from swarm_shared.base.errors import StorageError, UsageError
 
 NOON = datetime.datetime(2026, 11, 21, 12, 0).timestamp()
 AT_WORK = Facts(attached=True, stage=3, working=True)

@@ -22,19 +22,14 @@ from swarm_client.doctor.checkup import Checkup, DoctorOptions
 from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
 from swarm_client.port_mapping import PortMapper
 from swarm_client.reachability import Finding
-from swarm_shared.errors import (
-    AdmissionError,
-    InviteError,
-    NetworkError,
-    VersionError,
-)
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import DoctorHello, Neighbour, Reachability
+from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
 from swarm_shared.network import Node, open_node
-from swarm_shared.probe import ProbeLimits, Verdict, member_judge, serve_probe
-from swarm_shared.types import PeerId, RunId
-from swarm_shared.visitor_pass import sign_visitor_pass
+from swarm_shared.probe.server import ProbeLimits, Verdict, member_judge, serve_probe
+from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)

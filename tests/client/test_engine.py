@@ -26,10 +26,11 @@ from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.roster import RosterView
 from swarm_client.engine.stage_server import StageServer
 from swarm_client.worker.output import Output
-from swarm_shared.credentials import MembershipCertificate, open_receipt, sign_certificate
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.identity.credentials import MembershipCertificate, open_receipt, sign_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Backward,
     Forward,
@@ -42,7 +43,6 @@ from swarm_shared.messages import (
     parse,
     stage_answers,
 )
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 
 RUN = "ab" * 32
 LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**16)

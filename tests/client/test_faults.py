@@ -17,7 +17,7 @@ import pytest
 
 from swarm_client import faults
 from swarm_client.faults import PLAN_VARIABLE, Action, Phase, fired_path
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 
 
 @pytest.fixture

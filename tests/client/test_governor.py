@@ -21,9 +21,9 @@ from swarm_client.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
 from swarm_client.suspension import Suspension
-from swarm_shared.errors import StorageError
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
-from swarm_shared.types import RunId
 
 OWN_RUN = RunId("f" * 32)
 PAUSED = DeviceView(

@@ -25,8 +25,8 @@ from swarm_client.governor.probes.machine import FAMILY_SECONDS, Family
 from swarm_client.home import Home
 from swarm_client.preferences import Preferences
 from swarm_client.worker.duty import LONGEST_REST, DutyCycle
-from swarm_shared.errors import CapacityError, SwarmError, UsageError
-from swarm_shared.types import RunId
+from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
+from swarm_shared.base.types import RunId
 
 TODAY = date(2026, 11, 21)
 

@@ -17,8 +17,8 @@ from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.engine.rounds import AveragingFailed
 from swarm_client.moving_rounds import MovingRounds
 from swarm_client.worker.errors import WorkerDied
-from swarm_shared.identity import Identity
-from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
 
 @dataclass

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from swarm_client import shared_memory
-from swarm_shared.errors import CapacityError, StorageError
+from swarm_shared.base.errors import CapacityError, StorageError
 
 
 @pytest.fixture

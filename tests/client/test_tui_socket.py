@@ -17,7 +17,7 @@ import pytest
 
 from swarm_client.control.documents import Status
 from swarm_client.tui.socket_source import SocketSource
-from swarm_shared.errors import ConfigurationError, ProtocolError, VersionError
+from swarm_shared.base.errors import ConfigurationError, ProtocolError, VersionError
 from swarm_shared.tui.source import Away, Event, Logged, Seen
 from tui_kit import START
 from tui_kit.client import status

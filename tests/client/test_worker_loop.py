@@ -18,8 +18,9 @@ from swarm_client.worker.compute import StageRunner
 from swarm_client.worker.loop import ComputeLoop, _answer, serve
 from swarm_client.worker.memory import WorkerMemory
 from swarm_client.worker.steps import StepRunner
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import (
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -27,8 +28,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.model_config import ModelConfig
 
 SLOTS = 4
 

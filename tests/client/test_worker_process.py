@@ -20,7 +20,9 @@ import trio.testing
 from swarm_client import shared_memory
 from swarm_client.worker.client import StageWorker, open_worker
 from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_shared.manifest import (
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
+from swarm_shared.run.manifest import (
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -29,9 +31,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.model_config import ModelConfig
 
 pytestmark = pytest.mark.integration
 

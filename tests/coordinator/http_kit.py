@@ -23,7 +23,7 @@ from swarm_coordinator.http.listener import HttpAddress, address_of, listen
 from swarm_coordinator.http.process import Pages
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_identity
-from swarm_shared.types import StageIndex
+from swarm_shared.base.types import StageIndex
 
 ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
 LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")

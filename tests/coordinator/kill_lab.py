@@ -47,7 +47,7 @@ from swarm_coordinator.records import read_restored
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.store import Store
 from swarm_coordinator.verification import Shape, check_database, read_decision
-from swarm_shared.errors import LeadershipError
+from swarm_shared.base.errors import LeadershipError
 
 LONGEST_SECONDS = 0.05
 """A decision that took longer was held up by something else, and tells nothing."""

@@ -15,8 +15,8 @@ from swarm_coordinator.records import Record
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore, Store
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.identity.signed_manifest import run_id_of
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 STAGES, MICROBATCHES = 2, 2

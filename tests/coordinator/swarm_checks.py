@@ -26,9 +26,9 @@ from swarm_coordinator.events import (
     Send,
 )
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import Apply, AssignStage, Lease, Roster, RosterChange
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import StageIndex
+from swarm_shared.base.types import StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
     from swarm_world import World

@@ -20,8 +20,9 @@ from swarm_coordinator.events import (
     MessageReceived,
     Session,
 )
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
     AssignStage,
     ClientMessage,
     Close,
@@ -30,7 +31,6 @@ from swarm_shared.messages import (
     LeasedMicrobatch,
     Roster,
 )
-from swarm_shared.types import PeerId
 
 if TYPE_CHECKING:
     from swarm_world import World

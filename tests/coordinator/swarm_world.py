@@ -58,8 +58,8 @@ from swarm_coordinator.events import (
 from swarm_coordinator.moving import RebalancingRule
 from swarm_coordinator.state import RunState
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.messages import AbortRound, Refused, Roster
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import AbortRound, Refused, Roster
 
 TICK_SECONDS = 0.25
 

@@ -28,8 +28,8 @@ from swarm_coordinator.admission_records import insert_admission, read_admission
 from swarm_coordinator.database import migrate, open_for_writing
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import AdmissionError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import PeerId
 
 NOW = 1_900_000_000.0
 ANNA, BERT, CARL = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert"), PeerId("12D3KooWCarl")

@@ -30,11 +30,12 @@ from swarm_coordinator.admission import CERTIFICATE_SECONDS, REVOKED_SECONDS
 from swarm_coordinator.commands_admission import decide
 from swarm_coordinator.local_socket import ask
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.credentials import check_certificate
-from swarm_shared.errors import NetworkError, StorageError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_shared.base.errors import NetworkError, StorageError, UsageError
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     AssignStage,
     CertificateRenewed,
     CoordinatorMessage,
@@ -49,8 +50,7 @@ from swarm_shared.messages import (
     Welcome,
     Whereabouts,
 )
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.transfer.transfer import Source, fetch
 
 WITHIN_SECONDS = 5.0
 """In which a revocation has to reach everybody."""

@@ -24,7 +24,7 @@ from swarm_coordinator.history import history
 from swarm_coordinator.restore import restore_backup
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import StorageError, UsageError
+from swarm_shared.base.errors import StorageError, UsageError
 
 DAY_UNIX_SECONDS = 1_800_000_000.0
 

@@ -15,7 +15,7 @@ from swarm_coordinator.chart import (
     WIDTH_INCHES,
     draw_loss_curve,
 )
-from swarm_shared.errors import StorageError
+from swarm_shared.base.errors import StorageError
 
 STEPS = list(range(1, 31))
 LOSSES = [5.5 * math.exp(-step / 12) + 1.5 for step in STEPS]

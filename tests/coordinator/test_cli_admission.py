@@ -20,9 +20,9 @@ from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_identity, read_book
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 
 ANNA = Identity.from_seed(b"a" * 32).peer_id
 

@@ -26,13 +26,13 @@ from swarm_coordinator.history import HistoryStep
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import CodecsConfig
+from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.optimizer import make_optimizer
 from swarm_shared.model.state import save_state, state_to_tensors
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_shared.run.manifest import CodecsConfig
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from swarm_coordinator.history import history
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_identity, load_manifest
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.errors import ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.types import Version
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.keys import Identity
 
 
 @pytest.fixture(scope="module")

@@ -16,10 +16,10 @@ from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import RunSettings, default_settings, parse_codec, parse_run_toml
 from swarm_coordinator.settings_file import render_run_toml
 from swarm_coordinator.stored_run import changed_settings, load_settings
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import QualityTable, quality_table
-from swarm_shared.codecs.sizes import GRADIENT_CODECS, encoded_bytes
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import CodecsConfig
+from swarm_shared.run.codec_sizes import GRADIENT_CODECS, encoded_bytes
+from swarm_shared.run.manifest import CodecsConfig
 
 AUTO = {"codecs.activation": "auto", "codecs.gradient": "auto"}
 

@@ -17,7 +17,7 @@ from swarm_coordinator.corpus import (
     sampled,
     split_documents,
 )
-from swarm_shared.errors import DataError
+from swarm_shared.base.errors import DataError
 
 
 def text_corpus(source: Path | str) -> TextCorpus:

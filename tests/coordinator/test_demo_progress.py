@@ -15,7 +15,7 @@ from swarm_coordinator.demo_progress import (
     recent_tokens_per_second,
 )
 from swarm_coordinator.history import HistoryStep
-from swarm_shared.types import Step
+from swarm_shared.base.types import Step
 
 
 def steps(seconds: Sequence[float]) -> list[HistoryStep]:

@@ -18,8 +18,8 @@ from swarm_coordinator.figures import (
     told,
 )
 from swarm_coordinator.run_status import status_of
-from swarm_shared.messages import Heartbeat, NotFinite
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Heartbeat, NotFinite
 
 ZERO = StageIndex(0)
 WITHIN = 2**0.5 - 1

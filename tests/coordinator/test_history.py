@@ -15,7 +15,7 @@ from swarm_coordinator.events import AppliedStep, StageShare
 from swarm_coordinator.history import HistoryStep, history, steps_document
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.base.types import PeerId, StageIndex, Step
 
 
 def write(path: Path, steps: int) -> None:

@@ -22,7 +22,7 @@ from swarm_coordinator.http.companion import Companion
 from swarm_coordinator.http.listener import HttpAddress, address_of, listen, parse_address
 from swarm_coordinator.http.process import Pages
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.errors import ConfigurationError, NetworkError
+from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
 

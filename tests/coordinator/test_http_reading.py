@@ -20,7 +20,7 @@ from swarm_coordinator.places import Place
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.stores import open_store
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_shared.base.types import StageIndex, Step, Version
 
 SHARES = (0.25, 0.75)
 NOW = 2e9

@@ -16,7 +16,7 @@ from schemathesis import GenerationMode
 
 from swarm_coordinator.http.guard import Guard
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.rate_limit import RateLimit
+from swarm_shared.base.rate_limit import RateLimit
 
 pytestmark = pytest.mark.attacks
 

@@ -22,7 +22,7 @@ from swarm_coordinator.http.view import (
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.state import RunPhase
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 
 @pytest.fixture(scope="module")

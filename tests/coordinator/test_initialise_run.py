@@ -17,11 +17,11 @@ from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.settings import default_settings
 from swarm_coordinator.shard_index import read_shard_index
 from swarm_coordinator.stored_run import changed_settings, load_identity, load_settings
+from swarm_shared.base.errors import ConfigurationError, DataError, StorageError, UsageError
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards, verify_shard
 from swarm_shared.data.tokenizer import END_OF_TEXT, load_tokenizer
-from swarm_shared.errors import ConfigurationError, DataError, StorageError, UsageError
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 # A model whose profile takes no time; four layers so that it can be cut.
 SMALL = {

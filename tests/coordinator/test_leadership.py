@@ -32,8 +32,8 @@ from swarm_coordinator.schema import MIGRATIONS, TABLES
 from swarm_coordinator.standby import wait_for_turn
 from swarm_coordinator.stores import open_store
 from swarm_coordinator.verification import check_database
-from swarm_shared.errors import LeadershipError, StorageError, UsageError, VersionError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LeadershipError, StorageError, UsageError, VersionError
+from swarm_shared.base.types import PeerId
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import trio
 
 from swarm_coordinator import local_socket
 from swarm_coordinator.local_socket import MAX_MESSAGE_BYTES, ask, serve
-from swarm_shared.errors import NetworkError, StorageError
+from swarm_shared.base.errors import NetworkError, StorageError
 
 
 async def echo(question: dict[str, Any]) -> dict[str, Any]:

@@ -27,14 +27,14 @@ from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stores import open_store
 from swarm_coordinator.tui.reading import contributors
-from swarm_shared.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
-from swarm_shared.errors import ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import Refused, Welcome
-from swarm_shared.owners import standing
-from swarm_shared.signing import sign_message
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.owners import standing
+from swarm_shared.identity.signing import sign_message
+from swarm_shared.protocol import Refused, Welcome
 
 VICTIM, FIRST, SECOND, ATTACKER = (
     Identity.from_seed(name * 32) for name in (b"v", b"1", b"2", b"x")

@@ -10,7 +10,7 @@ import pytest
 
 from swarm_coordinator import processes
 from swarm_coordinator.processes import Children, run_to_end, wait_until
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_shared.base.errors import StorageError, SwarmError
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarm_coordinator.run_folder import RunFolder, read_bytes
-from swarm_shared.errors import StorageError, UsageError
+from swarm_shared.base.errors import StorageError, UsageError
 
 
 def complete(path: Path) -> RunFolder:

@@ -14,7 +14,7 @@ from swarm_coordinator.events import AppliedStep
 from swarm_coordinator.history import history
 from swarm_coordinator.schema import MIGRATIONS, TABLES
 from swarm_coordinator.store import SqliteStore
-from swarm_shared.types import PeerId, Step
+from swarm_shared.base.types import PeerId, Step
 
 ROWS = {
     1: """

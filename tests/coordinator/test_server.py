@@ -34,21 +34,15 @@ from swarm_coordinator.history import history
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.sessions import MAX_OUTBOX_BYTES, Sessions
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.credentials import Receipt, check_certificate
-from swarm_shared.errors import LinkClosed, NetworkError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
-    Heartbeat,
-    MaskRequest,
-    Receipts,
-    Refused,
-    Welcome,
-)
+from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt, check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.signed_manifest import open_manifest
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.transfer.transfer import Source, fetch
 
 BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
 

@@ -15,10 +15,10 @@ from swarm_coordinator.settings import (
     settings_differences,
 )
 from swarm_coordinator.settings_file import _SECTIONS, _SETTINGS, render_run_toml, toml_value
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import quality_table
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import DataConfig, Manifest, ShardInfo, StageRange
-from swarm_shared.model_config import PRESETS, preset
+from swarm_shared.run.manifest import DataConfig, Manifest, ShardInfo, StageRange
+from swarm_shared.run.model_config import PRESETS, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)

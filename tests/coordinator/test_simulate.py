@@ -14,7 +14,7 @@ from shell_world import make_run
 
 from swarm_coordinator.cli import run
 from swarm_coordinator.simulator.trace import HEADER, Change, parse_trace, read_trace, trace_text
-from swarm_shared.errors import DataError
+from swarm_shared.base.errors import DataError
 
 FLEET = {
     "format": "swarmtrain-fleet-1",

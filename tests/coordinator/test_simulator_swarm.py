@@ -14,7 +14,7 @@ from swarm_coordinator.simulator.hardware import FleetFile, HardwareClass, make_
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
 from swarm_coordinator.simulator.trace import Change
 from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 SLOW_LINES = FleetFile(
     classes=(

@@ -23,8 +23,8 @@ from swarm_coordinator.events import (
 from swarm_coordinator.history import history
 from swarm_coordinator.schema import MIGRATIONS
 from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import StorageError, VersionError
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.errors import StorageError, VersionError
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 

@@ -21,9 +21,9 @@ from swarm_coordinator.history import history, steps_document
 from swarm_coordinator.places import Place, reading
 from swarm_coordinator.records import LinksSeen, PeerSeen
 from swarm_coordinator.stores import open_store
-from swarm_shared.errors import StorageError
-from swarm_shared.messages import LinkBytes
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import LinkBytes
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 

@@ -19,8 +19,8 @@ from swarm_coordinator.summary import (
     summary_text,
     tokens_per_second,
 )
-from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL
 
 COORDINATOR, ANNA, BERT = (
     PeerId("12D3KooWcoord0"),

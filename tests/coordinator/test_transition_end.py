@@ -25,7 +25,8 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import (
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
@@ -33,7 +34,6 @@ from swarm_shared.messages import (
     SnapshotFailed,
     StageRequest,
 )
-from swarm_shared.types import MicrobatchIndex, StageIndex, Version
 
 ALL = ("a0", "b0", "a1", "b1")
 

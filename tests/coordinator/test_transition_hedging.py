@@ -10,7 +10,7 @@ from swarm_world import World
 
 from swarm_coordinator.events import AppliedStep, Command
 from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import Lease
+from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
 

@@ -12,7 +12,8 @@ from swarm_coordinator.events import (
     Command,
 )
 from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
@@ -21,7 +22,6 @@ from swarm_shared.messages import (
     SaveSnapshot,
     StageRequest,
 )
-from swarm_shared.types import PeerId, StageIndex, Version
 
 ALL = ("a0", "b0", "a1", "b1")
 

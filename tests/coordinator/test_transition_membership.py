@@ -16,7 +16,8 @@ from swarm_coordinator.events import (
     Session,
 )
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
     AbortRound,
     Applied,
     Apply,
@@ -37,7 +38,6 @@ from swarm_shared.messages import (
     Welcome,
     Whereabouts,
 )
-from swarm_shared.types import PeerId, StageIndex, Step, Version
 
 
 def kinds(commands: list[Command], peer: str) -> list[str]:

@@ -10,8 +10,8 @@ from swarm_bench import Bench
 from swarm_coordinator.events import Command
 from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 
 ALL = ("a0", "b0", "a1", "b1")
 

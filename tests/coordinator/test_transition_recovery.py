@@ -13,7 +13,8 @@ from swarm_coordinator.events import (
 )
 from swarm_coordinator.run_status import status_of
 from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
     Applied,
     AssignStage,
     Lease,
@@ -25,7 +26,6 @@ from swarm_shared.messages import (
     SyncFailed,
     Welcome,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 
 def lost_stage() -> Bench:

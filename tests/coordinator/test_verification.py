@@ -21,9 +21,9 @@ from swarm_coordinator.events import (
 from swarm_coordinator.records import PeerSeen
 from swarm_coordinator.store import SqliteStore
 from swarm_coordinator.verification import Shape, check_database
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.identity import Identity
-from swarm_shared.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.keys import Identity
 
 SHAPE = Shape(STAGES, MICROBATCHES)
 

@@ -22,8 +22,8 @@ from swarm_coordinator.reference import StepRecord, train_reference
 from swarm_coordinator.run_folder import RunFolder
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.manifest import CodecsConfig, Manifest
-from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import CodecsConfig, Manifest
 
 MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", "datetime.py")
 """Half a megabyte of the standard library's own text."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from swarm_coordinator.processes import wait_until
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks]
 

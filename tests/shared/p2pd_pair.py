@@ -21,7 +21,7 @@ from swarm_client.averaging.hivemind_door import open_door
 from swarm_client.averaging.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.protocol import Configure
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 ECHO = "/test/echo/1"
 SLOT_SECONDS = 30.0

@@ -16,8 +16,10 @@ from collections import OrderedDict
 from typing import Any
 
 from swarm_client.averaging.protocol import ShowMembership
-from swarm_shared.clock import Clock, wall
-from swarm_shared.credentials import (
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError, SignatureError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
     MAX_CREDENTIAL_BYTES,
     MEMBERSHIP_DOMAIN,
@@ -25,10 +27,8 @@ from swarm_shared.credentials import (
     check_certificate,
     open_carrier_binding,
 )
-from swarm_shared.errors import AdmissionError, NetworkError, ProtocolError, SignatureError
-from swarm_shared.identity import Identity, verify
-from swarm_shared.signing import open_message
-from swarm_shared.types import PeerId
+from swarm_shared.identity.keys import Identity, verify
+from swarm_shared.identity.signing import open_message
 
 _CALL_DOMAIN = b"swarmtrain-directory-call-1\x00"
 _NONCE_BYTES = 16

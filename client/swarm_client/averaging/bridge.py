@@ -32,8 +32,8 @@ from swarm_client.averaging.bridge_messages import (
     open_requests,
 )
 from swarm_client.averaging.carrier import Channel, Incoming
-from swarm_shared.errors import LinkClosed, NetworkError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
 
 PIECE_BYTES = 256 * 1024
 HEAD_SECONDS = 5.0

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from swarm_client.averaging.routes import Route
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.types import PeerId
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
 
 DAEMON_SOCKET = "daemon.sock"
 WORKER_SOCKET = "worker.sock"

@@ -18,7 +18,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from swarm_client.averaging.frames import Hello
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.routes import Route
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
 
 
 class Channel(Protocol):

@@ -34,8 +34,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarm_client.averaging import exact_codec
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.codec_sizes import AverageCodec
 
 Float32 = NDArray[np.float32]
 Totals = NDArray[np.float32] | NDArray[np.float64]

@@ -17,7 +17,7 @@ import anyio
 from swarm_client.averaging.authorizer import RunAuthorizer
 from swarm_client.averaging.hivemind_carrier import P2pdStreams
 from swarm_client.averaging.hivemind_door import Hivemind
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from swarm_client.averaging.protocol import (
     WorkerMessage,
 )
 from swarm_client.averaging.requests import Requests
-from swarm_shared.errors import LinkTimeout, NetworkError
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+from swarm_shared.base.frozen_model import FrozenModel
 
 DIRECTORY_SECONDS = 20.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 
 from swarm_client.averaging.routes import LinkReport, Route, RouteFault
-from swarm_shared.errors import NetworkError, SwarmError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.types import PeerId
 
 
 class RoundFailure(StrEnum):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from swarm_client.averaging.errors import RoundFailure
-from swarm_shared.errors import FrameError
+from swarm_shared.base.errors import FrameError
 
 _MAGIC = b"SWAR"
 _VERSION = 1

@@ -28,8 +28,8 @@ from swarm_client.averaging.protocol import Member
 from swarm_client.averaging.routes import Route, RouteFault
 from swarm_client.averaging.socket_channel import SocketChannel
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import LinkTimeout, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+from swarm_shared.base.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0

@@ -71,8 +71,8 @@ from swarm_client.averaging.protocol import (
 from swarm_client.averaging.reduce import all_reduce
 from swarm_client.averaging.routes import LinkReport, RouteFault
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import SwarmError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId
 
 logger = logging.getLogger(__name__)
 

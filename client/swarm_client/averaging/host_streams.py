@@ -28,8 +28,8 @@ from swarm_client.averaging.bridge_messages import (
 )
 from swarm_client.averaging.socket_channel import SocketChannel
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 HOST_PREFIX = "host/"
 HEAD_SECONDS = 5.0

@@ -14,12 +14,12 @@ from swarm_client.averaging.carrier import Arrivals
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.routes import Route
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.messages import PathKind
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.node import Node
-from swarm_shared.network.stream import FramedStream
-from swarm_shared.types import PeerId
-from swarm_shared.wire import FrameLimits
+from swarm_shared.protocol import PathKind
+from swarm_shared.protocol.framing import FrameLimits
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 CHUNK_BYTES = 256 * 1024

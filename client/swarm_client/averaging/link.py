@@ -27,8 +27,8 @@ from swarm_client.averaging.frames import (
 )
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.routes import Route
-from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
 
 WRITE_BYTES = 256 * 1024
 """Per write: progress is seen at that grain. Smaller writes cost py-libp2p a third more CPU."""

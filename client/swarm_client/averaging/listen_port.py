@@ -7,8 +7,8 @@ import logging
 import socket
 from pathlib import Path
 
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import StorageError
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import anyio
 from swarm_client.averaging.addresses import is_relayed, through_relays
 from swarm_client.averaging.hivemind_carrier import P2pdStreams
 from swarm_client.averaging.hivemind_door import Hivemind
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 LOOK_SECONDS = 5.0
 LOOK_SECONDS_AT_START = 0.5

@@ -13,8 +13,8 @@ from swarm_client.averaging.carrier import Arrivals
 from swarm_client.averaging.plan import RoundSpec
 from swarm_client.averaging.routes import Route
 from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 _CHUNKS_IN_FLIGHT = 4
 

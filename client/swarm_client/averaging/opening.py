@@ -14,8 +14,8 @@ import anyio
 from swarm_client.averaging.carrier import Channel
 from swarm_client.averaging.errors import RouteAbsentError
 from swarm_client.averaging.routes import Route, RouteFault
-from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
 
 HEAD_START_SECONDS = 2.5
 """Six round trips of 400 ms: a dial, its handshakes and the opening of a stream."""

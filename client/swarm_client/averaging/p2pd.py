@@ -21,9 +21,9 @@ from typing import Any, TextIO
 
 from swarm_client.averaging.hivemind_door import Hivemind
 from swarm_client.averaging.protocol import Configure
-from swarm_shared.atomic_file import PRIVATE_MODE, write_atomically
-from swarm_shared.errors import NetworkError
-from swarm_shared.identity import Identity
+from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.keys import Identity
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 from fractions import Fraction
 
-from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
-from swarm_shared.errors import ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 PIECE_ELEMENTS = 256 * 1024
 """1 MiB of float32: long enough to amortise Python's cost per piece, short enough to pipeline."""

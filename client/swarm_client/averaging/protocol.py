@@ -15,9 +15,9 @@ from pydantic import Base64Bytes, Field, TypeAdapter
 from swarm_client.averaging import errors
 from swarm_client.averaging.plan import MAX_MEMBERS, MAX_ROUND_ID_CHARACTERS, PIECE_ELEMENTS
 from swarm_client.averaging.routes import Route
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.run.codec_sizes import AverageCodec
 
 RoundId = Annotated[str, Field(min_length=1, max_length=MAX_ROUND_ID_CHARACTERS)]
 Request = Annotated[int, Field(ge=0, lt=2**53)]

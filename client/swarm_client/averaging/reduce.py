@@ -56,7 +56,7 @@ from swarm_client.averaging.link import Link, RoundState, abort_frame
 from swarm_client.averaging.plan import RoundSpec, partition, plan_digest, round_tag
 from swarm_client.averaging.routes import LinkReport
 from swarm_client.averaging.watch import Attendance, watch
-from swarm_shared.errors import NetworkError, ProtocolError
+from swarm_shared.base.errors import NetworkError, ProtocolError
 
 T = TypeVar("T")
 

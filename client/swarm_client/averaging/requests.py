@@ -9,8 +9,8 @@ from swarm_client.averaging.protocol import RoundFailure as RoundFailureMessage
 from swarm_client.averaging.protocol import WorkerMessage
 from swarm_client.averaging.routes import LinkReport, RouteFault
 from swarm_client.child import Child
-from swarm_shared.errors import LinkClosed
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
 
 SEND_SECONDS = 5.0
 """The socket takes many messages before it is full; a worker that long behind is frozen."""

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from swarm_shared.clock import Clock
-from swarm_shared.types import PeerId
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.types import PeerId
 
 FIRST_REST_SECONDS = 60.0
 LONGEST_REST_SECONDS = 15 * 60.0

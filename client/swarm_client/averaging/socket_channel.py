@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from swarm_client.averaging.routes import Route
-from swarm_shared.errors import LinkClosed
+from swarm_shared.base.errors import LinkClosed
 
 WRITE_BUFFER_BYTES = 512 * 1024
 """In this process, per stream, before `send` waits: keeps the other process fed while pieces are

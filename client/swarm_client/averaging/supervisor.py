@@ -54,8 +54,8 @@ from swarm_client.averaging.requests import Requests, round_failed
 from swarm_client.averaging.restart_policy import RestartPolicy
 from swarm_client.averaging.worker_folder import shorten, socket_folder
 from swarm_client.child import Child, start_child
-from swarm_shared.errors import LinkClosed, NetworkError, SwarmError
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import LinkClosed, NetworkError, SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from anyio.streams.memory import MemoryObjectSendStream
 from swarm_client.averaging.carrier import Arrivals, Channel, Incoming
 from swarm_client.averaging.frames import HELLO_BYTES, Hello
 from swarm_client.averaging.routes import Route
-from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import anyio
 
 from swarm_client.averaging.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.link import Link, RoundState
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
 
 STUCK_STALLS = 4
 """A round in which no data moves for this many stall limits fails, though all are alive."""

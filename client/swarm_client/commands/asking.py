@@ -22,7 +22,7 @@ from swarm_client.commands.base import (
     socket_of,
 )
 from swarm_client.home import Home
-from swarm_client.printable import printable
+from swarm_shared.base.text import printable
 
 if TYPE_CHECKING:
     from swarm_client.control.documents import LogLine
@@ -38,7 +38,7 @@ def status(home: Path | None, as_json: bool) -> None:
     from swarm_client.commands.words import status_text
     from swarm_client.control.client import ask
     from swarm_client.control.documents import Status
-    from swarm_shared.version import SOFTWARE_VERSION
+    from swarm_shared.base.version import SOFTWARE_VERSION
 
     document = ask(socket_of(home), "status")
     if document.get("software") != SOFTWARE_VERSION:

@@ -12,8 +12,8 @@ from typing import Any
 import click
 
 from swarm_client.home import Home
-from swarm_client.printable import printable
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
+from swarm_shared.base.text import printable
 
 JSON_VERSION = 1
 """In every JSON document that a command prints; fields are only added within a version."""

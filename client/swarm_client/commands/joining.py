@@ -12,8 +12,8 @@ import click
 
 from swarm_client.commands.base import home_option, say
 from swarm_client.home import Home
-from swarm_client.printable import printable
-from swarm_shared.errors import DaemonError, SwarmError, UsageError
+from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
+from swarm_shared.base.text import printable
 
 START_SECONDS = 60.0
 """For imports on a machine whose cores are busy."""
@@ -94,7 +94,7 @@ def join(
     from swarm_client.control.client import is_running
     from swarm_client.control.messages import JoinArguments, first_fault
     from swarm_client.preferences.layers import load, preferences_path
-    from swarm_shared.invite import Invite
+    from swarm_shared.identity.invite import Invite
 
     Invite.decode(invite)
     load(preferences_path(home), flags=preferences)
@@ -157,7 +157,7 @@ def tell_daemon(place: Home, arguments: object) -> None:
     from swarm_client.control.client import ask, stream
     from swarm_client.control.documents import LogLine, Status
     from swarm_client.control.messages import JoinArguments, Problem, error_of
-    from swarm_shared.invite import Invite
+    from swarm_shared.identity.invite import Invite
 
     assert isinstance(arguments, JoinArguments)
     run = str(Invite.decode(arguments.invite).run_id)

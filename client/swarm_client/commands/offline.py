@@ -12,7 +12,7 @@ import click
 
 from swarm_client.commands.base import home_option, json_option, print_json
 from swarm_client.home import Home
-from swarm_shared.version import SOFTWARE_VERSION
+from swarm_shared.base.version import SOFTWARE_VERSION
 
 PROGRAM = "swarm-client"
 

@@ -12,8 +12,8 @@ import click
 
 from swarm_client.commands.base import home_option, json_option, print_json
 from swarm_client.home import Home
-from swarm_client.printable import printable
-from swarm_shared.errors import DaemonError, UsageError
+from swarm_shared.base.errors import DaemonError, UsageError
+from swarm_shared.base.text import printable
 
 if TYPE_CHECKING:
     from swarm_client.service.steps import Step

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from swarm_client.commands.base import count_text
 from swarm_client.control.documents import ContributionView, DeviceView, RunView, Status
 from swarm_client.control.word import clock_text
-from swarm_client.printable import printable
+from swarm_shared.base.text import printable
 
 REACHED = {
     "public": "others can dial in",

@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from swarm_client.control.documents import ContributionView
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import StorageError
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.frozen_model import FrozenModel
 
 FORMAT = 1
 MAX_BYTES = 2**20

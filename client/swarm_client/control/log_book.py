@@ -13,7 +13,7 @@ from collections import deque
 import trio
 
 from swarm_client.control.documents import LogLine
-from swarm_shared.clock import Clock, wall
+from swarm_shared.base.clock import Clock, wall
 
 KEPT_LINES = 2000
 LONGEST_LINE = 2000

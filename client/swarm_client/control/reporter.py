@@ -28,13 +28,13 @@ from swarm_client.control.documents import (
 )
 from swarm_client.control.word import Facts, Saying, Stopped, say, together
 from swarm_client.crew import Crew
-from swarm_client.printable import printable
 from swarm_client.suspension import Suspension
 from swarm_client.volunteer import Volunteer
-from swarm_shared.errors import AdmissionError, SwarmError
-from swarm_shared.messages import LinkPath
-from swarm_shared.types import PeerId
-from swarm_shared.version import SOFTWARE_VERSION
+from swarm_shared.base.errors import AdmissionError, SwarmError
+from swarm_shared.base.text import printable
+from swarm_shared.base.types import PeerId
+from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared.protocol import LinkPath
 
 PEERS_TOLD = 1000
 """Of a larger run, those that this peer has links with, then those of its own stage."""

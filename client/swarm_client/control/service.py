@@ -33,9 +33,9 @@ from swarm_client.control.messages import (
     problem_of,
     read_question,
 )
-from swarm_shared.errors import SwarmError, UsageError, VersionError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.local_server import LocalLines
+from swarm_shared.base.errors import SwarmError, UsageError, VersionError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.local_server import LocalLines
 
 FOLLOW_SECONDS = 1.0
 

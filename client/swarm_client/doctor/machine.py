@@ -25,14 +25,14 @@ from swarm_client.averaging.supervisor import AveragingWorker
 from swarm_client.device import Device, choose_device
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
 from swarm_client.home import Home
-from swarm_shared.errors import (
+from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,
     StorageError,
     SwarmError,
     UsageError,
 )
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 
 OLDEST_PYTHON = (3, 11)
 TORCH_SERIES = "2.13."

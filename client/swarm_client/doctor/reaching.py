@@ -16,11 +16,11 @@ from swarm_client.doctor.coordinator import hello_of
 from swarm_client.doctor.report import Check, Detail, ok, skipped, warning
 from swarm_client.port_mapping import PortMapper
 from swarm_client.reachability import Finding, Observer, PeerObserver, examine
-from swarm_shared.errors import NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import Reachability
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
+from swarm_shared.protocol import Reachability
 
 
 async def check_reachability(

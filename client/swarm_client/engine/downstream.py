@@ -17,16 +17,10 @@ from swarm_client.engine.edge import Buffer, Edge, EdgeAnswer, Stream, greet
 from swarm_client.engine.errors import EdgeRefused, MicrobatchAbandoned
 from swarm_client.engine.hedging import MAXIMUM_HEDGES, Latency, Race
 from swarm_client.engine.roster import RosterView
-from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
-from swarm_shared.messages import (
-    Backward,
-    Forward,
-    PeerRecord,
-    RefusalReason,
-    StageHello,
-)
-from swarm_shared.routing import Observation, ShortestExpectedDelay
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Backward, Forward, PeerRecord, RefusalReason, StageHello
+from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
 BUSY_PAUSE_SECONDS = 0.05
 """A full queue drains by one microbatch in about this time or more."""

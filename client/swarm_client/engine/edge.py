@@ -16,8 +16,10 @@ import trio
 
 from swarm_client.engine.errors import EdgeRefused
 from swarm_client.engine.local_stream import LocalStream
-from swarm_shared.errors import LinkClosed, ProtocolError, SwarmError
-from swarm_shared.messages import (
+from swarm_shared.base.errors import LinkClosed, ProtocolError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FramedStream
+from swarm_shared.protocol import (
     Backward,
     Forward,
     RefusalReason,
@@ -29,8 +31,6 @@ from swarm_shared.messages import (
     parse,
     stage_answers,
 )
-from swarm_shared.network import FramedStream
-from swarm_shared.types import PeerId
 
 HELLO_SECONDS = 10.0
 

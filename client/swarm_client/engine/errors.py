@@ -8,8 +8,8 @@ EngineError
 
 from __future__ import annotations
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.messages import RefusalReason
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.protocol import RefusalReason
 
 
 class EngineError(SwarmError):

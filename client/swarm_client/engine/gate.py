@@ -11,11 +11,11 @@ import base64
 import binascii
 
 from swarm_client.engine.roster import RosterView
-from swarm_shared.clock import Clock, monotonic, wall
-from swarm_shared.credentials import check_certificate
-from swarm_shared.errors import AdmissionError
-from swarm_shared.messages import TransferHello
-from swarm_shared.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.protocol import TransferHello
 
 FENCE_SECONDS = 120.0
 """Attached to a newer coordinator for so long, a peer refuses certificates of older ones: whoever

@@ -20,8 +20,8 @@ import trio
 
 from swarm_client.engine.edge import EdgeAnswer
 from swarm_client.engine.errors import MicrobatchAbandoned
-from swarm_shared.errors import SwarmError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId
 
 MEAN_WEIGHT = 1 / 8
 DEVIATION_WEIGHT = 1 / 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from swarm_client.engine.receipts import ReceiptBook
 from swarm_client.worker.client import StageWorker
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_shared.base.types import StageIndex, Step, Version
 
 RATE_WEIGHT = 0.2
 """Weight of the newest microbatch in the reported rate."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import trio
 
-from swarm_shared.errors import LinkClosed, LinkTimeout
+from swarm_shared.base.errors import LinkClosed, LinkTimeout
+from swarm_shared.base.types import PeerId
 from swarm_shared.network import Frame, FrameLimits
-from swarm_shared.types import PeerId
 
 FRAMES_BUFFERED = 16
 """More than the credits of one edge, so that a writer hardly ever waits."""

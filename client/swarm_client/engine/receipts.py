@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable
 
-from swarm_shared.credentials import Receipt, sign_receipt
-from swarm_shared.identity import Identity
-from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.keys import Identity
 
 
 class ReceiptBook:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import trio
 
-from swarm_shared.errors import ProtocolError
-from swarm_shared.messages import PeerRecord, Roster, RosterChange
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
 
 class RosterView:

@@ -18,10 +18,10 @@ from swarm_client import faults
 from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_shared.errors import ProtocolError, SwarmError
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.errors import ProtocolError, SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.protocol import (
     AbortRound,
     Applied,
     Apply,
@@ -30,7 +30,7 @@ from swarm_shared.messages import (
     RoundReport,
     SaveSnapshot,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

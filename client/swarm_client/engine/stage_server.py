@@ -23,9 +23,10 @@ from swarm_client.engine.holding import Holding
 from swarm_client.faults import Phase
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_client.worker.output import Output
-from swarm_shared.errors import AdmissionError, LinkClosed, ProtocolError
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FrameLimits
+from swarm_shared.protocol import (
     Backward,
     Forward,
     NotFinite,
@@ -38,8 +39,7 @@ from swarm_shared.messages import (
     parse,
     stage_requests,
 )
-from swarm_shared.network import FrameLimits
-from swarm_shared.types import PeerId
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import trio
 
 from swarm_client.engine.downstream import Downstream, Parcel
 from swarm_client.engine.errors import MicrobatchAbandoned
-from swarm_shared.errors import SwarmError
-from swarm_shared.flight import Departure, FlightWindow
-from swarm_shared.messages import Lease, LeasedMicrobatch, LeaseResult
-from swarm_shared.types import MicrobatchIndex, Step
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
+from swarm_shared.scheduling.inflight_window import Departure, FlightWindow
 
 log = logging.getLogger(__name__)
 

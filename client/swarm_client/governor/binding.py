@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from swarm_client.governor.probes.machine import Family
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 REPEAT_SECONDS = 5.0
 """A thread that was being made while the others were bound is bound the next time."""

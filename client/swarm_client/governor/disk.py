@@ -13,7 +13,7 @@ from pathlib import Path
 from swarm_client.control.gauges import folder_bytes
 from swarm_client.home import Home
 from swarm_client.preferences import Preferences
-from swarm_shared.types import RunId
+from swarm_shared.base.types import RunId
 
 GIB = 2**30
 

@@ -38,9 +38,9 @@ from swarm_client.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import spell
 from swarm_client.suspension import Suspendable, Suspension
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
-from swarm_shared.types import RunId
 
 LOOK_SECONDS = 0.5
 """Somebody who comes back to the machine has it again within two seconds: this, and the grace that

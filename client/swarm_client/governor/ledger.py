@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.clock import Clock, monotonic
-from swarm_shared.errors import StorageError
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.base.errors import StorageError
 
 VERSION = 1
 FILE_NAME = "transfer.json"

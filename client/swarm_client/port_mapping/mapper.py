@@ -24,7 +24,7 @@ from swarm_client.port_mapping.gateway import (
     default_gateway,
     is_outer_address,
 )
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 
 logger = logging.getLogger(__name__)
 

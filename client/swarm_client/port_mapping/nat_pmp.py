@@ -13,7 +13,7 @@ from enum import IntEnum
 
 import trio
 
-from swarm_shared.errors import FrameError, LinkTimeout, NetworkError
+from swarm_shared.base.errors import FrameError, LinkTimeout, NetworkError
 
 PORT = 5351
 _VERSION = 0

@@ -19,7 +19,7 @@ import anyio.to_thread
 import trio
 
 from swarm_client.port_mapping.gateway import Gateway
-from swarm_shared.errors import LinkTimeout, NetworkError
+from swarm_shared.base.errors import LinkTimeout, NetworkError
 
 try:
     import miniupnpc

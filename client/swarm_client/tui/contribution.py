@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import Model
 from swarm_shared.tui.bars import bar
-from swarm_shared.tui.ink import EMPTY, Line, heading, line, wrapped
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.formatting import counted, number, percent, printable, short_number
 from swarm_shared.tui.plot import columns_plot
+from swarm_shared.tui.styled_text import EMPTY, Line, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.words import counted, number, percent, printable, short_number
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_client.control.documents import LeaderboardRow, Status

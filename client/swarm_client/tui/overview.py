@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING
 from swarm_client.control.states import Word
 from swarm_client.tui.model import Model, seconds_left, share_of_run, share_of_stage
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
-from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line
-from swarm_shared.tui.look import Look
-from swarm_shared.tui.plot import plot
-from swarm_shared.tui.words import (
+from swarm_shared.tui.formatting import (
     NOTHING,
     counted,
     disk_text,
@@ -22,6 +19,9 @@ from swarm_shared.tui.words import (
     rate_text,
     short_number,
 )
+from swarm_shared.tui.plot import plot
+from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_client.control.documents import DeviceView, Status

@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import ProtocolError, SwarmError, VersionError
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import ProtocolError, SwarmError, VersionError
 from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen
 
 if TYPE_CHECKING:

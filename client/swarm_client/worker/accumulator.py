@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from swarm_client.worker.transfer import MicrobatchInput
+from swarm_shared.base.types import MicrobatchIndex
 from swarm_shared.model import FlatLayout
-from swarm_shared.model.exact_sums import Quantum, totals_dtype
-from swarm_shared.types import MicrobatchIndex
+from swarm_shared.model.fixed_point_sums import Quantum, totals_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from swarm_client.worker.exchange import Exchange
 from swarm_client.worker.output import Buffer, Output, SlotPool
 from swarm_client.worker.sizes import StageSizes, stage_sizes
 from swarm_client.worker.spare import WorkerChild, worker_process
-from swarm_shared.errors import FrameError
-from swarm_shared.manifest import Manifest
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.base.errors import FrameError
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
 """Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""

@@ -14,7 +14,7 @@ import os
 
 import torch
 
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.model import Stage
 
 COMPILE_VARIABLE = "SWARM_COMPILE"

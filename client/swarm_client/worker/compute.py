@@ -37,9 +37,9 @@ from swarm_client.worker.transfer import (
     all_finite,
     is_finite,
 )
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import Stage
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarm_client.worker.protocol import FailureCode
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 
 class WorkerDied(SwarmError):

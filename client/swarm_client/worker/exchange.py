@@ -18,7 +18,7 @@ from swarm_client.child import Child
 from swarm_client.worker import protocol
 from swarm_client.worker.errors import RequestFailed, WorkerDied
 from swarm_client.worker.liveness import Liveness, Owes
-from swarm_shared.errors import FrameError, LinkClosed
+from swarm_shared.base.errors import FrameError, LinkClosed
 
 EXIT_STATUS_SECONDS = 2.0
 """How long callers wait for the exit status of a worker whose socket has ended."""

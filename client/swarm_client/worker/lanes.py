@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from swarm_client.worker.accumulator import Accumulator
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.types import StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, Stage, build_stage
-from swarm_shared.model.exact_sums import Quantum, quantum_of
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_shared.model.fixed_point_sums import Quantum, quantum_of
+from swarm_shared.run.manifest import Manifest
 
 
 class Lane:

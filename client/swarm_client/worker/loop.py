@@ -28,10 +28,10 @@ from swarm_client.worker.memory import WorkerMemory
 from swarm_client.worker.pace import FORWARD_SHARE, pace_from_environment
 from swarm_client.worker.steps import StepRunner
 from swarm_client.worker.transfer import is_finite
-from swarm_shared.errors import CapacityError, LinkClosed, SwarmError
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.exact_sums import totals_dtype
-from swarm_shared.types import Step
+from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
+from swarm_shared.base.types import Step
+from swarm_shared.model.fixed_point_sums import totals_dtype
+from swarm_shared.run.manifest import Manifest
 
 _WORK = (protocol.Uncommit, protocol.PrepareRound, protocol.Norm, protocol.Apply)
 """What computes, among the control requests."""

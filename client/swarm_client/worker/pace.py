@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable
 
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 
 PACE_VARIABLE = "SWARM_PACE_FLOPS"
 """Floating-point operations a second at most."""

@@ -33,8 +33,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swarm_shared.frozen_model import FrozenModel
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 
 Request = Annotated[int, Field(ge=0, lt=2**53)]
 Bytes = Annotated[int, Field(ge=0, lt=2**53)]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarm_shared.codecs.sizes import DTYPE_BYTES
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.codec_sizes import DTYPE_BYTES
+from swarm_shared.run.manifest import Manifest
 
 TOKEN_BYTES = 4
 """Token ids and targets cross as uint32."""

@@ -18,7 +18,8 @@ from torch import Tensor
 from swarm_client.worker.compute import StageRunner
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.transfer import is_finite
-from swarm_shared.errors import ProtocolError, StorageError
+from swarm_shared.base.errors import ProtocolError, StorageError
+from swarm_shared.base.types import MicrobatchIndex, Step, Version
 from swarm_shared.model import (
     Fingerprint,
     Stage,
@@ -31,10 +32,9 @@ from swarm_shared.model import (
     save_state,
     state_to_tensors,
 )
-from swarm_shared.model.exact_sums import mean_gradient
-from swarm_shared.model.gradients import ordered_sum_of_squares
-from swarm_shared.schedule import clip_factor
-from swarm_shared.types import MicrobatchIndex, Step, Version
+from swarm_shared.model.fixed_point_sums import mean_gradient
+from swarm_shared.model.flat_gradients import ordered_sum_of_squares
+from swarm_shared.run.schedule import clip_factor
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from swarm_client.worker.errors import RequestFailed
 from swarm_client.worker.sizes import StageSizes
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.codecs.errors import CodecError
-from swarm_shared.codecs.narrow import is_finite
-from swarm_shared.codecs.sizes import CodecName
+from swarm_shared.codecs.half_precision import is_finite
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
-from swarm_shared.errors import ProtocolError
-from swarm_shared.manifest import Manifest
 from swarm_shared.model import check_token_values
+from swarm_shared.run.codec_sizes import CodecName
+from swarm_shared.run.manifest import Manifest
 
 __all__ = [
     "MicrobatchInput",

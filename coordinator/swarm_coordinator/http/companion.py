@@ -19,7 +19,7 @@ import trio
 
 from swarm_coordinator.http.listener import HttpAddress, address_of, listen
 from swarm_coordinator.run_folder import RunFolder, quoted
-from swarm_shared.errors import NetworkError, SwarmError
+from swarm_shared.base.errors import NetworkError, SwarmError
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from swarm_coordinator.http.hub import Hub, encoded
 from swarm_coordinator.http.reading import Read, Reader
 from swarm_coordinator.http.view import Snapshot, joined_and_left, parse_status
 from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import SwarmError
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from math import ceil
 
 from swarm_coordinator.http.server import Application, Message, is_this_machine
-from swarm_shared.rate_limit import RateLimit
+from swarm_shared.base.rate_limit import RateLimit
 
 BURST = 120.0
 PER_SECOND = 30.0

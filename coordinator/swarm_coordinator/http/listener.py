@@ -11,7 +11,7 @@ import re
 import socket
 from dataclasses import dataclass
 
-from swarm_shared.errors import ConfigurationError, NetworkError
+from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 BACKLOG = 128
 _FORM = re.compile(r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:/\[\]]+)):(?P<port>[0-9]{1,5})")

@@ -26,8 +26,8 @@ from swarm_coordinator.http.server import HttpServer
 from swarm_coordinator.http.view import Snapshot
 from swarm_coordinator.run_folder import RunFolder
 from swarm_coordinator.stored_run import load_manifest, place_of
-from swarm_shared.credit import work_shares
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.credit.credit import work_shares
 
 log = logging.getLogger(__name__)
 

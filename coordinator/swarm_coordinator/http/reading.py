@@ -19,9 +19,9 @@ from swarm_coordinator.http.documents import Contribution, Curve, StepRow, Team
 from swarm_coordinator.places import Place, is_there, reading
 from swarm_coordinator.sql import Connection
 from swarm_coordinator.status import printable
-from swarm_shared.credit import RecentCredit, credit_of
-from swarm_shared.owners import people, standing, word_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.credit import RecentCredit, credit_of
+from swarm_shared.identity.owners import people, standing, word_of
 
 ROWS_AT_ONCE = 5_000
 """Steps of one query: a long run is read in parts, and memory stays small."""

@@ -33,9 +33,9 @@ from swarm_coordinator.http.documents import (
 from swarm_coordinator.http.reading import ID_END, Noted, Read
 from swarm_coordinator.http.scrub import without_addresses
 from swarm_coordinator.status import printable
-from swarm_shared.credit import work_shares
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import SOFTWARE_VERSION
+from swarm_shared.credit.credit import work_shares
+from swarm_shared.protocol import SOFTWARE_VERSION
+from swarm_shared.run.manifest import Manifest
 
 STALE_SECONDS = 15.0
 """A coordinator that has said nothing for so long has trouble. In a run of ten thousand it writes

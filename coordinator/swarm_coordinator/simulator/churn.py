@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarm_coordinator.simulator.trace import Change
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 
 HOUR = 3600.0
 DAY_HOURS = 24.0

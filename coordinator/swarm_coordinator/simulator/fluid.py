@@ -1,7 +1,8 @@
 """The coarse data plane: microbatches flow at the rate that the thinnest stage allows.
 
 Between two changes of who serves, microbatches are completed at one rate. Each is put down to one
-peer of each stage, by the peers' rates, as the routing (`swarm_shared.routing`) shares work out
+peer of each stage, by the peers' rates, as the routing (`swarm_shared.scheduling.routing`) shares
+work out
 where everybody has enough of it. The rate is what the thinnest stage
 makes, less what is lost because only so many microbatches are in flight: of W microbatches on N
 equally busy peers some peers have none and others two, and with service times that do not vary
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING, ClassVar
 from swarm_coordinator.events import LeaseResolved
 from swarm_coordinator.progress import EXTRA_IN_FLIGHT
 from swarm_coordinator.simulator.volunteer import Volunteer
-from swarm_shared.credentials import Receipt
-from swarm_shared.flight import GAIN
-from swarm_shared.messages import Lease, Roster
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, Roster
+from swarm_shared.scheduling.inflight_window import GAIN
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
@@ -177,7 +178,8 @@ class FluidPlane:
     # ---- the flow
 
     def _window(self) -> float:
-        """What all trainers together keep in flight, each by `swarm_shared.flight`."""
+        """What all trainers together keep in flight, each by
+        `swarm_shared.scheduling.inflight_window`."""
         limit = self._swarm.manifest.limits.stage_queue
         least = min(len(self._shares) + EXTRA_IN_FLIGHT, limit)
         pipelines = max(1, len(self._shares[0].rates))

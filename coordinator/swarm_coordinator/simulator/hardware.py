@@ -16,8 +16,8 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from swarm_shared.errors import DataError, UsageError
-from swarm_shared.frozen_model import FrozenModel
+from swarm_shared.base.errors import DataError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
 
 MEGABIT_BYTES = 125_000
 GIBIBYTE = 2**30

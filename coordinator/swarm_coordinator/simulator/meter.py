@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import Volunteer
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm

@@ -17,10 +17,10 @@ from swarm_coordinator.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.agenda import Action
 from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Parcel, Request
 from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
-from swarm_shared.credentials import Receipt
-from swarm_shared.flight import Departure, FlightWindow
-from swarm_shared.messages import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
+from swarm_shared.scheduling.inflight_window import Departure, FlightWindow
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm

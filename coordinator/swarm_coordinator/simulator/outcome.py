@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from swarm_coordinator.simulator.swarm import Swarm
-from swarm_shared.placement import MovePolicy
+from swarm_shared.scheduling.placement import MovePolicy
 
 SERIES_POINTS = 600
 """Of the rates over time: enough to draw, little to keep."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import Volunteer
-from swarm_shared.messages import Applied, Apply, Close, Reduction, RoundReport
-from swarm_shared.placement import round_seconds
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.scheduling.placement import round_seconds
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm

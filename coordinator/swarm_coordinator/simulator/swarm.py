@@ -41,8 +41,8 @@ from swarm_coordinator.simulator.rounds import Rounds
 from swarm_coordinator.simulator.trace import Change
 from swarm_coordinator.simulator.volunteer import Volunteer
 from swarm_coordinator.transition import begin, transition
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
@@ -57,8 +57,8 @@ from swarm_shared.messages import (
     SaveSnapshot,
     Welcome,
 )
-from swarm_shared.placement.sizes import stage_sizes
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 COORDINATOR = PeerId("the coordinator")
 HEARD_SECONDS = 2.0

@@ -25,16 +25,16 @@ from swarm_coordinator.tui.document import (
     health,
     parse,
 )
-from swarm_shared.clock import Clock, monotonic, wall
-from swarm_shared.errors import StorageError, SwarmError, UsageError
-from swarm_shared.owners import people, word_of
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.identity.owners import people, word_of
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import Away, Event, Seen
 
 if TYPE_CHECKING:
     from swarm_coordinator.contributions import Contribution
     from swarm_coordinator.places import Place
-    from swarm_shared.types import PeerId
+    from swarm_shared.base.types import PeerId
 
 LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0

@@ -19,7 +19,7 @@ from swarm_client.governor.probes.machine import (
 )
 from swarm_client.governor.readings import Readings
 from swarm_client.preferences import Preferences
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 CPU_SECONDS = 1.0
 """The share over less says little."""
