@@ -13,8 +13,8 @@ from itertools import pairwise
 import torch
 
 from benchmarks.counts.world import manifest as any_manifest
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.steps import StepRunner
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model.profile import profile_layers

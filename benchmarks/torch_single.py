@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.worker.pace import pace_from_environment
+from swarm_client.stage.worker.pace import pace_from_environment
 from swarm_coordinator.reference import StepRecord, train_reference
 
 

@@ -34,7 +34,7 @@ import psutil
 
 from benchmarks.faults import SETTINGS, SLOW_SECONDS
 from benchmarks.outcome import result_head, work_folder, write_result
-from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import (

@@ -88,7 +88,7 @@ class Volunteer:
         """Of its stage worker, the one of its workers that has computed."""
         if self._worker is None:
             children = psutil.Process(self._pid).children()
-            workers = [c for c in children if "swarm_client.worker" in c.cmdline()]
+            workers = [c for c in children if "swarm_client.stage.worker" in c.cmdline()]
             self._worker = max(workers, key=lambda c: sum(c.cpu_times()[:2]))
         times = self._worker.cpu_times()
         return float(times.user + times.system)

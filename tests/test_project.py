@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from swarm_client.cli import swarm_client
+from swarm_client.cli.main import swarm_client
 from swarm_coordinator.cli import cli as swarm_coordinator
 from swarm_shared.base import errors
 

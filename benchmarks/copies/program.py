@@ -14,7 +14,7 @@ from dataclasses import asdict
 import trio
 
 from benchmarks.copies.counting import Counter
-from swarm_client.shared_memory import create
+from swarm_client.ipc.shared_memory import create
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node

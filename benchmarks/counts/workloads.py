@@ -19,7 +19,7 @@ from benchmarks.counts.world import (
     identity,
     receipt,
 )
-from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_coordinator.control import ReceiptChecker
 from swarm_coordinator.events import Beat, HeartbeatsHeard, LeaseResolved, ReceiptsVerified, Tick
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step

@@ -33,7 +33,7 @@ from benchmarks.wan.mixes import MIXES, Link, read_mixes
 from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.templates import parameter_counts
 from network_lab import LabError
-from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
+from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.initialise_run import initialise_run
 from swarm_coordinator.local_swarm import LocalSwarm
 from swarm_coordinator.processes import Children

@@ -24,7 +24,7 @@ import click
 import torch
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.worker.pace import pace_from_environment
+from swarm_client.stage.worker.pace import pace_from_environment
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.run.manifest import Manifest
 

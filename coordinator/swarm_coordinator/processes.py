@@ -2,7 +2,7 @@
 
 Owns: the life of child processes that the demo, the integration tests and the benchmarks run:
 a log file each, a session of their own, bounded waits, termination by process id. Does not own
-what they run. The client's own workers are not its business (`swarm_client.child`).
+what they run. The client's own workers are not its business (`swarm_client.ipc.child_process`).
 
 A child gets a session of its own so that Ctrl-C in a terminal reaches only us and we decide in
 which order everybody leaves; and Linux is asked to terminate it when we die without a word.
@@ -27,7 +27,7 @@ from typing import Self
 from swarm_shared.base.errors import StorageError, SwarmError
 
 COORDINATOR_MODULE = "swarm_coordinator.cli"
-CLIENT_MODULE = "swarm_client.cli"
+CLIENT_MODULE = "swarm_client"
 
 POLL_SECONDS = 0.05
 TAIL_BYTES = 64 * 2**10

@@ -6,7 +6,7 @@ import base64
 import time
 from dataclasses import dataclass, field
 
-from swarm_client.averaging.protocol import ShowMembership
+from swarm_client.averaging.protocol.messages import ShowMembership
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
     CarrierBinding,

@@ -22,7 +22,7 @@ import pytest
 from client.test_cli_client import invite
 from swarm_client.control.client import ask, is_running
 from swarm_client.control.messages import API_VERSION, Refusal, other_version
-from swarm_client.home import Home
+from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
     ConfigurationError,
     DaemonError,
@@ -40,7 +40,7 @@ GOOD = "# mine\ncpu_percent = 50\n"
 FULL_DISK = "ulimit -f 0"
 """Files can be made and cannot grow, in this shell and what it starts."""
 
-PROGRAM = (sys.executable, "-m", "swarm_client.cli")
+PROGRAM = (sys.executable, "-m", "swarm_client")
 
 
 def types(

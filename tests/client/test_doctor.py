@@ -17,11 +17,11 @@ import psutil
 import pytest
 import trio
 
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.connectivity.reachability import Finding
 from swarm_client.doctor import checkup as checkup_module
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
 from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
-from swarm_client.port_mapping import PortMapper
-from swarm_client.reachability import Finding
 from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
@@ -267,7 +267,7 @@ async def test_a_check_that_hangs_or_breaks_costs_no_other(
 
 def doctor(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "swarm_client.cli", "doctor", *words],
+        [sys.executable, "-m", "swarm_client", "doctor", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
     )  # fmt: skip
 

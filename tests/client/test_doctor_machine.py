@@ -11,10 +11,10 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm_client.device import Device
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import State
-from swarm_client.home import Home
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,

@@ -6,8 +6,8 @@ import base64
 
 import pytest
 
-from swarm_client.engine.gate import FENCE_SECONDS, Gate
-from swarm_client.engine.roster import RosterView
+from swarm_client.membership.admission_gate import FENCE_SECONDS, Gate
+from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate

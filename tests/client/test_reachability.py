@@ -15,8 +15,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.port_mapping import Mapping, PortMapper
-from swarm_client.reachability import (
+from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_client.connectivity.reachability import (
     Finding,
     Observer,
     PeerObserver,

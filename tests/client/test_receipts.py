@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 
-from swarm_client.engine.receipts import ReceiptBook
+from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import open_receipt
 from swarm_shared.identity.keys import Identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.engine.roster import RosterView
+from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import PeerRecord, Roster, RosterChange

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm_client import shared_memory
+from swarm_client.ipc import shared_memory
 from swarm_shared.base.errors import CapacityError, StorageError
 
 

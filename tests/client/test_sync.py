@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm_client.dataset import fetch_data
-from swarm_client.home import Home
+from swarm_client.machine.home import Home
+from swarm_client.volunteer.dataset import fetch_data
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.identity.keys import Identity

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm_client.telling import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
+from swarm_client.volunteer.heartbeat import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import Heartbeat, LinkBytes, LinkPath, PathKind, encode
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.control.status_document import Status, SuspendReason, Word
 from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientView

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_client.averager import GroupAverager
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_client.device import Device
-from swarm_client.home import Home
-from swarm_client.volunteer import Volunteer
-from swarm_client.volunteer_options import VolunteerOptions
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.options import VolunteerOptions
+from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, NetworkError
 from swarm_shared.base.types import Generation, PeerId, StageIndex
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate

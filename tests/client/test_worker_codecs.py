@@ -19,8 +19,8 @@ from client.test_worker_compute import (
     tokens_of,
     wire,
 )
-from swarm_client.engine.stage_server import stage_limits
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
+from swarm_client.pipeline.stage_server import stage_limits
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_coordinator.reference import put_borders
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.model import build_whole

@@ -19,9 +19,9 @@ from client.test_worker_compute import (
     tokens_of,
     wire,
 )
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.errors import RequestFailed
-from swarm_client.worker.steps import StepRunner
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
 from swarm_coordinator.reference import train_reference
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, global_norm, open_state

@@ -12,7 +12,7 @@ import run_kit
 from click.testing import CliRunner
 from shell_world import make_run
 
-from swarm_client.cli import swarm_client
+from swarm_client.cli.main import swarm_client
 from swarm_coordinator.cli import run
 from swarm_coordinator.events import RolledBack
 from swarm_coordinator.history import history

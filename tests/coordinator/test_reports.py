@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.telling import Present, Telling, alike
+from swarm_client.volunteer.heartbeat import Present, Telling, alike
 from swarm_coordinator import reports as module
 from swarm_coordinator.events import Session
 from swarm_coordinator.reports import LEAST_REMEMBERED, Reports

@@ -27,17 +27,18 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
 from pydantic import TypeAdapter
 
-from swarm_client.averaging import bridge_messages, frames
-from swarm_client.averaging.codec import (
+from swarm_client.averaging.all_reduce import frames
+from swarm_client.averaging.all_reduce.codec import (
     check_finite,
     decode_piece,
     exponent_is_valid,
     payload_bytes,
     payload_is_whole,
 )
-from swarm_client.averaging.errors import RoundFailure
-from swarm_client.averaging.routes import Route
-from swarm_client.port_mapping import gateway, nat_pmp, upnp
+from swarm_client.averaging.all_reduce.errors import RoundFailure
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.protocol import bridge
+from swarm_client.connectivity.port_mapping import gateway, nat_pmp, upnp
 from swarm_shared import protocol
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import (
@@ -476,8 +477,8 @@ TARGETS: dict[str, Target] = {
         doctor.EchoAnswer(number=1, unix_seconds=NOW),
     ),
     "bridge_heads": Target(
-        partial(head_of, bridge_messages.arrivals),
-        encoded(bridge_messages.Arrival(sender=PEER.peer_id, route=Route.HOST)),
+        partial(head_of, bridge.arrivals),
+        encoded(bridge.Arrival(sender=PEER.peer_id, route=Route.HOST)),
         (ValueError,),
         JSON_WORDS,
     ),

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm_client.absence import AWAY_SECONDS
+from swarm_client.daemon.sleep_watch import AWAY_SECONDS
 from swarm_coordinator.http.reading import Reader
 from swarm_coordinator.processes import (
     CLIENT_MODULE,

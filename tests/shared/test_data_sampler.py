@@ -120,7 +120,7 @@ import hashlib, json, sys
 import numpy as np
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import TokenStream
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 manifest = Manifest.model_validate_json(sys.stdin.read())
 stream = TokenStream((np.arange(41), np.arange(100, 122)))
 digest = hashlib.sha256()

@@ -105,7 +105,7 @@ async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing
 TROUBLE = """
 import logging
 import trio
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.network import FrameLimits, open_node
 

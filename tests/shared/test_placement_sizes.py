@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from swarm_client.worker.sizes import stage_sizes as worker_sizes
+from swarm_client.stage.protocol.slot_sizes import stage_sizes as worker_sizes
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import (
     CodecsConfig,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from swarm_client.control.documents import MachineView
+from swarm_client.control.status_document import MachineView
 from swarm_shared.base.clock import Clock, monotonic
 
 DISK_SECONDS = 60.0

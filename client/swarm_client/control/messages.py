@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from swarm_client.control.documents import API_VERSION
+from swarm_client.control.status_document import API_VERSION
 from swarm_shared.base import errors
 from swarm_shared.base.errors import SwarmError, UsageError
 from swarm_shared.base.frozen_model import FrozenModel

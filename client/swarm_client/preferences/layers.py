@@ -17,7 +17,7 @@ import platformdirs
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from swarm_client.home import Home
+from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
 from swarm_shared.base.settings_errors import complaint, nearest

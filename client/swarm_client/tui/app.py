@@ -11,7 +11,7 @@ from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from swarm_client.control.states import SuspendReason, Word
+from swarm_client.control.reasons import SuspendReason, Word
 from swarm_client.tui.contribution import contribution, leaderboard
 from swarm_client.tui.logs import LogPane
 from swarm_client.tui.model import Model
@@ -27,7 +27,7 @@ from swarm_shared.tui.styled_text import EMPTY, Line, line
 from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import Status
+    from swarm_client.control.status_document import Status
     from swarm_shared.tui.recording import Recorder
 
     _View = ViewApp[Status]

@@ -14,7 +14,7 @@ from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import LeaderboardRow, Status
+    from swarm_client.control.status_document import LeaderboardRow, Status
 
 _EXPLAINED = (
     "Counted is what is part of an applied step: tokens times the share of the model's work that "

@@ -13,7 +13,7 @@ from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.time_series import Trace
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import DeviceView, StageView, Status
+    from swarm_client.control.status_document import DeviceView, StageView, Status
 
 MAX_LOG_ENTRIES = 5000
 

@@ -13,7 +13,7 @@ from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import PeerView, Status
+    from swarm_client.control.status_document import PeerView, Status
 
 PATH_ROLES: dict[str, Role] = {
     "direct": "good", "punched": "good", "relayed": "warn", "own": "strong",

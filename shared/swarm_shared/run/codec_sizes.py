@@ -14,7 +14,8 @@ ActivationCodec = Literal["none", "float16", "bfloat16", "int8", "int4"]
 GradientCodec = Literal["none", "float16", "bfloat16", "int8", "int4", "topk"]
 CodecName = GradientCodec
 AverageCodec = Literal["exact", "none", "float16", "int8"]
-"""Of the vectors that a stage's peers average; their format is swarm_client.averaging.codec's."""
+"""Of the vectors that a stage's peers average; their format is
+swarm_client.averaging.all_reduce.codec's."""
 
 ACTIVATION_CODECS: tuple[ActivationCodec, ...] = get_args(ActivationCodec)
 GRADIENT_CODECS: tuple[GradientCodec, ...] = get_args(GradientCodec)

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from integration.faults.fault_run import STEPS, TINY, FaultRun
-from swarm_client.faults import Action, Phase
+from swarm_client.fault_injection.faults import Action, Phase
 from swarm_coordinator.processes import Child
 
 pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]

@@ -17,7 +17,7 @@ from swarm_client.governor.probes.machine import (
     MemoryProbe,
     PowerProbe,
 )
-from swarm_client.governor.readings import Readings
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
 
