@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.average_codecs import RoundTrip, gradients, hivemind_averages, our_averages
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
 from swarm_shared.codecs.tensors import decode, encode
 from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes

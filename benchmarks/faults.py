@@ -34,10 +34,10 @@ import psutil
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Child, Children, wait_until
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Child, Children, wait_until
+from swarm_coordinator.run_creation.initialise import initialise_run
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")

@@ -27,11 +27,11 @@ import click
 from benchmarks.machine import describe_machine
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.stage.worker.pace import PACE_VARIABLE
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children
-from swarm_coordinator.simulator.hardware import GIBIBYTE, Hardware
-from swarm_coordinator.simulator.microbatches import MicrobatchPlane
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.simulator.fleet import GIBIBYTE, Hardware
+from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
 from swarm_coordinator.simulator.trace import Change
 from swarm_shared.base.atomic_file import write_atomically

@@ -30,10 +30,10 @@ import click
 
 from benchmarks.outcome import result_head, write_result
 from benchmarks.run_data import PLAIN_BORDERS, RunData
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.reference import StepRecord, evaluate, train_reference
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.codecs import quality as shipped
 from swarm_shared.codecs.choice import Pair
 from swarm_shared.codecs.choice import pair_name as name_of

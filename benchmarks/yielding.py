@@ -30,10 +30,10 @@ from swarm_client.control.client import ask
 from swarm_client.governor.governor import LOOK_SECONDS
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.preferences import Preferences
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, wait_until
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Children, wait_until
+from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from swarm_client.cli.main import swarm_client
-from swarm_coordinator.cli import cli as swarm_coordinator
+from swarm_coordinator.cli.main import cli as swarm_coordinator
 from swarm_shared.base import errors
 
 ROOT = Path(__file__).parents[1]

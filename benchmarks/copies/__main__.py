@@ -15,7 +15,7 @@ import click
 
 from benchmarks.copies.counting import build
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
 from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]

@@ -20,8 +20,14 @@ from benchmarks.counts.world import (
     receipt,
 )
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_coordinator.control import ReceiptChecker
-from swarm_coordinator.events import Beat, HeartbeatsHeard, LeaseResolved, ReceiptsVerified, Tick
+from swarm_coordinator.core.events import (
+    Beat,
+    HeartbeatsHeard,
+    LeaseResolved,
+    ReceiptsVerified,
+    Tick,
+)
+from swarm_coordinator.server.control_protocol import ReceiptChecker
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.network.libp2p.send_queue import SendQueue
 from swarm_shared.network.libp2p.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header

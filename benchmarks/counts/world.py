@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from functools import cache
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Command,
     Event,
     MessageReceived,
@@ -15,8 +15,8 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
-from swarm_coordinator.state import RunState
-from swarm_coordinator.transition import begin, transition
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,

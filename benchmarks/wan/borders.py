@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.wan.fleet import Sizes
-from swarm_coordinator.history import History
+from swarm_coordinator.storage.history import History
 from swarm_shared.protocol import STAGE_PROTOCOL
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.run.codec_sizes import ActivationCodec

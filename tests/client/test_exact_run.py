@@ -12,7 +12,7 @@ import torch
 from client.test_worker_compute import CPU, PLENTY, make_manifest, tokens_of
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_coordinator.reference import StepRecord, train_reference
+from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model import global_norm
 from swarm_shared.run.manifest import CodecsConfig, Manifest

@@ -21,7 +21,7 @@ from client.test_worker_compute import (
 )
 from swarm_client.pipeline.stage_server import stage_limits
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
-from swarm_coordinator.reference import put_borders
+from swarm_coordinator.offline.reference import put_borders
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.model import build_whole
 from swarm_shared.run.codec_sizes import ACTIVATION_CODECS, GRADIENT_CODECS

@@ -22,7 +22,7 @@ from client.test_worker_compute import (
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
 from swarm_client.stage.worker.step_runner import StepRunner
-from swarm_coordinator.reference import train_reference
+from swarm_coordinator.offline.reference import train_reference
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, global_norm, open_state
 from swarm_shared.run.manifest import Manifest

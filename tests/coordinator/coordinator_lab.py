@@ -15,10 +15,10 @@ from pathlib import Path
 import trio
 from shell_world import Volunteer
 
-from swarm_coordinator.places import Place, reading
-from swarm_coordinator.records import read_restored
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.verification import Shape, check_database
+from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.identity.invite import Invite

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import trio
 
-from swarm_coordinator.history import history
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.server import serve
-from swarm_coordinator.service import Service
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_identity, load_manifest, load_settings
+from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.coordinator import serve
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt, sign_receipt

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from swarm_checks import one_by_one
 from swarm_facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     Beat,
     CheckpointRecord,
@@ -32,8 +32,8 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.state import RunPhase, StepState
-from swarm_coordinator.transition import begin, transition
+from swarm_coordinator.core.state.run import RunPhase, StepState
+from swarm_coordinator.core.transition import begin, transition
 from swarm_shared.base.types import (
     Generation,
     MicrobatchIndex,

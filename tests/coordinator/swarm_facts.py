@@ -9,7 +9,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import PeerRecord
 from swarm_shared.run.manifest import (

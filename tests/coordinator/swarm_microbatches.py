@@ -12,10 +12,7 @@ from swarm_facts import (
 )
 from swarm_peer_base import Answer, Holding, Parcel, PeerBase
 
-from swarm_coordinator.events import (
-    LeaseResolved,
-    Session,
-)
+from swarm_coordinator.core.events import LeaseResolved, Session
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, MaskRequest, NotFinite, PeerRecord

@@ -12,10 +12,7 @@ from swarm_microbatches import Computing
 from swarm_peer_base import Answer, Holding, Link, Params, Parcel
 from swarm_rounds import Averaging
 
-from swarm_coordinator.events import (
-    ReceiptsVerified,
-    Session,
-)
+from swarm_coordinator.core.events import ReceiptsVerified, Session
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import RunId, StageIndex, Version
 from swarm_shared.identity.credentials import Receipt

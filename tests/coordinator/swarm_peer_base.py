@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_facts import CERTIFICATE_SECONDS
 
-from swarm_coordinator.events import (
-    Beat,
-    Event,
-    HeartbeatsHeard,
-    MessageReceived,
-    Session,
-)
+from swarm_coordinator.core.events import Beat, Event, HeartbeatsHeard, MessageReceived, Session
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (

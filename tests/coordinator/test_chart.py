@@ -8,7 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from swarm_coordinator.chart import (
+from swarm_coordinator.offline.loss_plot import (
     DOTS_PER_INCH,
     HEIGHT_INCHES,
     SERIES_COLOR,

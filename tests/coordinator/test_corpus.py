@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_coordinator import corpus as corpus_module
-from swarm_coordinator.corpus import (
+from swarm_coordinator.run_creation import corpus as corpus_module
+from swarm_coordinator.run_creation.corpus import (
     Document,
     ReadyShards,
     TextCorpus,

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm_coordinator.export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface, merge_stages
 from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
 from swarm_shared.model.flat_gradients import FlatLayout

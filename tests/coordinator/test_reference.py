@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarm_coordinator.reference import StepRecord, evaluate, train_reference
+from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
 from swarm_shared.base.errors import DataError
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.optimizer import fingerprint

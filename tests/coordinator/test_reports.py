@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm_client.volunteer.heartbeat import Present, Telling, alike
-from swarm_coordinator import reports as module
-from swarm_coordinator.events import Session
-from swarm_coordinator.reports import LEAST_REMEMBERED, Reports
+from swarm_coordinator.core.events import Session
+from swarm_coordinator.server import link_reports as module
+from swarm_coordinator.server.link_reports import LEAST_REMEMBERED, Reports
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     Heartbeat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_coordinator.sample import sample_text
+from swarm_coordinator.offline.sampling import sample_text
 from swarm_shared.base.errors import UsageError
 from swarm_shared.data.tokenizer import BytesTokenizer
 from swarm_shared.model.initialise import initialise

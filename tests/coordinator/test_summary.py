@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_coordinator.events import Restored
-from swarm_coordinator.history import Contribution, History, HistoryStep, KnownPeer, LinkTotal
-from swarm_coordinator.summary import (
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.demo.run_summary import (
     LINK_ROWS,
     RunResult,
     Traffic,
@@ -18,6 +17,13 @@ from swarm_coordinator.summary import (
     result_document,
     summary_text,
     tokens_per_second,
+)
+from swarm_coordinator.storage.history import (
+    Contribution,
+    History,
+    HistoryStep,
+    KnownPeer,
+    LinkTotal,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_bench import SHA, Bench
 
-from swarm_coordinator.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
-from swarm_coordinator.state import PeerPhase, RunPhase
+from swarm_coordinator.core.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import ClientMessage, client_messages, encode, parse
 

@@ -6,12 +6,8 @@ from typing import Any
 
 from swarm_bench import Bench
 
-from swarm_coordinator.events import (
-    CheckpointFailed,
-    CloseSession,
-    Command,
-)
-from swarm_coordinator.state import RunPhase
+from swarm_coordinator.core.events import CheckpointFailed, CloseSession, Command
+from swarm_coordinator.core.state.run import RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from swarm_bench import SHA, Bench
 
-from swarm_coordinator import roster
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Beat,
     CloseSession,
     Command,
@@ -15,7 +14,8 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
-from swarm_coordinator.state import PeerPhase, RunPhase
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,

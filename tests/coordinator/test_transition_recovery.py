@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import (
-    Note,
-    Restored,
-    RolledBack,
-    Send,
-)
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import PeerPhase, RunPhase
+from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     Applied,

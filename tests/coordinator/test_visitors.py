@@ -8,8 +8,8 @@ import pytest
 from shell_world import client, hello_for, make_run, served
 from swarm_facts import COORDINATOR, Options, manifest_of
 
-from swarm_coordinator.admission import Admission
-from swarm_coordinator.admission_book import (
+from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.admission.book import (
     AdmissionMode,
     AdmissionRecord,
     MemberAdmitted,
@@ -18,11 +18,11 @@ from swarm_coordinator.admission_book import (
     TokenCreated,
     hash_of,
 )
-from swarm_coordinator.events import Restored
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
-from swarm_coordinator.transition import begin
-from swarm_coordinator.visitors import visitor_judge
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.core.transition import begin
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.doctor_answers import visitor_judge
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId, Version
 from swarm_shared.identity.invite import Invite

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator.processes import wait_until
+from swarm_coordinator.demo.subprocesses import wait_until
 from swarm_shared.base.errors import NetworkError
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks]

@@ -14,7 +14,7 @@ import trio
 
 from attack_kit.insider import Insider, attached
 from attack_kit.raw import Target, connect, multistream, muxed
-from swarm_coordinator.processes import Child
+from swarm_coordinator.demo.subprocesses import Child
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from swarm_client.control.client import ask
-from swarm_coordinator.processes import wait_until
+from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = [
     pytest.mark.runs,

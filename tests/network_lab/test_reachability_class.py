@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from network_lab import Host, Lab, Nat, why_no_port_mapping
-from swarm_coordinator.processes import wait_until
+from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = pytest.mark.nat
 

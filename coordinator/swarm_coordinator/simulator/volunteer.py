@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Beat,
     Event,
     HeartbeatsHeard,
@@ -17,7 +17,7 @@ from swarm_coordinator.events import (
     PeerAttached,
     Session,
 )
-from swarm_coordinator.simulator.hardware import Hardware
+from swarm_coordinator.simulator.fleet import Hardware
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.protocol import (

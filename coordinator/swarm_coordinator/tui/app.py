@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from swarm_coordinator.tui.document import RunDocument, health
+from swarm_coordinator.status.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn

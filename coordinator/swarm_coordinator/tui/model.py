@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_coordinator.tui.document import RunDocument
+from swarm_coordinator.status.document import RunDocument
 from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.time_series import Trace
 

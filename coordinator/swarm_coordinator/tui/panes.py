@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.tui.document import PeerRow, RunDocument, holders
+from swarm_coordinator.status.document import PeerRow, RunDocument, holders
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
