@@ -11,7 +11,7 @@ import shutil
 import time
 from pathlib import Path
 
-from network_lab import Lab, Nat
+from kits.network_lab import Lab, Nat
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Children, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run

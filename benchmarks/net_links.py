@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.net_p2pd import P2pdProcess
-from network_lab import Host, Lab, Nat
-from network_lab.node_process import NodeProcess
-from network_lab.told_process import ToldProcess
+from kits.network_lab import Host, Lab, Nat
+from kits.network_lab.commanded_process import ToldProcess
+from kits.network_lab.node_process import NodeProcess
 from swarm_shared.base.errors import SwarmError
 
 PAIRS = 8

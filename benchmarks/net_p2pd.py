@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from network_lab import Host
-from network_lab.told_process import ToldProcess
+from kits.network_lab import Host
+from kits.network_lab.commanded_process import ToldProcess
 from swarm_shared.base.errors import SwarmError
 
 SLOT_SECONDS = 30.0

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from network_lab.told_process import obey, say
+from kits.network_lab.commanded_process import obey, say
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.protocol.messages import Configure
 from swarm_client.averaging.worker.hivemind_imports import Hivemind, open_door

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what tests/network_lab and benchmarks/wan need, on Debian and its kin: ip and tc,
+# Installs what tests/kits/network_lab and benchmarks/wan need, on Debian and its kin: ip and tc,
 # iptables, miniupnpd (its binary alone, not the service that would run it on this machine), and
 # iperf3 and ping, which check an emulated network. Does nothing when all of it is there. Needs
 # root; everything else of this project does not.

@@ -26,7 +26,7 @@ from benchmarks.wan.measure import STAGES, Plan, measure_mix
 from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
-from network_lab import LabError
+from kits.network_lab import LabError
 from swarm_shared.base.errors import SwarmError
 
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"

@@ -32,7 +32,7 @@ from benchmarks.wan.check import check_links, render
 from benchmarks.wan.mixes import MIXES, Link, read_mixes
 from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.templates import parameter_counts
-from network_lab import LabError
+from kits.network_lab import LabError
 from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Children

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Network
-from network_lab import Host
+from kits.network_lab import Host
 from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import wait_until
 from swarm_shared.base.errors import SwarmError

@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.wan.fleet import Member, Sizes
 from benchmarks.wan.network import Network
 from benchmarks.wan.templates import Templates
-from network_lab import Host
+from kits.network_lab import Host
 from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.subprocesses import Child, Children, failure_text, wait_until
 from swarm_shared.base.errors import SwarmError

@@ -3,7 +3,8 @@
     with wide_area_network({"peer-1": link, ...}, folder) as network:
         network.hosts["peer-1"].start(...)
 
-Every machine is a host of `network_lab`, with a network stack of its own. Its cable has the line's
+Every machine is a host of `kits.network_lab`, with a network stack of its own. Its cable has the
+line's
 rates (tbf at both ends); what crosses the network is routed into the forwarder's device, waits
 there, and goes on. All is gone when the block ends; after a kill without warning, when the next
 network is built.
@@ -27,7 +28,7 @@ import psutil
 
 from benchmarks.wan.forwarder import DEVICE, READY
 from benchmarks.wan.mixes import Link
-from network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
+from kits.network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
 from swarm_coordinator.demo.subprocesses import Child, Children, last_lines, module_command
 
 YARDSTICK = "yardstick"

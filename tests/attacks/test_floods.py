@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 import trio
 
-from attack_kit.raw import (
+from kits.attack.raw import (  # fmt: skip
     ACK,
     DATA,
     FIN,
@@ -26,8 +26,8 @@ from attack_kit.raw import (
     multistream,
     muxed,
     yamux_frame,
-)  # fmt: skip
-from attack_kit.victim import ECHO, HELLO, MEGABYTE, Victim, a_victim
+)
+from kits.attack.victim import ECHO, HELLO, MEGABYTE, Victim, a_victim
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network.inbound import STRANGERS_STREAMS
 from swarm_shared.network.libp2p.host import (

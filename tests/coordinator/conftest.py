@@ -1,23 +1,15 @@
-"""Makes the simulated world (`swarm_world`, `swarm_peer`) importable by the tests beside it, and
-gives tests a place for a run's database: a file, or a database on a server of the tests' own."""
+"""Places for a run's database: a file, or a database on a server that the tests start."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 
 import pytest
 
-FOLDER = str(Path(__file__).parent)
-if FOLDER not in sys.path:
-    # pytest's importlib mode puts no test folder on the path.
-    sys.path.append(FOLDER)
-
-import postgresql_kit  # noqa: E402
-
-from swarm_coordinator.storage.location import Place  # noqa: E402
+from kits.coordinator import postgresql as postgresql_kit
+from swarm_coordinator.storage.location import Place
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from box import Box, box
-from installer_kit import LINUX, PACKAGES, PATIENCE_SECONDS, SUITABLE, shop
+
+from kits.installers.box import Box, box
+from kits.installers.tree import LINUX, PACKAGES, PATIENCE_SECONDS, SUITABLE, shop
 
 pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
 

@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from installer_kit import LINUX, PACKAGES, PATIENCE_SECONDS, ROOT, Manager, Person, person, shop
+
+from kits.installers.tree import (
+    LINUX,
+    PACKAGES,
+    PATIENCE_SECONDS,
+    ROOT,
+    Manager,
+    Person,
+    person,
+    shop,
+)
 
 pytestmark = [pytest.mark.installers, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from integration.real_run import Run, runs
+from kits.runs.real_run import Run, runs
 
 _RUNS = pytest.StashKey[list[Run]]()
 

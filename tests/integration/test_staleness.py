@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration.real_run import reference
+from kits.runs.real_run import reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
 

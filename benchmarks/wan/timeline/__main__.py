@@ -24,7 +24,7 @@ from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from benchmarks.wan.timeline.account import Event, by_stage, machine_account, travels
 from benchmarks.wan.timeline.page import timeline_markdown
-from network_lab import LabError
+from kits.network_lab import LabError
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.codec_sizes import ActivationCodec
 

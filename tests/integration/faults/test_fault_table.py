@@ -12,8 +12,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from integration.faults.fault_run import STEPS, TINY, WHOLE_STAGE, Case, FaultRun
-from integration.real_run import runs
+from kits.runs.fault_run import STEPS, TINY, WHOLE_STAGE, Case, FaultRun
+from kits.runs.real_run import runs
 from swarm_client.fault_injection.faults import Action, Phase
 
 A, P = Action, Phase

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.faults.fault_run import STEPS, TINY, FaultRun
+from kits.runs.fault_run import STEPS, TINY, FaultRun
 from swarm_client.fault_injection.faults import Action, Phase
 from swarm_coordinator.demo.subprocesses import wait_until
 

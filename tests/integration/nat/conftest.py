@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from integration.nat.nat_run import STEPS, TINY, NatRun
-from network_lab import Host, Lab, why_not_here
-from network_lab.node_process import NodeProcess
+from kits.network_lab import Host, Lab, why_not_here
+from kits.network_lab.node_process import NodeProcess
+from kits.runs.nat_run import STEPS, TINY, NatRun
 
 
 @pytest.fixture

@@ -1,0 +1,696 @@
+"""The all-reduce over an in-process network, under both event loops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import numpy as np
+import pytest
+import trio.testing
+
+from kits.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Abort,
+    Header,
+    Hello,
+    Kind,
+)
+from swarm_client.averaging.all_reduce.incoming import (
+    MAX_PARKED,
+    MAX_PARKED_PER_REMOTE,
+    MAX_STRANGERS,
+    STRANGER_SECONDS,
+    IncomingHub,
+)
+from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.reduce import RoundReport, all_reduce
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import PeerId
+
+Vectors = dict[PeerId, np.ndarray]
+A, B, C, D = (PeerId(name) for name in ("A", "B", "C", "D"))
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Awaitable[None]]], None]:
+    """Runs an async test on each event loop; no test may take longer than 20 s."""
+
+    def runner(body: Callable[[], Awaitable[None]]) -> None:
+        async def limited() -> None:
+            with anyio.fail_after(20):
+                await body()
+
+        anyio.run(limited, backend=request.param)
+
+    return runner
+
+
+def run_on_virtual_time(body: Callable[[], Awaitable[None]]) -> None:
+    clock = trio.testing.MockClock(autojump_threshold=0)
+    anyio.run(body, backend="trio", backend_options={"clock": clock})
+
+
+class Group:
+    """Members with a vector each, and what became of their rounds."""
+
+    def __init__(self, names: tuple[PeerId, ...], elements: int, seed: int = 1) -> None:
+        rng = np.random.default_rng(seed)
+        self.names = names
+        self.elements = elements
+        self.vectors: Vectors = {
+            name: rng.standard_normal(elements).astype(np.float32) for name in names
+        }
+        self.results: Vectors = {name: np.full(elements, -7, np.float32) for name in names}
+        self.reports: dict[PeerId, RoundReport] = {}
+        self.failures: dict[PeerId, RoundFailed] = {}
+        self.scopes: dict[PeerId, anyio.CancelScope] = {}
+
+    def spec(self, me: PeerId, **changes: Any) -> RoundSpec:
+        spec = RoundSpec("round 1", self.names, me, self.elements, piece_elements=1000)
+        return dataclasses.replace(spec, **changes)
+
+    def in_order(self, names: tuple[PeerId, ...] | None = None) -> np.ndarray:
+        """The float32 sum in group order: exactly what the round must give."""
+        first, *others = names or self.names
+        total = self.vectors[first].copy()
+        for name in others:
+            total += self.vectors[name]
+        return total
+
+    def exact(self) -> np.ndarray:
+        return sum(vector.astype(np.float64) for vector in self.vectors.values())
+
+    async def member(
+        self, spec: RoundSpec, carrier: Any, *, stall_seconds: float = 5.0, **options: Any
+    ) -> None:
+        with anyio.CancelScope() as self.scopes[spec.me]:
+            try:
+                self.reports[spec.me] = await all_reduce(
+                    spec,
+                    carrier,
+                    self.vectors[spec.me],
+                    self.results[spec.me],
+                    stall_seconds=stall_seconds,
+                    **options,
+                )
+            except RoundFailed as failure:
+                self.failures[spec.me] = failure
+
+    async def all(self, carriers: dict[PeerId, MemoryCarrier], **changes: Any) -> None:
+        async with anyio.create_task_group() as tasks:
+            for name in self.names:
+                tasks.start_soon(self.member, self.spec(name, **changes), carriers[name])
+
+
+async def with_network(
+    names: tuple[PeerId, ...],
+    body: Callable[[dict[PeerId, MemoryCarrier]], Awaitable[None]],
+    park_seconds: float = 30.0,
+) -> None:
+    async with anyio.create_task_group() as tasks:
+        network = MemoryNetwork(tasks)
+        await body({name: network.add(name, park_seconds=park_seconds) for name in names})
+        tasks.cancel_scope.cancel()
+
+
+SHARES = {1: None, 2: (1.0, 3.0), 3: (0.0, 1.0, 0.7), 4: (0.25, 0.0, 0.0, 2.0)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("elements", [1, 17, 40_003])
+@pytest.mark.parametrize("equal", [True, False], ids=["equal shares", "unequal shares"])
+def test_all_members_end_with_the_same_bits_which_are_the_sum_in_group_order(
+    run: Any, count: int, elements: int, equal: bool
+) -> None:
+    group = Group((A, B, C, D)[:count], elements)
+    before = {name: vector.copy() for name, vector in group.vectors.items()}
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        await group.all(carriers, shares=None if equal else SHARES[count])
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    for name in group.names:
+        assert group.results[name].tobytes() == group.in_order().tobytes()
+        assert group.vectors[name].tobytes() == before[name].tobytes()
+    np.testing.assert_allclose(group.results[A], group.exact(), rtol=1e-5, atol=1e-5)
+    if count > 1:
+        sent = sum(report.bytes_sent for report in group.reports.values())
+        received = sum(report.bytes_received for report in group.reports.values())
+        assert sent == received
+        assert sent >= 2 * (count - 1) * elements * 4
+
+
+def test_pieces_large_enough_for_threads_give_the_same_sum(run: Any) -> None:
+    group = Group((A, B, C), 150_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        await group.all(carriers, piece_elements=20_000)
+
+    run(lambda: with_network(group.names, body))
+    for name in group.names:
+        assert group.results[name].tobytes() == group.in_order().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("codec", "element_bytes", "off_by"), [("float16", 2, 5e-3), ("int8", 1 + 4 / 256, 0.1)]
+)
+@pytest.mark.parametrize("shares", [None, (0.0, 1.0, 0.7)], ids=str)
+def test_what_is_narrow_on_the_wire_is_near_and_still_bitwise_equal(
+    run: Any, codec: str, element_bytes: float, off_by: float, shares: Any
+) -> None:
+    group = Group((A, B, C), 30_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        await group.all(carriers, codec=codec, shares=shares)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    assert len({group.results[name].tobytes() for name in group.names}) == 1
+    np.testing.assert_allclose(group.results[A], group.exact(), rtol=2e-3, atol=off_by)
+    assert group.results[A].tobytes() != group.in_order().tobytes()
+    sent = sum(report.bytes_sent for report in group.reports.values())
+    assert sent < 1.1 * 2 * 2 * group.elements * element_bytes
+
+
+@pytest.mark.parametrize("codec", ["none", "float16", "int8"])
+@pytest.mark.parametrize("place", [0, 15_000, 29_999])
+def test_a_vector_that_is_not_finite_fails_the_round_and_names_its_owner(
+    run: Any, codec: str, place: int
+) -> None:
+    group = Group((A, B, C), 30_000)
+    group.vectors[B][place] = np.nan
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        await group.all(carriers, codec=codec)
+
+    run(lambda: with_network(group.names, body))
+    assert set(group.failures) == {A, B, C}
+    for failure in group.failures.values():
+        assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, B)
+        assert "NaN" in failure.reason
+
+
+def test_a_lone_member_whose_vector_is_not_finite_is_refused_too(run: Any) -> None:
+    group = Group((A,), 10)
+    group.vectors[A][3] = np.inf
+    run(lambda: with_network(group.names, group.all))
+    assert group.failures[A].culprit == A
+
+
+def test_a_sum_that_overflows_fails_for_all_without_a_culprit(run: Any) -> None:
+    group = Group((A, B), 100)
+    for vector in group.vectors.values():
+        vector[:] = 3e38
+    run(lambda: with_network(group.names, group.all))
+    assert {failure.culprit for failure in group.failures.values()} == {None}
+    assert set(group.failures) == {A, B}
+
+
+class Tripwire:
+    """A carrier that calls `trip` when its member has received so many bytes."""
+
+    def __init__(self, inner: MemoryCarrier, after_bytes: int, trip: Callable[[], None]) -> None:
+        self._inner, self._left, self._trip = inner, after_bytes, trip
+
+    async def open(self, peer: PeerId) -> Any:
+        return Watched(await self._inner.open(peer), self)
+
+    def incoming(self, spec: RoundSpec, tag: bytes) -> Any:
+        return self._inner.incoming(spec, tag)
+
+    def count(self, nbytes: int) -> None:
+        self._left -= nbytes
+        if self._left <= 0:
+            self._trip()
+
+
+class Watched:
+    def __init__(self, channel: MemoryChannel, wire: Tripwire) -> None:
+        self.send, self.aclose, self.abort = channel.send, channel.aclose, channel.abort
+        self._channel, self._wire = channel, wire
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        chunk = await self._channel.receive(max_bytes)
+        self._wire.count(len(chunk))
+        return chunk
+
+
+@pytest.mark.parametrize("shares", [None, (1.0, 1.0, 0.0), (0.0, 1.0, 1.0)], ids=str)
+def test_a_member_lost_in_the_middle_fails_the_others_at_once_and_a_retry_is_exact(
+    run: Any, shares: Any
+) -> None:
+    group = Group((A, B, C), 60_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for name in (A, B):
+                tasks.start_soon(group.member, group.spec(name, shares=shares), carriers[name])
+            wired = Tripwire(carriers[C], 20_000, lambda: group.scopes[C].cancel())
+            tasks.start_soon(group.member, group.spec(C, shares=shares), wired)
+        assert set(group.failures) == {A, B}
+        async with anyio.create_task_group() as tasks:
+            for name in (A, B):
+                again = group.spec(name, round_id="round 2", members=(A, B))
+                tasks.start_soon(group.member, again, carriers[name])
+
+    run(lambda: with_network(group.names, body))
+    for name in (A, B):
+        assert group.failures[name].culprit == C
+        # Lost, not stalled: they did not wait for a limit to pass.
+        assert group.failures[name].failure is RoundFailure.LOST
+        assert group.results[name].tobytes() == group.in_order((A, B)).tobytes()
+
+
+def test_a_member_that_freezes_is_named_after_the_stall_limit() -> None:
+    group = Group((A, B, C), 60_000)
+    ended: dict[PeerId, float] = {}
+
+    class Frozen(Watched):
+        """Its member's process hangs: nothing more is read or written, nothing is closed."""
+
+        frozen = False
+
+        async def receive(self, max_bytes: int) -> memoryview:
+            if Frozen.frozen:
+                await anyio.sleep_forever()
+            return await super().receive(max_bytes)
+
+    class FreezingCarrier(Tripwire):
+        async def open(self, peer: PeerId) -> Any:
+            watched = Frozen(await self._inner.open(peer), self)
+            plain_send = watched.send
+
+            async def send(data: bytes | memoryview) -> None:
+                if Frozen.frozen:
+                    await anyio.sleep_forever()
+                await plain_send(data)
+
+            watched.send = send
+            return watched
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        def freeze() -> None:
+            Frozen.frozen = True
+
+        async def survivor(name: PeerId) -> None:
+            await group.member(group.spec(name, shares=shares), carriers[name], stall_seconds=3)
+            ended[name] = anyio.current_time() - begun
+
+        shares = (1.0, 1.0, 0.0)
+        begun = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(survivor, A)
+            tasks.start_soon(survivor, B)
+            carrier = FreezingCarrier(carriers[C], 20_000, freeze)
+            # C keeps its own watch from ending it: a frozen process does not run one.
+            spec = group.spec(C, shares=shares)
+            tasks.start_soon(lambda: group.member(spec, carrier, stall_seconds=1e6))
+            while len(ended) < 2:
+                await anyio.sleep(0.1)
+            tasks.cancel_scope.cancel()
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    for name in (A, B):
+        assert (group.failures[name].failure, group.failures[name].culprit) == (
+            RoundFailure.STALLED,
+            C,
+        )
+        assert 3 <= ended[name] < 4
+
+
+def test_a_member_that_comes_late_but_in_time_is_waited_for() -> None:
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for name, delay_seconds in ((A, 0), (B, 4), (C, 8)):
+
+                async def later(name: PeerId = name, delay_seconds: int = delay_seconds) -> None:
+                    await anyio.sleep(delay_seconds)
+                    await group.member(
+                        group.spec(name), carriers[name], stall_seconds=1, join_seconds=10
+                    )
+
+                tasks.start_soon(later)
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    for name in group.names:
+        assert group.results[name].tobytes() == group.in_order().tobytes()
+
+
+def test_a_member_that_never_comes_is_named_after_the_join_limit() -> None:
+    group = Group((A, B, C), 5_000)
+    took: list[float] = []
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        begun = anyio.current_time()
+        async with anyio.create_task_group() as tasks:
+            for name in (A, B):
+                tasks.start_soon(
+                    lambda name=name: group.member(
+                        group.spec(name), carriers[name], stall_seconds=1, join_seconds=10
+                    )
+                )
+        took.append(anyio.current_time() - begun)
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    assert {failure.culprit for failure in group.failures.values()} == {C}
+    assert 10 <= took[0] < 11
+
+
+def test_a_member_that_cannot_be_reached_fails_the_round_at_once(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        await group.member(group.spec(A), carriers[A])
+
+    run(lambda: with_network((A,), body))
+    assert group.failures[A].culprit == B
+    assert "cannot be reached" in group.failures[A].reason
+
+
+def test_a_member_with_another_plan_is_refused_before_any_data(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(group.member, group.spec(B, shares=(1.0, 9.0)), carriers[B])
+
+    run(lambda: with_network(group.names, body))
+    assert set(group.failures) == {A, B}
+    assert "another plan" in group.failures[A].reason
+
+
+class WatchedChannel(MemoryChannel):
+    """Remembers what was asked of it."""
+
+    def __init__(self, *ends: Any) -> None:
+        super().__init__(*ends)
+        self.reads: list[int] = []
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        self.reads.append(max_bytes)
+        return await super().receive(max_bytes)
+
+
+def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It is turned away after that, and the test waits for it in real time.
+    monkeypatch.setattr("swarm_client.averaging.all_reduce.incoming.STRANGER_SECONDS", 0.2)
+    group = Group((A, B), 5_000)
+    mallory = PeerId("mallory")
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub: IncomingHub = carriers[A].hub
+        hub.admits = lambda remote: remote in (A, B)
+        ours, theirs = WatchedChannel.pair()
+        assert isinstance(theirs, WatchedChannel)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hub.accept, mallory, theirs)
+            await ours.send(Hello(1, round_tag("round 1"), plan_digest(group.spec(A))).encode())
+            await group.all(carriers)
+        assert theirs.reads == []
+        assert hub.refused == 1
+        with pytest.raises(LinkClosed):
+            await ours.receive(1)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    assert group.results[A].tobytes() == group.in_order().tobytes()
+
+
+def test_strangers_stand_at_the_door_for_a_moment_and_only_few_of_them() -> None:
+    async def body() -> None:
+        hub = IncomingHub(admits=lambda remote: False)
+        async with anyio.create_task_group() as tasks:
+            for index in range(MAX_STRANGERS):
+                tasks.start_soon(hub.accept, f"stranger {index}", MemoryChannel.pair()[0])
+            await trio.testing.wait_all_tasks_blocked()
+            assert hub.refused == 0
+            # One too many, and a second stream of one that stands there.
+            await hub.accept("stranger too many", MemoryChannel.pair()[0])
+            await hub.accept("stranger 1", MemoryChannel.pair()[0])
+            assert hub.refused == 2
+            begun = anyio.current_time()
+        assert hub.refused == 2 + MAX_STRANGERS
+        assert anyio.current_time() - begun <= STRANGER_SECONDS
+
+    run_on_virtual_time(body)
+
+
+def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> None:
+    admitted: set[str] = set()
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub = carriers[A].hub
+        hub.admits = admitted.__contains__
+        async with anyio.create_task_group() as tasks:
+            # B's round begins before A has heard of B, or of the round.
+            tasks.start_soon(partial(group.member, stall_seconds=100), group.spec(B), carriers[B])
+            await anyio.sleep(STRANGER_SECONDS / 2)
+            admitted.add(B)
+            hub.admission_changed()
+            await anyio.sleep(STRANGER_SECONDS)
+            assert hub.refused == 0
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+
+    run_on_virtual_time(lambda: with_network(group.names, body))
+    assert group.failures == {}
+
+
+def test_who_is_not_admitted_any_more_does_not_go_on_waiting() -> None:
+    admitted = {"B"}
+
+    async def body() -> None:
+        hub = IncomingHub(admits=admitted.__contains__)
+        ours, theirs = MemoryChannel.pair()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hub.accept, "B", theirs)
+            await ours.send(Hello(1, round_tag("some round"), bytes(32)).encode())
+            await trio.testing.wait_all_tasks_blocked()
+            assert hub.refused == 0
+            admitted.clear()
+            hub.admission_changed()
+        assert hub.refused == 1
+
+    run_on_virtual_time(body)
+
+
+def test_others_that_fill_the_waiting_room_do_not_keep_members_of_a_round_out(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        hub = carriers[A].hub
+        async with anyio.create_task_group() as tasks:
+            for index in range(MAX_PARKED + 10):
+                tasks.start_soon(hub.accept, f"other {index // 4}", MemoryChannel.pair()[0])
+            for _ in range(MAX_PARKED_PER_REMOTE + 3):
+                tasks.start_soon(hub.accept, "one more", MemoryChannel.pair()[0])
+            while hub.refused < 10 + MAX_PARKED_PER_REMOTE + 3:
+                await anyio.lowlevel.checkpoint()
+            await group.all(carriers)
+            tasks.cancel_scope.cancel()
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+
+
+def test_a_member_that_comes_after_the_end_is_turned_away_at_once(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        with carriers[A].hub.round(round_tag("round 1"), {B: B}):
+            pass
+        with anyio.fail_after(5):
+            await group.member(group.spec(B), carriers[B], stall_seconds=1000)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures[B].culprit == A
+    assert group.failures[B].failure is RoundFailure.LOST
+
+
+def test_a_member_that_comes_after_the_failure_is_told_why(run: Any) -> None:
+    group = Group((A, B, C), 5_000)
+    group.vectors[A][2000] = np.nan  # in the slice of B, which A sends before C is there
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(group.member, group.spec(B), carriers[B])
+            while not {A, B} <= set(group.failures):
+                await anyio.lowlevel.checkpoint()
+        with anyio.fail_after(5):
+            await group.member(group.spec(C), carriers[C], stall_seconds=1000)
+
+    run(lambda: with_network(group.names, body))
+    failure = group.failures[C]
+    assert (failure.failure, failure.culprit) == (RoundFailure.NON_FINITE, A)
+    assert failure.told_by in (A, B)
+
+
+class ResettingChannel(MemoryChannel):
+    """As a stream of p2pd: it is reset when its near end closes, and the reset overtakes what is
+    still on its way to the far end."""
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        chunk = await super().receive(max_bytes)
+        await anyio.sleep(0.002)
+        if self._broken.is_set():
+            raise LinkClosed("the stream was reset")
+        return chunk
+
+    async def aclose(self) -> None:
+        await self.abort()
+
+
+def test_a_stream_that_is_reset_when_its_near_end_closes_loses_no_goodbye(run: Any) -> None:
+    group = Group((A, B, C), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        for carrier in carriers.values():
+            carrier.channel_type = ResettingChannel
+        await group.all(carriers)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures == {}
+    assert group.results[A].tobytes() == group.in_order().tobytes()
+
+
+def test_a_round_cannot_be_started_twice(run: Any) -> None:
+    group = Group((A, B), 5_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        with carriers[A].hub.round(round_tag("round 1"), {B: B}):
+            await group.member(group.spec(A), carriers[A])
+
+    run(lambda: with_network(group.names, body))
+    assert "twice" in group.failures[A].reason
+
+
+# ------------------------------------------------------------- a member that breaks the protocol
+
+
+async def evil_member(
+    group: Group, carriers: dict[PeerId, MemoryCarrier], frames: list[bytes]
+) -> None:
+    """B opens its stream to A as it should, then sends `frames`."""
+    spec = group.spec(B)
+    with carriers[B].incoming(spec, round_tag(spec.round_id)):
+        channel = await carriers[B].open(A)
+        await channel.send(Hello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
+        for frame in frames:
+            try:
+                await channel.send(frame)
+            except LinkClosed:
+                break
+        # ACCEPT first, without payload; then A has seen enough, and says so or closes.
+        while (header := await channel.receive(HEADER_BYTES)) and header[0] != Kind.ABORT:
+            pass
+        await channel.abort()
+
+
+def frame(kind: Kind, payload: bytes = b"", **changes: Any) -> bytes:
+    fields = {"sender": 1, "tag": round_tag("round 1")[:8], "payload_bytes": len(payload)}
+    return Header(kind, **{**fields, **changes}).encode() + payload
+
+
+PIECE = bytes(4000)
+
+
+@pytest.mark.parametrize(
+    ("frames", "complaint"),
+    [
+        ([frame(Kind.PIECE, PIECE, piece=1)], "is due"),
+        ([frame(Kind.PIECE, PIECE[:100])], "is due"),
+        ([frame(Kind.PIECE, b"", payload_bytes=2**32 - 1)], "is due"),
+        ([frame(Kind.SUM, PIECE)], "is due"),
+        ([frame(Kind.BYE)], "is due"),
+        ([frame(Kind.PIECE, PIECE, sender=0)], "another member's name"),
+        ([frame(Kind.PIECE, PIECE, tag=b"12345678")], "another round"),
+        ([frame(Kind.PIECE, PIECE, exponent=3)], "scaled"),
+        ([frame(Kind.BEAT, b"x")], "with a payload"),
+        ([frame(Kind.ABORT, b"", payload_bytes=10**6)], "abort frame of"),
+        ([frame(Kind.ABORT, b"\xff\x00\x00")], "names what does not exist"),
+        ([b"\x63" + frame(Kind.PIECE)[1:]], "unknown kind"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_member_that_breaks_the_rules_is_named(
+    run: Any, frames: list[bytes], complaint: str
+) -> None:
+    group = Group((A, B), 60_000)
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(evil_member, group, carriers, frames)
+
+    run(lambda: with_network(group.names, body))
+    assert (group.failures[A].failure, group.failures[A].culprit) == (RoundFailure.PROTOCOL, B)
+    assert complaint in group.failures[A].reason
+
+
+def test_a_member_cannot_make_a_reducer_hold_more_than_its_window(run: Any) -> None:
+    # C has not come, so A can sum nothing; B goes on sending all the same.
+    group = Group((A, B, C), 60_000)
+    frames = [frame(Kind.PIECE, PIECE, piece=piece) for piece in range(12)]
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(evil_member, group, carriers, frames)
+
+    run(lambda: with_network(group.names, body))
+    assert group.failures[A].culprit == B
+    assert "more than its credit" in group.failures[A].reason
+
+
+def test_a_failure_that_another_member_tells_of_keeps_its_reason_and_teller(run: Any) -> None:
+    group = Group((A, B, C), 60_000)
+    spec = group.spec(B)
+    payload = Abort(RoundFailure.STALLED, 2, "C is \x1b[31mslow").encode()
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(group.member, group.spec(A), carriers[A])
+            tasks.start_soon(evil_member, group, carriers, [frame(Kind.ABORT, payload)])
+
+    run(lambda: with_network(group.names, body))
+    failure = group.failures[A]
+    assert spec.me == B
+    assert (failure.failure, failure.culprit, failure.told_by) == (RoundFailure.STALLED, C, B)
+    assert failure.reason == "C is ?[31mslow"
+
+
+def test_a_greeting_has_a_fixed_size() -> None:
+    assert HELLO_BYTES == 72
+    assert len(Hello(3, bytes(32), bytes(32)).encode()) == HELLO_BYTES
+
+
+@pytest.mark.parametrize("wrong", ["short", "float64", "strided"])
+def test_arrays_that_do_not_fit_the_plan_are_our_own_mistake(run: Any, wrong: str) -> None:
+    group = Group((A,), 100)
+    group.vectors[A] = {
+        "short": np.zeros(99, np.float32),
+        "float64": np.zeros(100),
+        "strided": np.zeros(200, np.float32)[::2],
+    }[wrong]
+
+    async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
+        with pytest.raises(ValueError, match="source must be"):
+            await group.member(group.spec(A), carriers[A])
+
+    run(lambda: with_network(group.names, body))

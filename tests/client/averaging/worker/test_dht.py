@@ -1,0 +1,269 @@
+"""hivemind's DHT among real p2pds: members find one another's records, strangers find nobody."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import trio
+
+from kits.averaging.membership import Organiser
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.worker.authorizer import RunAuthorizer
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
+from swarm_shared.identity.keys import Identity
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+
+
+@dataclass
+class Volunteer:
+    key: Identity
+    worker: AveragingWorker
+
+    @property
+    def p2pd(self) -> str:
+        assert self.worker.started is not None
+        return self.worker.started.p2pd_peer_id
+
+    @property
+    def entrance(self) -> str:
+        assert self.worker.started is not None
+        return f"{self.worker.started.addresses[0]}/p2p/{self.p2pd}"
+
+
+@asynccontextmanager
+async def volunteers(home: Path, count: int) -> AsyncIterator[list[Volunteer]]:
+    async with trio.open_nursery() as nursery:
+        made = [
+            Volunteer(
+                Identity.generate(), AveragingWorker(AveragingOptions(home / str(index), LOOPBACK))
+            )
+            for index in range(count)
+        ]
+        for each in made:
+            nursery.start_soon(each.worker.run)
+        for each in made:
+            assert await each.worker.settled(), each.worker.reason
+        yield made
+        nursery.cancel_scope.cancel()
+
+
+@pytest.mark.integration
+async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path: Path) -> None:
+    organiser = Organiser()
+    async with volunteers(tmp_path, 3) as all_three:
+        first, *others = all_three
+        for each in all_three:
+            await each.worker.show_membership(organiser.membership(each.key, each.p2pd))
+        for each in others:
+            assert await each.worker.directory.bootstrap((first.entrance,)) == 1
+        expires = time.time() + 60
+        records = {str(each.key.peer_id): each.p2pd.encode() for each in all_three}
+        for each in all_three:
+            subkey = str(each.key.peer_id)
+            assert await each.worker.directory.publish("stage 0", subkey, records[subkey], expires)
+        for each in all_three:
+            assert await each.worker.directory.lookup("stage 0") == records
+            assert await each.worker.directory.lookup("stage 1") == {}
+        newest = str(first.key.peer_id)
+        assert await first.worker.directory.publish("stage 0", newest, b"v2", expires + 1)
+        assert await others[1].worker.directory.lookup("stage 0") == {**records, newest: b"v2"}
+        nowhere = "/ip4/127.0.0.1/tcp/1/p2p/" + first.p2pd[:-1] + "x"
+        assert await first.worker.directory.bootstrap((nowhere, "nonsense")) == 0
+
+
+@pytest.mark.integration
+async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
+    tmp_path: Path,
+) -> None:
+    organiser = Organiser()
+    other_run = Organiser(RunId("cd" * 32))
+    async with volunteers(tmp_path, 4) as (first, second, stranger, foreigner):
+        await first.worker.show_membership(organiser.membership(first.key, first.p2pd))
+        await second.worker.show_membership(organiser.membership(second.key, second.p2pd))
+        await foreigner.worker.show_membership(other_run.membership(foreigner.key, foreigner.p2pd))
+        # The stranger has copied a certificate and its binding; but not the key of that p2pd.
+        await stranger.worker.show_membership(organiser.membership(second.key, second.p2pd))
+        expires = time.time() + 60
+        assert await second.worker.directory.bootstrap((first.entrance,)) == 1
+        assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
+        for outsider in (stranger, foreigner):
+            assert await outsider.worker.directory.bootstrap((first.entrance,)) == 0
+            assert await outsider.worker.directory.lookup("stage 0") == {}
+            await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
+        assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
+        # A member that is revoked finds nobody any more either.
+        await first.worker.show_membership(
+            organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
+        )
+        assert await second.worker.directory.bootstrap((first.entrance,)) == 0
+
+
+@pytest.mark.integration
+async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: Path) -> None:
+    organiser = Organiser()
+    async with volunteers(tmp_path, 2) as (member, newcomer):
+        await member.worker.show_membership(organiser.membership(member.key, member.p2pd))
+        assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
+        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
+        await newcomer.worker.show_membership(organiser.membership(newcomer.key, newcomer.p2pd))
+        assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
+
+
+# ------------------------------------------------------- the authorizer alone, on real messages
+
+
+@functools.cache
+def messages() -> Any:
+    """hivemind's own messages without the rest of it, which py-libp2p does not bear beside itself:
+    both bring a `crypto.proto`."""
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("hivemind is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    hollow = {"hivemind": root, "hivemind.proto": root / "proto"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, folder in hollow.items():
+            package = ModuleType(name)
+            package.__path__ = [str(folder)]
+            patch.setitem(sys.modules, name, package)
+        for name in ("auth_pb2", "dht_pb2"):
+            patch.delitem(sys.modules, f"hivemind.proto.{name}", raising=False)
+        found = importlib.import_module("hivemind.proto.dht_pb2")
+        for name in ("auth_pb2", "dht_pb2"):
+            sys.modules.pop(f"hivemind.proto.{name}", None)
+    return found
+
+
+def ping(**changes: Any) -> Any:
+    return messages().PingRequest(**changes)
+
+
+class Scene:
+    """One member's authorizer, and another's that checks it."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.now = time.time()
+        self.organiser = Organiser()
+        self.member, self.p2pd = Identity.generate(), Identity.generate()
+        self.sender = RunAuthorizer(self.p2pd, lambda: self.now)
+        self.sender.show(self.organiser.membership(self.member, self.p2pd.peer_id, **changes))
+        checker, checker_p2pd = Identity.generate(), Identity.generate()
+        self.checker = RunAuthorizer(checker_p2pd, lambda: self.now)
+        self.checker.show(self.organiser.membership(checker, checker_p2pd.peer_id))
+
+    async def signed(self) -> Any:
+        request = ping()
+        await self.sender.sign_request(request, None)
+        return request
+
+
+async def test_a_members_call_is_taken_once_and_its_answer_too() -> None:
+    scene = Scene()
+    request = await scene.signed()
+    copy = ping()
+    copy.CopyFrom(request)
+    assert await scene.checker.validate_request(request)
+    assert not await scene.checker.validate_request(copy), "it was heard before"
+    dht_pb2 = messages()
+    response = dht_pb2.PingResponse(available=True)
+    await scene.checker.sign_response(response, request)
+    forged = dht_pb2.PingResponse()
+    forged.CopyFrom(response)
+    forged.available = False
+    assert not await scene.sender.validate_response(forged, request)
+    other = await scene.signed()
+    again = dht_pb2.PingResponse()
+    again.CopyFrom(response)
+    assert not await scene.sender.validate_response(again, other), "it answers another call"
+    assert await scene.sender.validate_response(response, request)
+
+
+async def test_a_call_that_was_changed_on_its_way_is_refused() -> None:
+    scene = Scene()
+    request = await scene.signed()
+    request.validate = True
+    assert not await scene.checker.validate_request(request)
+
+
+async def test_a_call_is_never_taken_for_one_of_another_kind() -> None:
+    scene = Scene()
+    dht_pb2 = messages()
+    request = await scene.signed()
+    # Both have `auth` as field 1 and nothing else set: their bytes are the same.
+    disguised = dht_pb2.FindRequest.FromString(request.SerializeToString())
+    assert not await scene.checker.validate_request(disguised)
+
+
+@pytest.mark.parametrize("late_by", [-1, 1])
+async def test_an_old_call_is_refused_and_so_is_one_from_the_future(late_by: int) -> None:
+    scene = Scene()
+    request = await scene.signed()
+    scene.now += late_by * (CLOCK_SKEW_SECONDS + 1)
+    assert not await scene.checker.validate_request(request)
+
+
+async def test_a_certificate_that_lapses_is_not_believed_for_having_been_seen_before() -> None:
+    scene = Scene(expires=time.time() + 1000)
+    assert await scene.checker.validate_request(await scene.signed())
+    scene.now += 1000 + CLOCK_SKEW_SECONDS + 1
+    assert not await scene.checker.validate_request(await scene.signed())
+
+
+async def test_what_holds_in_another_run_holds_nothing_here() -> None:
+    scene = Scene(run=RunId("cd" * 32))
+    assert not await scene.checker.validate_request(await scene.signed())
+
+
+async def test_a_binding_to_another_p2pd_does_not_let_this_one_sign() -> None:
+    scene = Scene()
+    scene.sender.show(scene.organiser.membership(scene.member, Identity.generate().peer_id))
+    assert not await scene.checker.validate_request(await scene.signed())
+
+
+async def test_a_binding_by_somebody_else_is_worth_nothing() -> None:
+    scene = Scene()
+    thief = Identity.generate()
+    stolen = scene.organiser.membership(scene.member, scene.p2pd.peer_id)
+    own = scene.organiser.membership(thief, scene.p2pd.peer_id)
+    scene.sender.show(stolen.model_copy(update={"binding": own.binding}))
+    assert not await scene.checker.validate_request(await scene.signed())
+
+
+async def test_a_revoked_member_is_refused() -> None:
+    scene = Scene()
+    assert await scene.checker.validate_request(await scene.signed())
+    checker = Identity.generate()
+    revoked: tuple[PeerId, ...] = (scene.member.peer_id,)
+    scene.checker.show(
+        scene.organiser.membership(checker, Identity.generate().peer_id, revoked=revoked)
+    )
+    assert not await scene.checker.validate_request(await scene.signed())
+
+
+async def test_rubbish_in_place_of_a_token_is_refused_and_not_an_error() -> None:
+    scene = Scene()
+    for certificate, binding in ((b"", b""), (b"x", b"y"), (b"\x00" * 100_000, b"")):
+        request = await scene.signed()
+        request.auth.client_access_token.signature = certificate
+        request.auth.client_access_token.public_key = binding
+        assert not await scene.checker.validate_request(request)
+
+
+async def test_who_has_no_certificate_signs_nothing() -> None:
+    with pytest.raises(NetworkError, match="not admitted"):
+        await RunAuthorizer(Identity.generate()).sign_request(ping(), None)

@@ -1,0 +1,332 @@
+"""The control socket: versions, bounds, streams, refusals. The daemon behind it has no run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from swarm_client.control.client import NoDaemon, ask, is_running, stream
+from swarm_client.control.known_runs import RunBook
+from swarm_client.control.known_runs import write as write_runs
+from swarm_client.control.messages import JoinArguments, problem_of
+from swarm_client.control.server import Service
+from swarm_client.control.status_document import API_VERSION, Status, Word
+from swarm_client.daemon.daemon import Daemon, DaemonOptions, run_daemon
+from swarm_client.machine.home import Home
+from swarm_shared.base import errors
+from swarm_shared.base.errors import (
+    ConfigurationError,
+    DaemonError,
+    InviteError,
+    StorageError,
+    SwarmError,
+    UsageError,
+    VersionError,
+)
+from swarm_shared.base.local_server import LocalLines, serve_lines
+
+ROOT = Path(__file__).parents[3]
+
+
+class Scene:
+    def __init__(self, daemon: Daemon, now: list[float]) -> None:
+        self.daemon, self.home, self._now = daemon, daemon.home, now
+
+    def later(self, seconds: float) -> None:
+        self._now[0] += seconds
+
+    async def ask(self, method: str, **arguments: Any) -> dict[str, Any]:
+        return await trio.to_thread.run_sync(
+            partial(ask, self.home.socket_path, method, **arguments)
+        )
+
+    async def raw(self, content: bytes) -> bytes:
+        """The first answer to bytes of the caller's own; empty when it is hung up on."""
+
+        def talk() -> bytes:
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.settimeout(10)
+                connection.connect(str(self.home.socket_path))
+                try:
+                    connection.sendall(content)
+                    return connection.makefile("rb").readline()
+                except (BrokenPipeError, ConnectionResetError):
+                    return b""
+
+        return await trio.to_thread.run_sync(talk)
+
+    async def status(self) -> Status:
+        return Status.model_validate(await self.ask("status"))
+
+
+@asynccontextmanager
+async def scene(tmp_path: Path, book: RunBook | None = None) -> AsyncIterator[Scene]:
+    home = Home.at(tmp_path / "h")
+    if book is not None:
+        write_runs(home.runs_path, book)
+    now = [1_000_000.0]
+    daemon = Daemon(home, lambda line: None, wall_clock=lambda: now[0])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(daemon.run, None, resume=False))
+        while not await trio.to_thread.run_sync(is_running, home.socket_path):
+            await trio.sleep(0.01)
+        yield Scene(daemon, now)
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_daemon_without_a_run_says_so_and_its_socket_is_nobody_elses(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        status = await s.status()
+        assert (status.word, status.api) == (Word.STOPPED, API_VERSION)
+        assert "join INVITE" in status.sentence
+        assert status.machine.memory_total_bytes > 0
+        assert stat.S_IMODE(s.home.socket_path.stat().st_mode) == 0o600
+    assert not is_running(s.home.socket_path)
+
+
+@pytest.mark.parametrize("api", [2, 0, "1", None])
+async def test_a_question_of_another_version_is_refused_with_both_named(
+    tmp_path: Path, api: object
+) -> None:
+    async with scene(tmp_path) as s:
+        question = {"api": api, "method": "status", "whatever": "the other version likes"}
+        answer = json.loads(await s.raw(json.dumps(question).encode() + b"\n"))
+        problem = answer["error"]
+        assert problem["exit_code"] == VersionError.exit_code
+        assert f"version {api} of" in problem["seen"]
+        assert f"version {API_VERSION}" in problem["seen"]
+        assert "swarm-client shutdown" in problem["mend"]
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "told"),
+    [
+        ("dance", {}, "there is no method 'dance'"),
+        ("pause", {"seconds": -1}, "seconds"),
+        ("pause", {"hours": 1}, "hours"),
+        ("status", {"verbose": True}, "verbose"),
+        ("log", {"after": -1}, "after"),
+        ("choose_run", {"run": "x"}, "no known run"),
+        ("config_show", {"name": "nice"}, "name"),
+    ],
+)
+async def test_what_cannot_be_asked_is_a_usage_error_that_names_it(
+    tmp_path: Path, method: str, arguments: dict[str, Any], told: str
+) -> None:
+    async with scene(tmp_path) as s:
+        with pytest.raises(UsageError, match=told):
+            await s.ask(method, **arguments)
+
+
+async def test_preferences_are_shown_and_changed_over_the_socket(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        assert (await s.ask("config_set", name="cpu_percent", text="50"))["value"] == 50
+        shown = (await s.ask("config_show"))["preferences"]["cpu_percent"]
+        assert (shown["value"], shown["layer"]) == (50, "file")
+        with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
+            await s.ask("config_set", name="cpu_procent", text="50")
+
+
+async def test_a_damaged_invite_is_refused_and_nothing_is_remembered(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        with pytest.raises(InviteError):
+            await s.ask("join", invite="swarm1nonsense")
+        assert (await s.ask("runs"))["runs"] == []
+        assert (await s.ask("failure"))["problem"] is None
+
+
+@pytest.mark.parametrize("content", [b"\n", b"nonsense\n", b"[1]\n", b"\xff\n", b"x" * 200_000])
+async def test_nonsense_ends_that_conversation_only(tmp_path: Path, content: bytes) -> None:
+    async with scene(tmp_path) as s:
+        assert await s.raw(content) == b""
+        assert (await s.status()).word is Word.STOPPED
+
+
+async def test_a_pause_is_remembered_told_and_over_in_time(tmp_path: Path) -> None:
+    known = RunBook().joined("ab" * 32, "a run", JoinArguments(invite="swarm1x"), 1.0)
+    async with scene(tmp_path, known) as s:
+        assert (await s.ask("pause", seconds=600))["said"].startswith("paused until")
+        stored = RunBook.model_validate_json(s.home.runs_path.read_bytes())
+        assert stored.pause is not None
+        assert stored.pause.until == 1_000_600.0
+        s.later(601)
+        s.daemon._wake()  # the next look at the clock, which would come in seconds
+        while s.daemon.runs().pause is not None:
+            await trio.sleep(0.01)
+        assert RunBook.model_validate_json(s.home.runs_path.read_bytes()).pause is None
+
+
+async def test_runs_are_listed_and_forgotten(tmp_path: Path) -> None:
+    join = JoinArguments(invite="swarm1x")
+    known = RunBook().joined("ab" * 32, "one", join, 1.0).joined("cd" * 32, "two", join, 2.0)
+    async with scene(tmp_path, known) as s:
+        runs = (await s.ask("runs"))["runs"]
+        assert [(r["name"], r["chosen"]) for r in runs] == [("one", False), ("two", True)]
+        assert "forgotten" in (await s.ask("forget_run", run="one"))["said"]
+        assert [r["name"] for r in (await s.ask("runs"))["runs"]] == ["two"]
+
+
+async def test_the_log_is_told_from_a_number_on_and_followed(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.daemon.event("first")
+        s.daemon.event("second")
+        [first, second] = (await s.ask("log"))["lines"]
+        assert [first["text"], second["text"], first["level"]] == ["first", "second", "event"]
+        assert (await s.ask("log", after=first["number"]))["lines"] == [second]
+
+        answers = stream(s.home.socket_path, "log", follow=True, after=second["number"])
+        async with trio.open_nursery() as nursery:
+            seen: list[str] = []
+
+            def read_one() -> None:
+                seen.extend(line["text"] for line in next(answers)["lines"])
+
+            nursery.start_soon(trio.to_thread.run_sync, read_one)
+            s.daemon.event("third")
+        assert seen == ["third"]
+        await trio.to_thread.run_sync(answers.close)  # type: ignore[attr-defined]
+
+
+async def test_a_follower_gets_one_status_after_another_until_the_daemon_ends(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path) as s:
+        answers = stream(s.home.socket_path, "follow")
+
+        def read(count: int) -> list[str]:
+            return [next(answers)["word"] for _ in range(count)]
+
+        assert await trio.to_thread.run_sync(read, 2) == ["stopped", "stopped"]
+        assert await s.ask("shutdown") == {"said": "ending"}
+        left = await trio.to_thread.run_sync(list, answers)
+        assert all(status["word"] == "stopped" for status in left)
+
+
+async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
+    tmp_path: Path,
+) -> None:
+    home = Home.at(tmp_path / "h")
+    left = socket.socket(socket.AF_UNIX)
+    left.bind(str(home.socket_path))
+    left.close()
+    with pytest.raises(NoDaemon, match="no daemon runs"):
+        ask(home.socket_path, "status")
+    async with scene(tmp_path) as s:
+        assert (await s.status()).word is Word.STOPPED
+
+
+async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    with (
+        Home.at(tmp_path / "h").locked(),
+        pytest.raises(StorageError, match="another swarm-client is working"),
+    ):
+        await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
+
+
+async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    home = Home.at(tmp_path / "h")
+    home.runs_path.write_text('{"format": 2, "teams": []}')
+    with pytest.raises(StorageError, match="newer version"):
+        await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
+    assert "teams" in home.runs_path.read_text()
+
+
+async def test_a_full_disk_is_said_and_stops_nothing(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.home.runs_path.mkdir()  # no file can be put in its place
+        assert (await s.ask("pause"))["said"].startswith("paused")
+        assert "could not be saved" in str((await s.ask("log"))["lines"])
+        s.home.runs_path.rmdir()
+
+
+@pytest.mark.parametrize(
+    "answer", [{"result": "of a newer kind"}, {"error": "in another form"}], ids=str
+)
+async def test_an_answer_of_another_version_is_told_with_what_mends_it(
+    tmp_path: Path, answer: dict[str, Any]
+) -> None:
+    path = tmp_path / "s"
+
+    async def handle(lines: LocalLines) -> None:
+        if await lines.receive() is not None:
+            await lines.send(answer)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_lines, path, handle)
+        while not await trio.to_thread.run_sync(is_running, path):
+            await trio.sleep(0.01)
+        with pytest.raises(VersionError, match="swarm-client shutdown"):
+            await trio.to_thread.run_sync(ask, path, "status")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_daemon_that_hangs_up_is_told_with_its_log(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+
+    async def handle(lines: LocalLines) -> None:
+        await lines.receive()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(serve_lines, path, handle)
+        while not await trio.to_thread.run_sync(is_running, path):
+            await trio.sleep(0.01)
+        with pytest.raises(DaemonError, match=r"client\.log"):
+            await trio.to_thread.run_sync(ask, path, "status")
+        nursery.cancel_scope.cancel()
+
+
+def every_error() -> Iterator[type[SwarmError]]:
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, SwarmError):
+            yield kind
+
+
+@pytest.mark.parametrize("kind", list(every_error()), ids=lambda kind: kind.__name__)
+def test_an_error_crosses_the_socket_with_its_sentence_and_exit_code(
+    kind: type[SwarmError],
+) -> None:
+    from swarm_client.control.messages import Problem, error_of
+
+    crossed = Problem.model_validate_json(problem_of(kind("what is wrong")).model_dump_json())
+    back = error_of(crossed)
+    assert (type(back), str(back), back.exit_code) == (kind, "what is wrong", kind.exit_code)
+
+
+def test_the_document_names_every_method() -> None:
+    document = (ROOT / "docs" / "control-api.md").read_text()
+    methods = Service.__new__(Service)
+    Service.__init__(methods, None)  # type: ignore[arg-type]
+    assert [name for name in sorted(methods.methods) if f"`{name}`" not in document] == []
+
+
+HEAVY = ("torch", "libp2p", "hivemind", "trio", "numpy", "textual", "psutil", "matplotlib")
+
+
+@pytest.mark.parametrize("words", [["status"], ["pause"], ["logs", "-f"], ["credit"], ["runs"], []])
+def test_commands_that_only_ask_import_nothing_heavy(tmp_path: Path, words: list[str]) -> None:
+    home = ["--home", str(tmp_path / "h")] if words else []
+    script = (
+        "import sys, json\n"
+        "from swarm_client.cli.main import main\n"
+        f"sys.argv = ['swarm-client', *{[*words, *home]!r}]\n"
+        "try:\n    main()\n"
+        "except SystemExit:\n    pass\n"
+        f"print(json.dumps([m for m in {HEAVY!r} if m in sys.modules]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == []

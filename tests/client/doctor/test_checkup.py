@@ -1,0 +1,315 @@
+"""The doctor's checks of the network, against real nodes; and the command as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import trio
+
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.connectivity.reachability import Finding
+from swarm_client.doctor import checkup as checkup_module
+from swarm_client.doctor.checkup import Checkup, DoctorOptions
+from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
+from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
+from swarm_shared.network import Node, open_node
+from swarm_shared.probe.server import ProbeLimits, Verdict, member_judge, serve_probe
+from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
+
+ANY_PORT = "/ip4/127.0.0.1/tcp/0"
+RUN = RunId("ab" * 32)
+ORGANISER = Identity.from_seed(b"o" * 32)
+NOW = 1_800_000_000.0
+
+
+def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
+    return Invite(
+        coordinator=node.peer_id, addresses=addresses or node.addresses, run_id=RUN,
+        organiser=ORGANISER.peer_id, token="a token",
+    )  # fmt: skip
+
+
+def anybody(remote: PeerId, hello: DoctorHello) -> Verdict:
+    assert hello.token == "a token"
+    return Verdict(smallest_stage_bytes=2**20, data_bytes=2**30)
+
+
+@asynccontextmanager
+async def coordinator(
+    judge: Callable[[PeerId, DoctorHello], Verdict] = anybody, limits: ProbeLimits | None = None
+) -> AsyncIterator[Node]:
+    async with open_node(Identity.generate(), [ANY_PORT]) as node:
+        serve_probe(node, judge, limits, lambda: NOW)
+        yield node
+
+
+async def checks(
+    invite: Invite, tmp_path: Path, ahead_seconds: float = 0.0, in_use: bool = False
+) -> dict[str, Check]:
+    options = DoctorOptions(home=tmp_path / "home", wall_clock=lambda: NOW + ahead_seconds)
+    checkup = Checkup(options)
+    await checkup.look_at_network(invite, None, in_use)
+    return {check.id: check for check in checkup.results.all()}
+
+
+# ---------------------------------------------------------------- the coordinator
+
+
+async def test_a_coordinator_in_order_leaves_nothing_to_say(tmp_path: Path) -> None:
+    async with coordinator() as node:
+        found = await checks(invite_to(node), tmp_path)
+    assert found.keys() == set(NETWORK_CHECKS)
+    assert {found[id].state for id in NETWORK_CHECKS if id not in ("peers", "reachability")} == {
+        State.OK
+    }
+    assert abs(float(found["clock"].details["ahead_seconds"] or 0)) < 0.5
+    link = found["link"].details
+    assert 0 < float(link["rtt_seconds"] or 0) < 1
+    assert float(link["upload_bytes_per_second"] or 0) > 1e6
+    assert float(link["download_bytes_per_second"] or 0) > 1e6
+    assert found["peers"].state is State.SKIPPED
+    # On one machine nobody can say anything about the internet.
+    assert found["reachability"].state is State.SKIPPED
+    assert found["reachability"].details["class"] == "unknown"
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("ahead_seconds", "state"),
+    [(0, State.OK), (60, State.WARNING), (-60, State.WARNING), (121, State.PROBLEM),
+     (-7200, State.PROBLEM)],
+)  # fmt: skip
+async def test_a_wrong_clock_is_measured_against_the_coordinators(
+    ahead_seconds: float, state: State, tmp_path: Path
+) -> None:
+    async with coordinator() as node:
+        found = (await checks(invite_to(node), tmp_path, ahead_seconds))["clock"]
+    assert found.state is state
+    if state is State.PROBLEM:
+        assert found.exit_code == AdmissionError.exit_code
+        assert ("ahead" if ahead_seconds > 0 else "behind") in found.seen
+        assert "clock" in found.fix
+
+
+async def test_a_coordinator_that_is_down_is_named_and_the_rest_is_skipped(tmp_path: Path) -> None:
+    async with coordinator() as node:
+        invite = invite_to(node)
+    found = await checks(invite, tmp_path)
+    assert found["coordinator"].exit_code == NetworkError.exit_code
+    assert "connection refused" in found["coordinator"].seen
+    assert all(found[id].state is State.SKIPPED for id in NETWORK_CHECKS[1:])
+
+
+async def test_somebody_else_at_the_address_is_not_taken_for_the_coordinator(
+    tmp_path: Path,
+) -> None:
+    async with coordinator() as other:
+        invite = invite_to(other).model_copy(update={"coordinator": Identity.generate().peer_id})
+        found = (await checks(invite, tmp_path))["coordinator"]
+    assert found.exit_code == NetworkError.exit_code
+    assert "not the coordinator of this invite" in found.seen
+
+
+async def test_one_address_that_works_is_enough(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        closed = f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}"
+    async with coordinator() as node:
+        invite = invite_to(node, (closed, *node.addresses))
+        found = (await checks(invite, tmp_path))["coordinator"]
+    assert found.state is State.OK
+    assert closed not in found.seen
+
+
+async def test_another_version_is_a_problem_that_names_the_right_one(tmp_path: Path) -> None:
+    async with coordinator(lambda remote, hello: Verdict(software_fits=False)) as node:
+        found = (await checks(invite_to(node), tmp_path))["version"]
+    assert found.exit_code == VersionError.exit_code
+    assert found.fix.startswith("Install swarmtrain ")
+
+
+async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -> None:
+    def refusing(remote: PeerId, hello: DoctorHello) -> Verdict:
+        return Verdict(admission="the list does not name you")
+
+    def silent(remote: PeerId, hello: DoctorHello) -> Verdict:
+        raise AdmissionError("you are banned")
+
+    async with coordinator(refusing) as node:
+        found = await checks(invite_to(node), tmp_path)
+        running = await checks(invite_to(node), tmp_path, in_use=True)
+    assert found["admission"].exit_code == AdmissionError.exit_code
+    assert found["admission"].seen == "the list does not name you"
+    assert found["link"].state is State.OK
+    assert running["admission"].state is State.SKIPPED
+    async with coordinator(silent) as node:
+        found = await checks(invite_to(node), tmp_path)
+    assert found["admission"].exit_code == AdmissionError.exit_code
+    assert found["admission"].seen == "you are banned"
+    assert found["link"].state is State.SKIPPED
+
+
+async def test_a_coordinator_too_old_for_this_is_told_as_that(tmp_path: Path) -> None:
+    async with open_node(Identity.generate(), [ANY_PORT]) as node:
+        found = await checks(invite_to(node), tmp_path)
+    assert found["version"].exit_code == VersionError.exit_code
+    assert found["link"].state is State.SKIPPED
+
+
+async def test_a_busy_coordinator_is_a_warning(tmp_path: Path) -> None:
+    async with coordinator(limits=ProbeLimits(visits=0)) as node:
+        found = await checks(invite_to(node), tmp_path)
+    assert found["link"].state is State.WARNING
+    assert all(not check.exit_code for check in found.values())
+
+
+# ---------------------------------------------------------------- peers and reachability
+
+
+async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
+    tmp_path: Path,
+) -> None:
+    def nobody_is_a_member(remote: PeerId, run: RunId, certificate: str) -> None:
+        raise AdmissionError("the visitor has no certificate")
+
+    async with (
+        open_node(Identity.generate(), [ANY_PORT]) as one,
+        open_node(Identity.generate(), [ANY_PORT]) as other,
+    ):
+        for volunteer in (one, other):
+            judge = member_judge(RUN, ORGANISER.peer_id, nobody_is_a_member, lambda: NOW)
+            serve_probe(volunteer, judge)
+
+        def naming(remote: PeerId, hello: DoctorHello) -> Verdict:
+            neighbours = [
+                Neighbour(peer=node.peer_id, addresses=node.addresses) for node in (one, other)
+            ]
+            gone = Neighbour(peer=Identity.generate().peer_id, addresses=one.addresses)
+            return Verdict(
+                visitor_pass=sign_visitor_pass(ORGANISER, remote, RUN, NOW),
+                neighbours=(*neighbours, gone),
+            )
+
+        async with coordinator(naming) as node:
+            found = (await checks(invite_to(node), tmp_path))["peers"]
+    assert found.state is State.OK
+    assert "2 of 3 asked" in found.seen
+    assert found.details["peer_1"] == one.peer_id
+    assert found.details["peer_1_path"] == "direct"
+    assert float(found.details["peer_2_upload_bytes_per_second"] or 0) > 1e6
+
+
+def test_each_class_of_reachability_is_told_in_words() -> None:
+    def told(**known: object) -> Check:
+        finding = Finding(**{"behind_router": True, **known})  # type: ignore[arg-type]
+        return checkup_module.reachability.judge(finding, 4001, PortMapper())
+
+    public = told(reachability=Reachability.PUBLIC, addresses=("/ip4/1.2.3.4/tcp/4001",))
+    assert (public.state, "1.2.3.4" in public.seen) == (State.OK, True)
+    mapped = told(reachability=Reachability.MAPPED, addresses=("/ip4/1.2.3.4/tcp/4001",))
+    assert "the router lets others in" in mapped.seen
+    behind = Reachability.BEHIND_NAT
+    keeping = told(reachability=behind, port_preserved=True)
+    assert (keeping.state, "hole punching" in keeping.seen) == (State.OK, True)
+    symmetric = told(reachability=behind, port_preserved=False, endpoint_independent=False)
+    assert symmetric.state is State.WARNING
+    assert "relays" in symmetric.seen
+    assert "TCP port 4001" in symmetric.fix
+    assert told(reachability=behind, port_preserved=False).state is State.OK
+    assert "firewall" in told(reachability=behind, behind_router=False).seen
+    unknown = told(reachability=Reachability.UNKNOWN, note="nobody could be asked")
+    assert (unknown.state, "nobody could be asked" in unknown.seen) == (State.SKIPPED, True)
+    assert all(
+        not check.exit_code for check in (public, mapped, keeping, symmetric, unknown)
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the whole
+
+
+async def test_a_check_that_hangs_or_breaks_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: Checkup) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def hanging(self: Checkup) -> None:
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(Checkup, "look_at_torch", broken)
+    monkeypatch.setattr(Checkup, "look_at_p2pd", hanging)
+    options = DoctorOptions(home=tmp_path / "home", total_seconds=0.5)
+    report = await checkup_module.check_up(options)
+    found = {check.id: check for check in report.checks}
+    assert list(found) == list(CHECKS)
+    assert "a bug" in found["torch"].seen
+    assert "not finished" in found["p2pd"].seen
+    assert found["disk"].state is not State.SKIPPED
+    assert found["invite"].seen == "no invite was given"
+    assert report.exit_code == 0
+    assert "a bug" in caplog.text
+
+
+def doctor(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "swarm_client", "doctor", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
+    )  # fmt: skip
+
+
+def test_a_damaged_invite_is_found_without_any_network(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    with doctor("swarm1damaged", "--home", str(home), "--json") as running:
+        out, err = running.communicate(timeout=60)
+    document = json.loads(out)
+    found = {check["id"]: check for check in document["checks"]}
+    assert err == ""
+    assert running.returncode == document["exit_code"] == InviteError.exit_code
+    assert found["invite"]["state"] == "problem"
+    assert all(found[id]["state"] == "skipped" for id in NETWORK_CHECKS)
+    assert found["torch"]["state"] == "ok"
+    assert not home.exists()
+
+
+def test_ctrl_c_ends_it_at_once_and_cleanly(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(60)
+        invite = Invite(
+            coordinator=ORGANISER.peer_id,
+            addresses=(f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}",),
+            run_id=RUN,
+            organiser=ORGANISER.peer_id,
+        )
+        with doctor(invite.encode(), "--home", str(tmp_path / "home")) as running:
+            # It waits for an answer by now, and its children look at torch and p2pd.
+            connection, _ = silent.accept()
+            os.kill(running.pid, signal.SIGINT)
+            out, err = running.communicate(timeout=60)
+            connection.close()
+    assert running.returncode == 130
+    assert "Traceback" not in out + err
+    assert not _of_group(running.pid)
+
+
+def _of_group(group: int) -> list[int]:
+    found = []
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(pid) == group:
+                found.append(pid)
+    return found

@@ -1,0 +1,314 @@
+"""The governor's shell: what it tells the volunteer, with real probes and real files."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import trio
+
+from kits.runs.started_program import wait_until_it_is
+from swarm_client.control.status_document import (
+    DeviceView,
+    Status,
+    SuspendReason,
+    TrafficView,
+    Word,
+)
+from swarm_client.control.suspension import Suspension
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.governor.probes.all import MachineProbes
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_client.preferences import PreferenceSource
+from swarm_client.preferences.file import set_preference
+from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId
+from swarm_shared.network import Bandwidth
+
+OWN_RUN = RunId("f" * 32)
+PAUSED = DeviceView(
+    id="cpu", label="CPU", word=Word.PAUSED, reason=SuspendReason.USER_ACTIVE, sentence="short"
+)
+
+
+class Told:
+    """In the volunteer's and the averaging worker's place: remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.suspended: Suspension | None = None
+        self.limits = WorkerLimits()
+        self.memory_bytes = 0
+        self.network: dict[str, bool] = {}
+        self.held_back = ""
+        self.disk_guard: Callable[[int], None] = lambda size_bytes: None
+
+    def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
+        self.suspended = Suspension(reason, until)
+
+    def resume(self) -> None:
+        self.suspended = None
+
+    def limit(self, limits: WorkerLimits) -> None:
+        self.limits = limits
+
+    def limit_network(self, **said: bool) -> None:
+        self.network = said
+
+    def offer_memory(self, memory_bytes: int) -> None:
+        self.memory_bytes = memory_bytes
+
+    def hold_back(self, reason: str) -> None:
+        self.held_back = reason
+
+
+class Somebody:
+    """At the display, or not."""
+
+    def __init__(self) -> None:
+        self.idle: float | None = None
+
+    def idle_seconds(self) -> float | None:
+        return self.idle
+
+
+class Rig:
+    def __init__(self, folder: Path, text: str = "", devices: int = 1) -> None:
+        self.home = Home.at(folder / "a home")
+        self.path = self.home.path / "preferences.toml"
+        self.path.write_text(text)
+        self.told, self.somebody = Told(), Somebody()
+        self.bandwidth, self.lines = Bandwidth(), []
+        self.others = 0
+        self.wall = 1_795_000_000.0
+        self.others_told = tuple(Told() for _ in range(devices - 1))
+        subjects = [
+            Subject(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
+            for number, told in enumerate((self.told, *self.others_told), start=1)
+        ]
+        probes = MachineProbes(self.home.path, self.somebody, self.somebody)
+        self.source = PreferenceSource(self.path, {})
+        self.governor = Governor(
+            self.source, self.home, subjects, self.bandwidth, OWN_RUN, self.lines.append, probes,
+            lambda: self.wall,
+        )  # fmt: skip
+
+    async def look(self) -> SuspendReason | None:
+        await self.governor.look()
+        return None if self.told.suspended is None else self.told.suspended.reason
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    program = tmp_path / "swarmgame"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        wait_until_it_is(process, program)
+        yield process
+        process.kill()
+
+
+async def test_without_preferences_nothing_is_held_back(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert await rig.look() is None
+    assert rig.told.limits == WorkerLimits(1.0, min(4, rig.governor._binding.available_cores))
+    assert rig.told.memory_bytes == 10**9
+    assert rig.told.network == {"own_transport_only": False, "for_others": True}
+    assert rig.told.held_back == ""
+    assert rig.bandwidth.up.bytes_per_second is None
+    assert rig.lines == []
+
+
+async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_go_on(
+    tmp_path: Path, game: subprocess.Popen[bytes]
+) -> None:
+    rig = Rig(tmp_path, 'exclusive_apps = ["swarmgame"]')
+    assert await rig.look() is SuspendReason.EXCLUSIVE_APP
+    assert await rig.look() is SuspendReason.EXCLUSIVE_APP
+    game.kill()
+    game.wait()
+    assert await rig.look() is None
+    assert rig.lines == [
+        "paused (exclusive_app): swarmgame runs, beside which nothing is to be computed",
+        "going on: nothing in the preferences stands against it any more",
+    ]
+
+
+async def test_a_change_of_the_file_holds_at_the_next_look_and_a_mistake_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    await rig.look()
+    set_preference(rig.path, "cpu_percent", "25")
+    set_preference(rig.path, "max_cores", "1")
+    set_preference(rig.path, "upload_bytes_per_second", "100000")
+    await rig.look()
+    assert rig.told.limits == WorkerLimits(0.25, 1)
+    assert rig.bandwidth.up.bytes_per_second == 100_000
+    assert rig.bandwidth.down.bytes_per_second is None
+    assert rig.told.held_back == P2PD_HELD_BACK
+    assert rig.told.network == {"own_transport_only": True, "for_others": True}
+    assert rig.lines == [
+        "preferences: max_cores = 1, cpu_percent = 25, upload_bytes_per_second = 100000"
+    ]
+    rig.path.write_text("cpu_percent = 1")
+    await rig.look()
+    assert rig.told.limits.duty_cycle == 0.25
+    assert "the preferences are kept as they were" in rig.lines[-1]
+    rig.path.unlink()
+    await rig.look()
+    assert rig.told.limits.duty_cycle == 1.0
+    assert rig.bandwidth.up.bytes_per_second is None
+    assert rig.told.held_back == ""
+
+
+async def test_the_users_own_pause_is_theirs_to_end(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false\nidle_minutes = 1")
+    rig.told.suspend(SuspendReason.PAUSED_BY_USER)
+    assert await rig.look() is SuspendReason.PAUSED_BY_USER
+    rig.somebody.idle = 0.0
+    assert await rig.look() is SuspendReason.PAUSED_BY_USER
+    rig.told.resume()
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    rig.told.suspend(SuspendReason.PAUSED_BY_USER, 5.0)
+    assert await rig.look() is SuspendReason.PAUSED_BY_USER
+
+
+async def test_somebody_who_comes_back_has_the_machine_at_the_next_look(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false")
+    rig.somebody.idle = 3600.0
+    assert await rig.look() is None
+    rig.somebody.idle = 0.2
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    assert "somebody uses this machine" in rig.lines[-1]
+
+
+async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, "transfer_gib = 0.01\ntransfer_days = 2")
+    rig.bandwidth.up.bytes, rig.bandwidth.down.bytes, rig.others = 10**6, 2 * 10**6, 3 * 10**6
+    assert await rig.look() is None
+    rig.bandwidth.down.bytes += 10**7
+    assert await rig.look() is SuspendReason.QUOTA_USED
+    assert rig.told.network["for_others"] is False
+    rig.governor._ledger.save()
+    view = rig.governor.traffic(TrafficView())
+    assert (view.quota_bytes, view.quota_used_bytes) == (int(0.01 * 2**30), 16 * 10**6)
+
+    again = Rig(tmp_path, "transfer_gib = 0.01\ntransfer_days = 2")
+    assert await again.look() is SuspendReason.QUOTA_USED
+    again.wall += 2 * 86_400
+    assert await again.look() is None
+
+
+async def test_a_download_that_does_not_fit_is_refused_after_other_caches_are_gone(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, "disk_gib = 0.01")
+    other = rig.home.data_folder(RunId("0" * 32))
+    other.mkdir(parents=True)
+    (other / "train.tokens").write_bytes(bytes(5 * 10**6))
+    await rig.look()
+    rig.told.disk_guard(4 * 10**6)
+    assert (other / "train.tokens").exists()
+    rig.told.disk_guard(8 * 10**6)
+    assert not other.exists()
+    with pytest.raises(StorageError, match="disk_gib"):
+        rig.told.disk_guard(2 * 10**7)
+
+
+async def test_a_disk_that_is_used_up_pauses_only_when_no_cache_is_left(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "disk_gib = 0.01")
+    other, own = (rig.home.data_folder(run) for run in (RunId("0" * 32), OWN_RUN))
+    for folder, size in ((other, 8 * 10**6), (own, 5 * 10**6)):
+        folder.mkdir(parents=True)
+        (folder / "train.tokens").write_bytes(bytes(size))
+    assert await rig.look() is None
+    assert not other.exists()
+    assert "removed 8.0 MB" in rig.lines[-1]
+    (own / "more.tokens").write_bytes(bytes(10**7))
+    rig.governor._probes.disk.used.forget()
+    assert await rig.look() is SuspendReason.DISK_FULL
+
+
+async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false\ncpu_percent = 50")
+    rig.somebody.idle = 12.0
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    status = Status(
+        software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
+        reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
+    )  # fmt: skip
+    told = rig.governor.completed(status)
+    assert told.sentence.startswith("paused: somebody uses this machine; goes on when")
+    assert told.until == pytest.approx(rig.wall + 168, abs=2)
+    assert told.devices[0].duty_cycle == 0.5
+    assert told.machine.memory_total_bytes > 0
+    assert told.machine.user_idle_seconds == pytest.approx(12, abs=5)
+    rig.told.suspend(SuspendReason.PAUSED_BY_USER)
+    assert rig.governor.completed(status).sentence == "short"
+
+
+async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
+    text = "max_cores = 2\nupload_bytes_per_second = 100000\nmemory_percent_idle = 6"
+    rig = Rig(tmp_path, text, devices=2)
+    rig.told.memory_bytes = rig.others_told[0].memory_bytes = -1
+    assert await rig.look() is None
+    one, other = rig.told, rig.others_told[0]
+    cores = min(2, rig.governor._binding.available_cores)
+    assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
+    total = rig.governor.machine().memory_total_bytes
+    assert one.memory_bytes == other.memory_bytes == min(10**9, int(total * 6 / 100) // 2)
+    assert rig.bandwidth.up.bytes_per_second == 100_000
+
+
+async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
+    other = rig.others_told[0]
+    other.suspend(SuspendReason.PAUSED_BY_USER)
+    rig.somebody.idle = 1.0
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    assert other.suspended == Suspension(SuspendReason.PAUSED_BY_USER)
+    assert [line.partition(":")[0] for line in rig.lines] == ["cpu"]
+    other.resume()
+    await rig.look()
+    assert other.suspended is not None
+    assert other.suspended.reason is SuspendReason.USER_ACTIVE
+    status = Status(
+        software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
+        reason=SuspendReason.USER_ACTIVE,
+        devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
+    )  # fmt: skip
+    told = rig.governor.completed(status)
+    assert told.sentence.startswith("paused: somebody uses this machine")
+    assert {device.sentence for device in told.devices} == {told.sentence}
+
+
+async def test_a_device_that_takes_part_no_more_is_told_nothing(tmp_path: Path) -> None:
+    rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
+    gone = rig.governor._charges[1]
+    gone.subject = replace(gone.subject, works=lambda: False)
+    rig.somebody.idle = 1.0
+    assert await rig.look() is SuspendReason.USER_ACTIVE
+    assert rig.others_told[0].suspended is None
+
+
+async def test_the_loop_ends_with_the_ledger_on_the_disk(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.governor.run)
+        while rig.told.memory_bytes == 0:
+            await trio.sleep(0.01)
+        rig.bandwidth.up.bytes += 1234
+        nursery.cancel_scope.cancel()
+    assert "1234" in (rig.home.path / "transfer.json").read_text()

@@ -1,0 +1,503 @@
+"""Probes, on what this machine has and against small stand-ins for what it lacks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from kits.runs.started_program import wait_until_it_is
+from swarm_client.control.gauges import folder_bytes
+from swarm_client.governor.probes.all import MachineProbes
+from swarm_client.governor.probes.apps import AppProbe
+from swarm_client.governor.probes.gpus import NvmlGpus, load_nvml
+from swarm_client.governor.probes.idle import (
+    FirstThatKnows,
+    LogindIdle,
+    MacIdle,
+    TerminalIdle,
+    run_command,
+)
+from swarm_client.governor.probes.machine import (
+    FAMILY_SECONDS,
+    CpuProbe,
+    DiskProbe,
+    Family,
+    MemoryProbe,
+)
+from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
+from swarm_client.preferences import Preferences
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+# ---------------------------------------------------------------- programs
+
+
+@pytest.fixture
+def game(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    program = tmp_path / "Some-Game"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        wait_until_it_is(process, program)
+        yield process
+        process.kill()
+
+
+def test_a_program_is_seen_from_its_start_to_its_end(game: subprocess.Popen[bytes]) -> None:
+    time = Time()
+    probe = AppProbe(time)
+    wanted = ["some-game.EXE", "no such program"]
+    assert probe.running(wanted) == {"some-game.EXE"}
+    game.kill()
+    game.wait()
+    time.now += 1
+    assert probe.running(wanted) == frozenset()
+    assert probe.running([]) == frozenset()
+
+
+def test_a_long_name_is_known_in_full(tmp_path: Path) -> None:
+    program = tmp_path / "a-name-that-is-longer-than-linux-keeps"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "600"]) as process:
+        wait_until_it_is(process, program)
+        found = AppProbe(Time()).running([program.name, program.name[:15]])
+        process.kill()
+    assert found == {program.name}
+
+
+def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
+    program = tmp_path / "becomes-it"
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    time = Time()
+    probe = AppProbe(time)
+    probe.running(["becomes-it"])
+    time.now += 1
+    shell = ["/bin/sh", "-c", f'echo ready; read line; exec "{program}" 600']
+    with subprocess.Popen(shell, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert probe.running(["becomes-it"]) == frozenset()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        while psutil.Process(process.pid).name() != "becomes-it":
+            os.sched_yield()
+        time.now += 1
+        assert probe.running(["becomes-it"]) == {"becomes-it"}
+        process.kill()
+
+
+# ---------------------------------------------------------------- what is used
+
+
+def test_what_children_compute_counts_as_this_programs_own() -> None:
+    time = Time()
+    family = Family(clock=time)
+    probe = CpuProbe(family, time)
+    assert probe.shares() == (None, None)
+    busy = [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"]
+    with subprocess.Popen(busy, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.now += FAMILY_SECONDS
+        before = psutil.Process(child.pid).cpu_times().user
+        probe.shares()
+        while psutil.Process(child.pid).cpu_times().user < before + 0.3:
+            pass
+        time.now += 1
+        share, own = probe.shares()
+        child.kill()
+    assert share is not None
+    assert own is not None
+    # The child's three tenths of a second, and this process's waiting, of all cores' one second.
+    assert own >= 0.3 / (psutil.cpu_count() or 1) * 0.9
+    assert 0 < share <= 1
+
+
+def test_memory_is_that_of_all_own_processes_and_shared_memory_counts_once() -> None:
+    time = Time()
+    probe = MemoryProbe(Family(clock=time), time)
+    before = probe.read()
+    assert before.own_bytes is not None
+    assert before.total_bytes == psutil.virtual_memory().total
+    hold = [sys.executable, "-c", "x = bytearray(10**8); print(1, flush=True); input()"]
+    with subprocess.Popen(hold, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.now += 10
+        after = probe.read()
+        child.kill()
+    assert after.own_bytes is not None
+    assert 10**8 <= after.own_bytes - before.own_bytes <= 2 * 10**8
+
+
+def test_a_folder_counts_with_all_that_lies_in_it(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(bytes(100_000))
+    (tmp_path / "another").write_bytes(bytes(50))
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b" / "file")
+    assert 100_050 <= folder_bytes(tmp_path) < 101_000
+    time = Time()
+    probe = DiskProbe(tmp_path, time)
+    assert probe.used() == folder_bytes(tmp_path)
+    free = probe.free_bytes()
+    assert free is not None
+    assert free > 0
+    assert DiskProbe(tmp_path / "none", time).free_bytes() is None
+
+
+def test_everything_is_read_together_and_what_is_not_there_is_unknown(tmp_path: Path) -> None:
+    time = Time()
+    probes = MachineProbes(tmp_path, clock=time)
+    readings = probes.read(Preferences(), ("cpu",), {})
+    assert readings.cpu_share is None
+    while readings.cpu_share is None:  # the kernel counts in hundredths of a second
+        time.now += 1
+        readings = probes.read(Preferences(), ("cpu",), {3: 4})
+    assert readings.memory_total_bytes == psutil.virtual_memory().total
+    assert readings.disk_free_bytes
+    assert readings.transferred_bytes_by_day == {3: 4}
+
+
+class Counted:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def idle_seconds(self) -> float | None:
+        self.asked += 1
+        return 5.0
+
+
+def test_nobody_is_asked_for_the_display_each_second_when_nothing_hangs_on_it(
+    tmp_path: Path,
+) -> None:
+    time, display = Time(), Counted()
+    probes = MachineProbes(tmp_path, display=display, clock=time)
+    for _ in range(10):
+        probes.read(Preferences(), ("cpu",), {})
+        time.now += 1
+    assert display.asked == 1
+    yields = Preferences(run_if_user_active=False)
+    for _ in range(10):
+        assert probes.read(yields, ("cpu",), {}).display_idle_seconds == 5.0
+        time.now += 1
+    assert display.asked == 11
+
+
+# ---------------------------------------------------------------- who is there
+
+
+DIGITS = re.compile(r"\d+")
+
+
+def test_a_terminal_was_used_when_it_was_last_read_to_the_grain_of_that(tmp_path: Path) -> None:
+    for name, read_at in (("0", 900.0), ("3", 962.0), ("ptmx", 999.0)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (read_at, 999.0))
+    places = [(tmp_path, DIGITS), (tmp_path / "none", DIGITS)]
+    assert TerminalIdle(places, lambda: 1000.0, 0).idle_seconds() == 38.0
+    # The time stands for all keys from 960 to 968.
+    assert TerminalIdle(places, lambda: 1000.0, 8).idle_seconds() == pytest.approx(31.9)
+    assert TerminalIdle(places, lambda: 965.0, 8).idle_seconds() == 0.0
+    assert TerminalIdle(places[1:], lambda: 1000.0).idle_seconds() is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux' grain")
+def test_a_key_in_a_real_terminal_is_seen_at_once_by_whoever_took_it_for_idle() -> None:
+    screen, shell = os.openpty()
+    name = Path(os.ttyname(shell)).name
+    try:
+        probe = TerminalIdle([(Path("/dev/pts"), re.compile(name))])
+        os.write(screen, b"x\n")
+        os.read(shell, 2)
+        assert probe.idle_seconds() == 0.0
+        while probe.idle_seconds() == 0.0:
+            time.sleep(0.05)
+        os.write(screen, b"x\n")
+        os.read(shell, 2)
+        assert probe.idle_seconds() == 0.0
+    finally:
+        os.close(screen)
+        os.close(shell)
+
+
+def test_logind_is_asked_once_a_second_however_often_somebody_looks() -> None:
+    asked: list[str] = []
+
+    def run(words: Sequence[str]) -> str:
+        asked.append(words[1])
+        return LIST if words[1] == "list-sessions" else SESSIONS["idle"]
+
+    clock = Time()
+    probe = LogindIdle(run, clock, lambda: 1000.0)
+    seen = []
+    for _ in range(4):
+        seen.append(probe.idle_seconds())
+        clock.now += 0.5
+    assert seen == [60.0, 60.5, 60.0, 60.5]
+    assert asked.count("show-session") == 2
+
+
+LIST = "  2 1000 ada   seat0 tty2\n  5 1000 ada   -     pts/3\n"
+SESSIONS = {
+    "idle": "Type=wayland\nRemote=no\nClass=user\nIdleHint=yes\nIdleSinceHint=940000000\n",
+    "used": "Type=x11\nRemote=no\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
+    "remote": "Type=x11\nRemote=yes\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
+    "greeter": "Type=wayland\nRemote=no\nClass=greeter\nIdleHint=no\nIdleSinceHint=0\n",
+    "ssh": "Type=tty\nRemote=yes\nClass=user\nIdleHint=no\nIdleSinceHint=0\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("sessions", "idle"),
+    [
+        (["idle", "ssh"], 60.0),
+        (["idle", "used"], 0.0),
+        (["remote", "greeter", "ssh"], None),
+    ],
+)
+def test_logind_is_believed_of_local_graphical_sessions(
+    sessions: list[str], idle: float | None
+) -> None:
+    def run(words: Sequence[str]) -> str | None:
+        if words[1] == "list-sessions":
+            return LIST
+        assert words[2:4] == ["2", "5"]
+        return "\n".join(SESSIONS[name] for name in sessions)
+
+    assert LogindIdle(run, lambda: 100.0, lambda: 1000.0).idle_seconds() == idle
+
+
+def test_a_command_that_is_not_there_or_fails_or_hangs_says_nothing() -> None:
+    assert run_command(["no-such-command"]) is None
+    assert run_command(["false"]) is None
+    assert run_command(["sleep", "5"]) is None
+    assert LogindIdle(lambda words: None).idle_seconds() is None
+    assert MacIdle(lambda words: None).idle_seconds() is None
+
+
+def test_macos_counts_nanoseconds() -> None:
+    shown = '    | |   "HIDIdleTime" = 2500000000\n    | |   "HIDServiceSupport" = Yes\n'
+    assert MacIdle(lambda words: shown).idle_seconds() == 2.5
+
+
+def test_of_several_probes_the_first_that_knows_is_believed_and_the_others_rest() -> None:
+    class Unknown(Counted):
+        def idle_seconds(self) -> float | None:
+            super().idle_seconds()
+            return None
+
+    time, unknown, known = Time(), Unknown(), Counted()
+    first = FirstThatKnows([unknown, known], time)
+    for _ in range(5):
+        assert first.idle_seconds() == 5.0
+    assert (unknown.asked, known.asked) == (1, 5)
+    time.now += 60
+    first.idle_seconds()
+    assert unknown.asked == 2
+
+
+# ---------------------------------------------------------------- X11
+
+
+COOKIE = bytes(range(16))
+IDLE_MILLISECONDS = 4321
+
+
+class Display:
+    """As much of an X server as the probe talks to, byte by byte from the protocol's text."""
+
+    def __init__(self, folder: Path, number: int, cookie: bytes = COOKIE) -> None:
+        self.cookie = cookie
+        self.connections = 0
+        self.hang_up = False
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(str(folder / f"X{number}"))
+        self._socket.listen()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            self.connections += 1
+            with connection:
+                self._answer(connection)
+
+    def _answer(self, connection: socket.socket) -> None:
+        order, major, _, name_bytes, data_bytes = struct.unpack("<cxHHHHxx", connection.recv(12))
+        assert (order, major) == (b"l", 11)
+        padded = [size + -size % 4 for size in (name_bytes, data_bytes)]
+        said = connection.recv(sum(padded)) if sum(padded) else b""
+        if said[padded[0] : padded[0] + data_bytes] != self.cookie:
+            connection.sendall(struct.pack("<BBHHH", 0, 4, 11, 0, 1) + b"No!!")
+            return
+        vendor, formats = b"Someone ", 2
+        setup = struct.pack("<IIIIHHBBBBBBBB4x", 0, 0, 0, 0, len(vendor), 65535, 1, formats,
+                            0, 0, 32, 32, 8, 255)  # fmt: skip
+        setup += vendor + bytes(8 * formats) + struct.pack("<I", 0x1A5) + bytes(36)
+        connection.sendall(struct.pack("<BBHHH", 1, 0, 11, 0, len(setup) // 4) + setup)
+        while request := connection.recv(4):
+            opcode, minor, units = struct.unpack("<BBH", request)
+            body = connection.recv(4 * (units - 1))
+            if opcode == 98:
+                assert body[4:20] == b"MIT-SCREEN-SAVER"
+                connection.sendall(struct.pack("<BBHIBBBB20x", 1, 0, 1, 0, 1, 144, 0, 0))
+                continue
+            assert (opcode, minor, struct.unpack("<I", body)[0]) == (144, 1, 0x1A5)
+            if self.hang_up:
+                return
+            event = bytes([28]) + bytes(31)  # something that nobody has asked for
+            reply = struct.pack("<BBHIIIII8x", 1, 0, 2, 0, 0, 0, IDLE_MILLISECONDS, 0)
+            connection.sendall(event + reply)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def display(tmp_path: Path) -> Iterator[Display]:
+    made = Display(tmp_path, 7)
+    yield made
+    made.close()
+
+
+def authority(cookie: bytes, number: bytes = b"7") -> bytes:
+    def entry(*fields: bytes) -> bytes:
+        parts = [struct.pack(">H", len(field)) + field for field in fields]
+        return struct.pack(">H", 256) + b"".join(parts)
+
+    other = entry(b"host", b"1", b"MIT-MAGIC-COOKIE-1", bytes(16))
+    return other + entry(b"host", number, b"MIT-MAGIC-COOKIE-1", cookie)
+
+
+def test_an_x_display_tells_its_idle_time_over_one_connection(
+    tmp_path: Path, display: Display
+) -> None:
+    (tmp_path / "authority").write_bytes(authority(COOKIE))
+    environment = {"DISPLAY": ":7.0", "XAUTHORITY": str(tmp_path / "authority")}
+    probe = X11Idle(environment, tmp_path)
+    assert [probe.idle_seconds() for _ in range(3)] == [4.321] * 3
+    assert display.connections == 1
+    display.hang_up = True
+    assert probe.idle_seconds() is None
+    display.hang_up = False
+    assert probe.idle_seconds() == 4.321
+    probe.close()
+
+
+def test_a_display_that_refuses_or_is_not_there_or_is_another_machines_says_nothing(
+    tmp_path: Path, display: Display
+) -> None:
+    (tmp_path / ".Xauthority").write_bytes(authority(bytes(16)))
+    home = {"HOME": str(tmp_path)}
+    assert X11Idle({**home, "DISPLAY": ":7"}, tmp_path).idle_seconds() is None
+    assert X11Idle({**home, "DISPLAY": ":8"}, tmp_path).idle_seconds() is None
+    assert X11Idle({**home, "DISPLAY": "localhost:10.0"}, tmp_path).idle_seconds() is None
+    assert X11Idle({}, tmp_path).idle_seconds() is None
+
+
+def test_display_names_and_cookies() -> None:
+    numbers = [display_number(text) for text in (":0", "unix:1.0", ":3.2", "host:0", "", ":x")]
+    assert numbers == [0, 1, 3, None, None, None]
+    assert find_cookie(authority(COOKIE), 7) == COOKIE
+    assert find_cookie(authority(COOKIE, b""), 9) == COOKIE
+    assert find_cookie(authority(COOKIE), 9) == b""
+    for cut in range(len(authority(COOKIE))):
+        find_cookie(authority(COOKIE)[:cut], 7)
+
+
+# ---------------------------------------------------------------- GPUs
+
+
+class Driver:
+    """NVML's functions over two GPUs, the second of which tells next to nothing."""
+
+    NVML_TEMPERATURE_GPU = 0
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if self.broken:
+            raise self.NVMLError("no driver")
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}abc"
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:  # noqa: N802
+        return b"Something 4000"
+
+    def __getattr__(self, name: str) -> object:
+        values = {
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(total=8 * 2**30, used=2**30),
+            "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=40),
+            "nvmlDeviceGetTemperature": 66,
+            "nvmlDeviceGetPowerUsage": 120_000,
+            "nvmlDeviceGetEnforcedPowerLimit": 300_000,
+        }
+
+        def answer(handle: int, *_: object) -> object:
+            if handle == 1:
+                raise self.NVMLError("not supported")
+            return values[name]
+
+        return answer
+
+
+def test_a_gpu_tells_what_it_can_and_nothing_else_breaks() -> None:
+    first, second = NvmlGpus(Driver(), {}).read()
+    assert (first.temperature_celsius, first.utilization, first.name) == (66, 0.4, "Something 4000")
+    assert (first.power_watts, first.power_limit_watts) == (120, 300)
+    assert (first.memory_total_bytes, first.memory_used_bytes) == (8 * 2**30, 2**30)
+    assert (second.index, second.temperature_celsius, second.memory_used_bytes) == (1, None, None)
+
+
+def test_gpus_are_numbered_as_cuda_shows_them() -> None:
+    def temperatures(visible: str) -> list[float | None]:
+        gpus = NvmlGpus(Driver(), {"CUDA_VISIBLE_DEVICES": visible}).read()
+        return [gpu.temperature_celsius for gpu in gpus]
+
+    assert temperatures("1,0") == [None, 66]
+    assert temperatures("GPU-0a") == [66]
+    assert temperatures("") == []
+    assert temperatures("0,7,1") == [66]
+
+
+def test_without_a_driver_there_are_no_gpus() -> None:
+    driver = Driver()
+    driver.broken = True
+    assert NvmlGpus(driver, {}).read() == ()
+    # nvidia-ml-py itself, where there is no GPU.
+    if load_nvml() is not None and not Path("/dev/nvidiactl").exists():
+        assert NvmlGpus(environment={}).read() == ()

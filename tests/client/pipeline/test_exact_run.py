@@ -1,0 +1,162 @@
+"""A swarm's arithmetic without its processes: whoever computes which microbatch, in whatever order
+and with whatever taken out again, the parameters are the reference's to the bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from client.stage.worker.test_stage_runner import CPU, PLENTY, make_manifest, tokens_of
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_coordinator.offline.reference import StepRecord, train_reference
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.model import global_norm
+from swarm_shared.run.manifest import CodecsConfig, Manifest
+from swarm_shared.run.schedule import learning_rate
+
+STEPS = 4
+PEERS = 3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def slot_of(payload: bytes) -> memoryview:
+    return memoryview(bytearray(payload))
+
+
+def sent(write: Callable[[torch.Tensor, memoryview], int], tensor: torch.Tensor) -> bytes:
+    """As it is on the wire."""
+    slot = memoryview(bytearray(tensor.nbytes + 4096))
+    return bytes(slot[: write(tensor, slot)])
+
+
+class Peer:
+    def __init__(self, manifest: Manifest, stage: int) -> None:
+        self.runner = StageRunner(manifest, StageIndex(stage), CPU, PLENTY, PLENTY)
+        self.steps = StepRunner(self.runner)
+
+
+class Churning:
+    """Peers of all stages; dice decide who does what."""
+
+    def __init__(self, manifest: Manifest, seed: int) -> None:
+        self.manifest = manifest
+        self.dice = random.Random(seed)
+        self.requests = 0
+        self.stages = [
+            [Peer(manifest, stage) for _ in range(PEERS)] for stage in range(manifest.stage_count)
+        ]
+
+    def step(self, step: Step) -> float:
+        """The mean loss."""
+        microbatches = list(range(self.manifest.training.microbatches_per_step))
+        self.dice.shuffle(microbatches)
+        losses = [self._microbatch(step, microbatch) for microbatch in microbatches]
+        tokens = len(microbatches) * self.manifest.tokens_per_microbatch
+        self._close(step, tokens)
+        return sum(losses) / tokens
+
+    def _microbatch(self, step: Step, microbatch: int) -> float:
+        way = [self.dice.choice(peers) for peers in self.stages]
+        loss = self._drive(step, microbatch, way)
+        # Somebody else has computed a part of it too, and is told that it does not count.
+        twice = self.dice.randrange(len(self.stages))
+        other = self.dice.choice(self.stages[twice])
+        if other is not way[twice]:
+            again = [*way[:twice], other, *way[twice + 1 :]]
+            self._drive(step, microbatch, again)
+            assert other.runner.uncommit(step, (MicrobatchIndex(microbatch),))
+        return loss
+
+    def _drive(self, step: Step, microbatch: int, way: Sequence[Peer]) -> float:
+        self.requests += 1
+        inputs, targets = tokens_of(self.manifest, 1000 * step + microbatch)
+        index = MicrobatchIndex(microbatch)
+        payload = inputs.tobytes()
+        for peer in way[:-1]:
+            result = peer.runner.forward(self.requests, step, index, True, slot_of(payload))
+            assert isinstance(result, ForwardResult)
+            payload = sent(peer.runner.codec.write_output, result.output)
+        payload += targets.tobytes()
+        last = way[-1].runner.forward(self.requests, step, index, True, slot_of(payload))
+        assert isinstance(last, BackwardResult)
+        assert last.loss_sum is not None
+        result = last
+        for sender, peer in zip(way[:0:-1], way[-2::-1], strict=True):
+            assert result.input_gradient is not None
+            payload = sent(sender.runner.codec.write_input_gradient, result.input_gradient)
+            result = peer.runner.backward(self.requests, slot_of(payload))
+        return last.loss_sum
+
+    def _close(self, step: Step, tokens: int) -> None:
+        totals = [self._total(step, peers) for peers in self.stages]
+        first, last = (self.stages[place][0].runner.layout for place in (0, -1))
+        if first.tied_count and len(self.stages) > 1:
+            tied = totals[0][first.own_count :] + totals[-1][last.own_count :]
+            totals[0][first.own_count :] = tied
+            totals[-1][last.own_count :] = tied
+        norms = [
+            peers[0].steps.norm(step, tokens, total)
+            for peers, total in zip(self.stages, totals, strict=True)
+        ]
+        norm = global_norm([part.own for part in norms] + [norms[0].tied])
+        rate = learning_rate(self.manifest.optimizer, self.manifest.training.steps, step)
+        for peers, total in zip(self.stages, totals, strict=True):
+            digests = {peer.steps.apply(step, tokens, norm, rate, total).digest for peer in peers}
+            assert len(digests) == 1
+
+    def _total(self, step: Step, peers: Sequence[Peer]) -> torch.Tensor:
+        found = torch.zeros(peers[0].runner.layout.count, dtype=torch.float64)
+        for peer in self.dice.sample(peers, len(peers)):
+            part = torch.empty_like(found)
+            peer.steps.prepare_round(step, part)
+            found += part
+        return found
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.detach()
+            for peers in self.stages
+            for name, parameter in peers[0].runner.stage.all_parameters()
+        }
+
+
+@pytest.mark.parametrize(("stages", "tied"), [(1, False), (1, True), (2, False), (3, True)])
+@pytest.mark.parametrize("border", ["none", "int8"])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_parameters_are_the_references_to_the_bit_whoever_computed_what(
+    stages: int, tied: bool, border: str, staleness: int
+) -> None:
+    plain = make_manifest(stages, tied=tied)
+    manifest = plain.model_copy(
+        update={
+            "codecs": CodecsConfig(activation=border, gradient=border, average="exact"),
+            "training": plain.training.model_copy(update={"staleness": staleness}),
+        }
+    )
+    swarm = Churning(manifest, seed=stages)
+    losses = [swarm.step(Step(step)) for step in range(1, STEPS + 1)]
+
+    records: list[StepRecord] = []
+    reference = train_reference(
+        manifest,
+        lambda step: [
+            tokens_of(manifest, 1000 * step + microbatch)
+            for microbatch in range(manifest.training.microbatches_per_step)
+        ],
+        STEPS,
+        records.append,
+        threads=1,
+    )
+    expected = dict(reference.all_parameters())
+    found = swarm.parameters()
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    assert losses == pytest.approx([record.loss for record in records], rel=1e-12)

@@ -1,0 +1,198 @@
+"""A pause at a volunteer's engine: nothing new is taken, nothing that was counted is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import trio
+
+from client.pipeline.test_pipeline import parcel, world
+from client.volunteer.test_volunteer_admission import scene
+from swarm_client.control.status_document import SuspendReason
+from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.pipeline.trainer import Trainer
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
+
+
+async def test_a_paused_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as paused, w.peer(1) as free:
+        paused.server.pause()
+        downstream = w.downstream(sender, 1)
+        for microbatch in range(4):
+            await downstream.send(parcel(microbatch), lambda: True)
+        assert free.worker.accumulated == [0, 1, 2, 3]
+        assert paused.worker.forwards == []
+        assert paused.server.refused[RefusalReason.BUSY] >= 1
+        assert w.masks == []
+
+        paused.server.resume()
+        w.publish(free)
+        await downstream.send(parcel(4), lambda: True)
+        assert paused.worker.accumulated == [4]
+
+
+async def test_what_is_in_flight_may_be_finished_and_is_signed() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as pausing, trio.open_nursery() as n:
+        hold = pausing.worker.hold = trio.Event()
+        n.start_soon(w.downstream(sender, 1).send, parcel(3), lambda: True)
+        await pausing.worker.entered.wait()
+        pausing.server.pause()
+        hold.set()
+    assert pausing.holding is not None
+    assert pausing.worker.accumulated == [3]
+    assert pausing.holding.receipts.get(Step(1), MicrobatchIndex(3)) is not None
+
+
+async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_with_a_mask() -> (
+    None
+):
+    async with world() as w, w.peer(0) as sender, w.peer(1) as pausing:
+        w.missing = (1,)
+        pausing.worker.hold = trio.Event()
+        answers = []
+
+        async def send() -> None:
+            answers.append(await downstream.send(parcel(5), lambda: True))
+
+        async with trio.open_nursery() as nursery:
+            downstream = w.downstream(sender, 1)
+            nursery.start_soon(send)
+            await pausing.worker.entered.wait()
+            async with w.peer(1) as other:
+                pausing.server.pause()
+                pausing.server.hand_back()
+                while not answers:
+                    await trio.sleep(0.01)
+    assert w.masks == [(1, 5, pausing.identity.peer_id)]
+    assert other.worker.accumulated == [5]
+    assert pausing.worker.accumulated == []
+    assert pausing.holding is not None
+    assert pausing.holding.in_flight == 0
+
+
+async def test_nothing_is_handed_back_once_the_pause_is_over() -> None:
+    async with world() as w, w.peer(0) as sender, w.peer(1) as peer, trio.open_nursery() as n:
+        hold = peer.worker.hold = trio.Event()
+        n.start_soon(w.downstream(sender, 1).send, parcel(5), lambda: True)
+        await peer.worker.entered.wait()
+        peer.server.pause()
+        peer.server.resume()
+        peer.server.hand_back()
+        hold.set()
+    assert peer.worker.accumulated == [5]
+    assert w.masks == []
+
+
+def lease(*microbatches: int, step: int = 1) -> Lease:
+    return Lease(
+        step=Step(step), lease=7, window=1,
+        microbatches=tuple(
+            LeasedMicrobatch(microbatch=MicrobatchIndex(m), accumulate=()) for m in microbatches
+        ),
+    )  # fmt: skip
+
+
+async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_comes_later() -> None:
+    said: list[LeaseResult] = []
+    async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
+        w.publish(own)
+        trainer = Trainer(Zeros(), w.downstream(own, 0), said.append, lambda: Step(1), nursery)
+        trainer.take(lease(0, 1, 2))  # one is begun
+        trainer.stop_taking("paused")
+        assert [(r.microbatch, r.ok, r.reason) for r in said] == [
+            (1, False, "paused"),
+            (2, False, "paused"),
+        ]
+        trainer.take(lease(3))
+        assert said[-1].microbatch == 3
+        trainer.take_again()
+        trainer.take(lease(4))
+        assert len(said) == 3
+        nursery.cancel_scope.cancel()
+
+
+class Zeros:
+    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((1, 4)), np.zeros((1, 4))
+
+    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        return self.training(Step(0), microbatch)
+
+
+async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -> None:
+    said: list[LeaseResult] = []
+    async with world() as w, w.peer(0) as first, w.peer(1) as last, w.peer(0) as own:
+        w.publish(own)
+        for peer in (first, last):
+            assert peer.holding is not None
+            peer.holding.staleness = 1
+        hold = first.worker.hold = trio.Event()
+        async with trio.open_nursery() as nursery:
+            to_first = w.downstream(own, 0)
+            trainer = Trainer(Zeros(), to_first, said.append, lambda: Step(1), nursery)
+            trainer.take(lease(0))
+            await first.worker.entered.wait()
+            trainer.take(lease(1, 2, step=2))
+            trainer.take(lease(3))  # leased again
+            hold.set()
+    assert [(r.step, r.microbatch, r.ok) for r in said] == [
+        (1, 0, True),
+        (1, 3, True),
+        (2, 1, True),
+        (2, 2, True),
+    ]
+
+
+async def test_the_coordinator_hears_of_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        await s.until(lambda: s.script.beats >= 1)
+        s.volunteer.suspend(SuspendReason.USER_ACTIVE, until=17.0)
+        assert s.volunteer.suspended == Suspension(SuspendReason.USER_ACTIVE, 17.0)
+        await s.until(lambda: s.script.paused[-1:] == [True])
+        s.volunteer.suspend(SuspendReason.TOO_HOT)
+        assert s.volunteer.suspended == Suspension(SuspendReason.TOO_HOT)
+        s.volunteer.resume()
+        assert s.volunteer.suspended is None
+        await s.until(lambda: s.script.paused[-1:] == [False])
+
+
+async def test_a_volunteer_that_leaves_takes_no_leases_when_a_pause_ends(tmp_path: Path) -> None:
+    async with scene(tmp_path) as s:
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        s.volunteer.leave()
+        s.volunteer.resume()
+        assert s.volunteer._trainer._refusing == "this volunteer is leaving"
+        s.volunteer.suspend(SuspendReason.PAUSED_BY_USER)
+        s.volunteer.resume()
+        assert s.volunteer._trainer._refusing == "this volunteer is leaving"
+        await s.until(lambda: s.volunteer.attachment.finished)
+
+
+async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another_one(
+    tmp_path: Path,
+) -> None:
+    async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        await s.until(lambda: s.volunteer.attachment.session is not None)
+        s.volunteer.suspend(SuspendReason.ON_BATTERIES)
+        await s.until(lambda: s.volunteer.attachment.session is None)
+        await s.until(lambda: s.volunteer.pause.awaited)
+        assert len(s.script.hellos) == 1
+        assert not s.volunteer.attachment.finished
+        s.volunteer.resume()
+        await s.script.sessions(2)
+        assert s.script.hellos[1].stage is None
+        await s.until(lambda: s.volunteer.attachment.session is not None)
+
+
+async def test_a_volunteer_can_leave_in_the_middle_of_a_long_pause(tmp_path: Path) -> None:
+    async with scene(tmp_path, long_pause_seconds=GRACE_SECONDS + 0.1) as s:
+        await s.until(lambda: s.volunteer.attachment.session is not None)
+        s.volunteer.suspend(SuspendReason.ON_BATTERIES)
+        await s.until(lambda: s.volunteer.attachment.session is None)
+        s.volunteer.leave()
+        await s.until(lambda: s.done)
+        assert len(s.script.hellos) == 1

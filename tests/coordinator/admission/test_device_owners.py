@@ -1,0 +1,226 @@
+"""Whose device a member is: what the coordinator takes, keeps, and adds up.
+
+Devices and their owners have real keys here, and say hello over real connections.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kits.coordinator import run as run_kit
+from kits.coordinator.shell_world import client, hello_for, make_run, served
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.admission.device_owners import OwnerBook, named_owner
+from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.run_news import Leaderboard
+from swarm_coordinator.storage.history import contributions
+from swarm_coordinator.storage.location import Place, copy_to
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.tui.run_source import contributors
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.owners import standing
+from swarm_shared.identity.signing import sign_message
+from swarm_shared.protocol import Refused, Welcome
+
+VICTIM, FIRST, SECOND, ATTACKER = (
+    Identity.from_seed(name * 32) for name in (b"v", b"1", b"2", b"x")
+)
+WORK_SHARES = (0.25, 0.75)
+NOW = 2e9
+
+
+def bound(owner: Identity, device: Identity) -> str:
+    return base64.b64encode(sign_owner_binding(owner, device.peer_id)).decode()
+
+
+def forged(device: Identity) -> str:
+    """The attacker's word that the victim owns its device."""
+    binding = OwnerBinding(owner=VICTIM.peer_id, device=device.peer_id)
+    return base64.b64encode(sign_message(ATTACKER, binding, OWNER_DOMAIN)).decode()
+
+
+def step(number: int, *shares: tuple[Identity, int, int]) -> AppliedStep:
+    """(who, stage, tokens)."""
+    parts = tuple(StageShare(w.peer_id, StageIndex(s), 1, tokens) for w, s, tokens in shares)
+    return AppliedStep(Step(number), 1, 2.0, 8, 4.0, 1.0, 0.1, parts)
+
+
+# ---------------------------------------------------------------- what is taken
+
+A, B, C, D = (PeerId(name) for name in "ABCD")
+
+
+def test_a_chain_of_owners_is_refused_at_either_end() -> None:
+    book = OwnerBook({B: C})
+    with pytest.raises(ProtocolError, match="is itself bound to C"):
+        book.enter(A, B)
+    with pytest.raises(ProtocolError, match="is the owner of other devices"):
+        book.enter(C, D)
+    assert (book.of(A), book.of(C)) == (None, None)
+    book.enter(B, None)
+    book.enter(C, D)
+    book.enter(A, B)
+    assert (book.of(A), book.of(B), book.of(C)) == (B, None, D)
+
+
+PEERS = st.sampled_from([A, B, C, D])
+
+
+@given(st.lists(st.tuples(PEERS, st.none() | PEERS)))
+def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId | None]]) -> None:
+    book, last = OwnerBook(), dict[PeerId, PeerId]()
+    for device, owner in hellos:
+        if device == owner:
+            continue  # refused with the signature
+        try:
+            book.enter(device, owner)
+        except ProtocolError:
+            continue
+        last.pop(device, None)
+        if owner is not None:
+            last[device] = owner
+    assert [book.of(one) for one in (A, B, C, D)] == [last.get(one) for one in (A, B, C, D)]
+    assert standing(last) == last
+
+
+@pytest.mark.parametrize("text", ["", "AAAA", "not base64!", "=" * 2000])
+def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(ProtocolError):
+        named_owner(FIRST.peer_id, text)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
+    new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    at = new_place()
+    store = open_store(at)
+    store.next_generation()
+    reader = Reader(at, WORK_SHARES)
+    first, second = bound(VICTIM, FIRST), bound(VICTIM, SECOND)
+    run_kit.write(
+        store, PeerSeen(VICTIM.peer_id, "vera", "the Vs", ""),
+        PeerSeen(FIRST.peer_id, "vera", "the Vs", first),
+        step(1, (VICTIM, 0, 16), (FIRST, 1, 16), (SECOND, 1, 16)),
+    )  # fmt: skip
+    assert store.owners() == {FIRST.peer_id: VICTIM.peer_id}
+    assert [row.devices for row in reader.look(NOW).contributions] == [2, 1]
+    run_kit.write(store, PeerSeen(SECOND.peer_id, "second", None, second))
+    run_kit.write(store, PeerSeen(SECOND.peer_id))  # its session ends
+    [row] = reader.look(NOW).contributions
+    assert (row.name, row.team, row.tokens, row.devices) == ("vera", "the Vs", 48, 2 + 1)
+    assert (row.stages, row.steps, row.microbatches) == ((0, 1), 1, 3)
+    assert row.credit == pytest.approx(16 * 0.25 + 32 * 0.75)
+    assert row.id_end == VICTIM.peer_id[-8:]
+    assert [team.members for team in reader.look(NOW).teams] == [1]
+    [shown] = contributors(*contributions(at))
+    assert (shown.peer, shown.name, shown.devices, shown.tokens) == (
+        VICTIM.peer_id, "vera", 3, 48,
+    )  # fmt: skip
+    run_kit.write(store, PeerSeen(FIRST.peer_id, "alone", None, ""))
+    assert {row.devices for row in reader.look(NOW).contributions} == {2, 1}
+    assert reader.look(NOW).contributions == Reader(at, WORK_SHARES).look(NOW).contributions
+    store.close()
+    again = open_store(at)
+    assert again.owners() == {SECOND.peer_id: VICTIM.peer_id}
+    again.close()
+    copy_to(at, tmp_path / "as a backup holds it.sqlite3")
+    assert contributions(tmp_path / "as a backup holds it.sqlite3") == contributions(at)
+
+
+def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "run.sqlite3")
+    store.next_generation()
+    with pytest.raises(ProtocolError):
+        trio.run(store.write, PeerSeen(ATTACKER.peer_id, "x", None, forged(ATTACKER)))
+    assert store.owners() == {}
+    store.close()
+
+
+def test_the_news_add_up_a_persons_devices_and_rank_by_the_sum() -> None:
+    board = Leaderboard(Bench().manifest)
+    board.add(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
+    board.name(VICTIM.peer_id, "vera", None)
+    board.name(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
+    first, second = board.rows()
+    assert (first.peer, first.devices, first.name, first.team) == (
+        VICTIM.peer_id, (FIRST.peer_id,), "vera", None,
+    )  # fmt: skip
+    assert (first.tokens, second.tokens, second.devices) == (20, 15, ())
+    board.name(FIRST.peer_id, "vera's other", "Vs", None)
+    assert [row.tokens for row in board.rows()] == [15, 10, 10]
+
+
+# ---------------------------------------------------------------- over the network
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "a run")
+
+
+async def hello(invite: Invite, who: Identity, **changes: object) -> str:
+    """Attach, and leave: "welcome", or the reason why not."""
+    async with client(invite, who) as one:
+        await one.send(hello_for(invite, **changes))
+        answer = await one.receive()
+    assert isinstance(answer, Welcome | Refused)
+    return answer.reason if isinstance(answer, Refused) else "welcome"
+
+
+def owners(folder: RunFolder) -> dict[PeerId, PeerId]:
+    return contributions(folder.database)[1]
+
+
+async def test_a_binding_is_kept_over_a_restart_and_a_hello_without_one_ends_it(
+    folder: RunFolder,
+) -> None:
+    async with served(folder) as run:
+        assert await hello(run.invite, FIRST, owner=bound(VICTIM, FIRST)) == "welcome"
+    assert owners(folder) == {FIRST.peer_id: VICTIM.peer_id}
+    async with served(folder) as run:
+        # The owner's own hello, while its device is away: no chain is begun.
+        refused = await hello(run.invite, VICTIM, owner=bound(SECOND, VICTIM))
+        assert "is the owner of other devices" in refused
+        assert await hello(run.invite, FIRST) == "welcome"
+        assert await hello(run.invite, VICTIM, owner=bound(SECOND, VICTIM)) == "welcome"
+    assert owners(folder) == {VICTIM.peer_id: SECOND.peer_id}
+
+
+async def test_a_forged_binding_adds_nothing_to_the_victims_row_and_does_not_hide_under_it(
+    folder: RunFolder,
+) -> None:
+    """Signed by itself, taken from the victim's own device, and a device that it does not have."""
+    stolen = bound(VICTIM, FIRST)
+    async with served(folder) as run:
+        assert await hello(run.invite, VICTIM, name="vera") == "welcome"
+        assert await hello(run.invite, FIRST, name="vera", owner=stolen) == "welcome"
+        for binding in (forged(ATTACKER), stolen, bound(ATTACKER, FIRST), "AAAA"):
+            refused = await hello(run.invite, ATTACKER, name="vera", owner=binding)
+            assert "owner binding" in refused or "signed message" in refused
+        # It may still say the victim's name, and has a row of its own.
+        assert await hello(run.invite, ATTACKER, name="vera") == "welcome"
+    store = open_store(folder.database)
+    store.next_generation()
+    await store.write(step(1, (VICTIM, 0, 1), (FIRST, 0, 2), (ATTACKER, 0, 4)))
+    store.close()
+    rows = Reader(folder.database, WORK_SHARES).look(NOW).contributions
+    assert [(row.id_end, row.name, row.tokens) for row in rows] == [
+        (ATTACKER.peer_id[-8:], "vera", 4), (VICTIM.peer_id[-8:], "vera", 3),
+    ]  # fmt: skip

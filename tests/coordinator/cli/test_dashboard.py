@@ -1,0 +1,125 @@
+"""`start --http` and `dashboard`, as an organiser types them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kits.coordinator.shell_world import make_run
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.status_file import read_status
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return make_run(tmp_path_factory.mktemp("cli") / "a run")
+
+
+class Started:
+    """`swarm-coordinator start` as a process, ended in order."""
+
+    def __init__(self, folder: RunFolder, *words: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path), *words],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Started:
+        return self
+
+    def line(self, beginning: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if beginning in line:
+                return line
+        raise AssertionError(f"it ended and never said {beginning!r}")
+
+    def __exit__(self, *_: object) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.stdout is not None
+        self.process.stdout.read()
+        assert self.process.wait() == 0
+
+
+def link(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> str:
+    """As soon as the coordinator's status names the address: a second after it said it."""
+    while True:
+        code = run(["dashboard", str(folder.path)])
+        said = capsys.readouterr()
+        if code == 0:
+            return said.out.strip()
+        assert code == 8, said.err
+
+
+def test_the_link_opens_the_organisers_page(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Started(folder) as started:
+        url = started.line("dashboard at").split("dashboard at ")[1].split()[0]
+        found = link(folder, capsys)
+        assert found == f"{url}#token={folder.dashboard_token()}"
+        request = urllib.request.Request(
+            f"{url}api/v1/organiser/bans",
+            headers={"Authorization": f"Bearer {found.split('token=')[1]}"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["mode"] == "open"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(f"{url}api/v1/organiser/bans", timeout=60)
+    logs = "".join(path.read_text() for path in folder.log.iterdir())
+    assert folder.dashboard_token() not in logs
+
+
+def test_without_a_coordinator_it_says_how_to_start_one(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["dashboard", str(folder.path)]) == 8
+    assert "swarm-coordinator start" in capsys.readouterr().err
+
+
+def test_a_run_may_have_no_pages(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    with Started(folder, "--http", "") as started:
+        started.line("swarm1")
+        assert run(["dashboard", str(folder.path)]) == 8
+        assert "no dashboard" in capsys.readouterr().err
+        status = read_status(folder.status)
+        assert status is not None
+        assert status["http"] == {}
+
+
+def test_a_port_that_is_taken_does_not_keep_the_run_from_starting(folder: RunFolder) -> None:
+    other = listen(HttpAddress("127.0.0.1", 0))
+    try:
+        with Started(folder, "--http", str(address_of(other))) as started:
+            assert "the run goes on without them" in started.line("cannot be served")
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("words", ["8080", "here:there"])
+def test_an_address_that_is_none_is_refused_before_anything_starts(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    assert run(["start", str(folder.path), "--http", words]) == 3
+    assert "HOST:PORT" in capsys.readouterr().err
+
+
+def test_a_wrong_address_in_run_toml_is_named(
+    tmp_path: Path, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = folder.settings.read_text()
+    folder.settings.write_text(text.replace('listen = "127.0.0.1:0"', 'listen = "nowhere"'))
+    try:
+        assert run(["start", str(folder.path)]) == 3
+        assert "[http] listen" in capsys.readouterr().err
+    finally:
+        folder.settings.write_text(text)

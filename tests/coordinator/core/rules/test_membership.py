@@ -1,0 +1,502 @@
+"""Who takes part and with which stage: attaching, syncing, dying, coming back."""
+
+from __future__ import annotations
+
+import pytest
+
+from kits.swarm_world.event_bench import SHA, Bench
+from swarm_coordinator.core.events import (
+    Beat,
+    CloseSession,
+    Command,
+    HeartbeatsHeard,
+    MessageReceived,
+    Send,
+    Session,
+)
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
+    AbortRound,
+    Applied,
+    Apply,
+    AssignStage,
+    CarrierAddress,
+    Heartbeat,
+    Lease,
+    Leaving,
+    Reachability,
+    Ready,
+    Refused,
+    Roster,
+    SaveSnapshot,
+    SnapshotFailed,
+    SnapshotReady,
+    StageRequest,
+    SyncFailed,
+    Welcome,
+    Whereabouts,
+)
+
+
+def kinds(commands: list[Command], peer: str) -> list[str]:
+    return [c.message.kind for c in commands if isinstance(c, Send) and c.peer == peer]
+
+
+def training() -> Bench:
+    """Two peers a stage, one step done, the second being collected."""
+    bench = Bench(limits={"join_hold_seconds": 5.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    bench.one_step()
+    assert bench.run.version == 1
+    assert bench.run.phase is RunPhase.COLLECT
+    return bench
+
+
+# ---- joining
+
+
+def test_a_newcomer_is_welcomed_and_gets_the_stage_that_it_asks_for() -> None:
+    bench = Bench()
+    bench.attach("a")
+    [welcome] = bench.sent("a", Welcome)
+    assert not welcome.keep
+    assert welcome.generation == 1
+    assert [row.peers for row in welcome.stages] == [0, 0]
+    bench.say("a", StageRequest(stage=StageIndex(0)))
+    [assigned] = bench.sent("a", AssignStage)
+    assert (assigned.stage, assigned.version, assigned.source) == (0, 0, "fresh")
+
+
+def test_of_two_newcomers_that_choose_the_same_stage_one_is_corrected() -> None:
+    bench = Bench()
+    bench.attach("a")
+    bench.attach("b")
+    bench.say("a", StageRequest(stage=StageIndex(0)))
+    bench.say("b", StageRequest(stage=StageIndex(0)))
+    assert bench.sent("b", AssignStage)[0].stage == 1
+
+
+def test_a_machine_that_is_too_small_for_every_stage_is_refused() -> None:
+    bench = Bench()
+    bench.attach("small", memory_bytes=99)
+    bench.say("small", StageRequest(stage=StageIndex(0)))
+    [refused] = bench.sent("small", Refused)
+    assert refused.code == "capacity"
+    assert "GiB" in refused.reason
+    assert [c.peer for c in bench.commands(CloseSession)] == ["small"]
+    assert not bench.run.peers
+
+
+def test_a_stage_that_was_asked_for_by_number_must_fit_too() -> None:
+    bench = Bench()
+    bench.attach("small", memory_bytes=99, wanted_stage=1)
+    bench.say("small", StageRequest(stage=StageIndex(1)))
+    assert bench.sent("small", Refused)[0].code == "capacity"
+    assert not bench.run.peers
+
+
+@pytest.mark.parametrize("stage", [2, 500])
+def test_a_stage_that_does_not_exist_is_refused(stage: int) -> None:
+    bench = Bench()
+    bench.attach("a", wanted_stage=stage)
+    bench.say("a", StageRequest(stage=StageIndex(stage)))
+    assert "stages 0 to 1" in bench.sent("a", Refused)[0].reason
+
+
+def test_the_first_step_waits_for_the_starting_peers_and_later_steps_do_not() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "a1", "b0")
+    assert bench.run.phase is RunPhase.WAITING
+    assert "stage 1 needs 2" in bench.run.waiting_reason
+    bench.join("b1", 1)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.lose("b0")
+    bench.tick(1.0)
+    bench.one_step()
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.run.version == 1
+
+
+def test_rosters_come_before_the_work_that_relies_on_them() -> None:
+    bench = Bench()
+    bench.join("a0", 0)
+    bench.attach("a1", wanted_stage=1)
+    bench.say("a1", StageRequest(stage=StageIndex(1)))
+    commands = bench.ready("a1")
+    assert kinds(commands, "a0") == ["roster", "lease"]
+    assert {p.peer for p in bench.sent("a0", Roster)[0].peers} == {"a0", "a1"}
+
+
+def test_a_newcomer_in_mid_run_gets_its_stage_from_the_replicas() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
+    assert bench.sent("b0", SaveSnapshot) == [SaveSnapshot(version=1, stage=0)]
+    bench.save("a0")
+    assert not bench.sent("c0", AssignStage), "both can serve, so the second is waited for"
+    bench.save("b0")
+    [assigned] = bench.sent("c0", AssignStage)
+    assert (assigned.source, assigned.version, assigned.sha256) == ("snapshot", 1, SHA)
+    assert [h.peer for h in assigned.holders] == ["a0", "b0"]
+    bench.ready("c0")
+    assert PeerId("c0") in [p.peer for p in bench.run.ready_peers(0)]
+
+
+def test_a_holder_that_does_not_answer_keeps_a_newcomer_waiting_for_two_seconds_only() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    assert not bench.sent("c0", AssignStage)
+    [assigned] = bench.sent("c0", AssignStage, bench.tick(2.0))
+    assert [h.peer for h in assigned.holders] == ["a0"]
+
+
+def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
+    """Saving a large stage takes everybody about as long, and longer than two seconds."""
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.tick(8.0)
+    bench.save("a0")
+    assert not bench.sent("c0", AssignStage)
+    bench.tick(1.0)
+    bench.save("b0")
+    [assigned] = bench.sent("c0", AssignStage)
+    assert [h.peer for h in assigned.holders] == ["a0", "b0"]
+
+
+def waiting_for_stage_0(*newcomers: str) -> Bench:
+    """They have come in this order; a0 alone has saved the stage's state."""
+    bench = training()
+    for newcomer in newcomers:
+        bench.attach(newcomer, wanted_stage=0)
+        bench.say(newcomer, StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    return bench
+
+
+def told(commands: list[Command], *newcomers: str) -> list[str]:
+    return [newcomer for newcomer in newcomers if "assign_stage" in kinds(commands, newcomer)]
+
+
+def test_one_source_gives_a_stage_to_one_newcomer_after_the_other() -> None:
+    bench = waiting_for_stage_0("c0", "d0", "e0")
+    assert told(bench.tick(2.0), "c0", "d0", "e0") == ["c0"]
+    assert told(bench.tick(5.0), "d0", "e0") == []
+    assert told(bench.ready("c0"), "d0", "e0") == ["d0"]
+    assert told(bench.lose("d0"), "e0") == ["e0"]
+
+
+def test_two_sources_give_a_stage_to_two_at_once() -> None:
+    bench = waiting_for_stage_0("c0", "d0", "e0")
+    assert told(bench.save("b0"), "c0", "d0", "e0") == ["c0", "d0"]
+
+
+def test_a_newcomer_that_never_manages_lets_the_others_go_first_the_next_time() -> None:
+    bench = waiting_for_stage_0("c0", "d0")
+    assert told(bench.tick(2.0), "c0", "d0") == ["c0"]
+    bench.fill()
+    bench.tick(bench.manifest.limits.join_hold_seconds + 1.0)
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.version == 2
+    bench.tick()
+    bench.save("a0")
+    assert told(bench.tick(2.0), "c0", "d0") == ["d0"]
+
+
+def test_holders_that_cannot_save_are_asked_again_later() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    for holder in ("a0", "b0"):
+        failed = SnapshotFailed(version=Version(1), stage=StageIndex(0), reason="disk full")
+        assert not bench.sent(holder, SaveSnapshot, bench.say(holder, failed))
+    assert bench.sent("a0", SaveSnapshot, bench.tick(16.0))
+
+
+def test_the_majority_s_file_is_the_one_to_fetch_and_only_its_holders_are_named() -> None:
+    bench = training()
+    bench.join("c0", 0)
+    for holder in ("a0", "b0"):
+        bench.save(holder)
+    bench.ready("c0")
+    bench.attach("d0", wanted_stage=0)
+    bench.run.snapshots.clear()
+    bench.say("d0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    bench.save("c0")
+    odd = SnapshotReady(version=1, stage=0, item="item-0", bytes=5, sha256="b" * 64)
+    bench.say("b0", odd)
+    [assigned] = bench.sent("d0", AssignStage)
+    assert assigned.sha256 == SHA
+    assert [h.peer for h in assigned.holders] == ["a0", "c0"]
+
+
+def test_a_newcomer_gets_its_stage_from_the_checkpoint_if_that_is_the_run_s_version() -> None:
+    bench = Bench.restarted(3, checkpoint=3)
+    bench.attach("a", wanted_stage=1)
+    bench.say("a", StageRequest(stage=StageIndex(1)))
+    [assigned] = bench.sent("a", AssignStage)
+    assert (assigned.item, assigned.version) == ("checkpoint/3/1", 3)
+    assert [h.peer for h in assigned.holders] == ["coordinator"]
+
+
+def test_the_close_waits_for_a_download_but_not_for_ever() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.fill()
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.tick(5.5)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert PeerId("c0") not in bench.closing()
+
+
+def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_version() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    bench.save("b0")
+    bench.fill()
+    bench.tick(5.5)
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.version == 2
+    # At once: it has most of the step's time for it then.
+    assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
+    bench.say("c0", Ready(stage=0, version=1, digest="d"))
+    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
+
+
+def test_a_download_that_ends_during_the_close_starts_over_after_it() -> None:
+    bench = training()
+    bench.attach("c0", wanted_stage=0)
+    bench.say("c0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    bench.save("b0")
+    bench.fill()
+    bench.tick(5.5)
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.ready("c0")
+    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
+
+
+def test_a_source_that_failed_is_not_named_again_at_once() -> None:
+    bench = Bench.restarted(3, checkpoint=3)
+    bench.attach("a", wanted_stage=1)
+    bench.say("a", StageRequest(stage=StageIndex(1)))
+    failed = SyncFailed(stage=StageIndex(1), version=Version(3), reason="hash")
+    assert not bench.sent("a", AssignStage, bench.say("a", failed))
+    assert len(bench.sent("a", AssignStage, bench.tick(2.0))) == 1
+
+
+# ---- dying and coming back
+
+
+def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> None:
+    bench = training()
+    bench.report("a0", 0)
+    bench.report("b0", 1)
+    bench.report("a1", 0, 1)
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.tick(5.5, silent=("b0",))
+    assert [c.peer for c in bench.commands(CloseSession, commands)] == ["b0"]
+    assert bench.sent("a0", AbortRound, commands)
+    commands += bench.tick(1.0)
+    leases = [m for p in ("a0", "a1", "b1") for m in bench.sent(p, Lease, commands)]
+    assert [(m.microbatch, m.accumulate) for lease in leases for m in lease.microbatches] == [
+        (1, (0,))
+    ]
+
+
+def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_noticed_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = training()
+    limits = bench.run.manifest.limits
+    assert bench.sent("c0", Welcome, bench.attach("c0"))[0].heartbeat_seconds == (
+        limits.heartbeat_seconds
+    )
+    monkeypatch.setattr(roster, "MANY_PEERS", 2)
+    [welcome] = bench.sent("c1", Welcome, bench.attach("c1"))
+    assert welcome.heartbeat_seconds is not None
+    assert limits.heartbeat_seconds < welcome.heartbeat_seconds
+    assert 2 * welcome.heartbeat_seconds < limits.dead_after_seconds
+
+
+def test_words_of_an_older_session_are_not_listened_to() -> None:
+    bench = training()
+    bench.attach("b0", stage=0, version=1)
+    bench.now += 100.0
+    beat = Heartbeat(microbatches_per_second=9.0, queued=0)
+    bench.event(HeartbeatsHeard((Beat(Session(1), PeerId("b0"), beat),)))
+    bench.event(MessageReceived(Session(1), PeerId("b0"), Leaving()))
+    assert not bench.run.peers[PeerId("b0")].leaving
+    assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
+    assert bench.run.peers[PeerId("b0")].last_heard < bench.now
+
+
+def test_a_rate_holds_until_another_one_is_told_and_not_beyond_its_session() -> None:
+    bench = training()
+    told = bench.run.peers[PeerId("b0")]
+    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
+    bench.say("b0", Heartbeat(queued=2))
+    assert (told.microbatches_per_second, told.queued) == (3.0, 2)
+    for _ in range(40):
+        bench.say("b0", Heartbeat())
+    work = bench.run.rebalancing.stages[0].work_flops
+    assert told.flops_per_second == pytest.approx(3.0 * work), "every word of it counts"
+    bench.attach("b0", stage=0, version=1)
+    bench.say("b0", Heartbeat())
+    assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
+
+
+def test_a_rate_that_has_changed_is_in_the_next_roster_and_in_the_stages_rates() -> None:
+    bench = training()
+    bench.say("b0", Heartbeat(microbatches_per_second=3.0))
+    before, row = bench.run.roster()[0], bench.run.stage_rows()[0]
+    bench.say("b0", Heartbeat(microbatches_per_second=9.0))
+    after = {record.peer: record.microbatches_per_second for record in bench.run.roster()[0]}
+    assert after["b0"] == 9.0
+    assert bench.run.roster()[0] != before
+    assert bench.run.stage_rows()[0].microbatches_per_second > row.microbatches_per_second
+
+
+def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> None:
+    bench = training()
+    peers = bench.run.peers
+    assert peers.admits(PeerId("p2pd-b0"))
+    assert peers.admits(PeerId("b0"))
+    assert not peers.admits(PeerId("p2pd-nobody"))
+
+    def moves_to(peer: str, carrier: str | None) -> None:
+        address = CarrierAddress(peer=carrier, addresses=(), binding="b") if carrier else None
+        bench.say(
+            peer,
+            Whereabouts(
+                addresses=(), carrier=address, reachability=Reachability.UNKNOWN,
+                offers_relay=False,
+            ),
+        )  # fmt: skip
+
+    moves_to("b0", "another")
+    assert not peers.admits(PeerId("p2pd-b0"))
+    moves_to("a0", "another")
+    bench.lose("b0")
+    assert peers.admits(PeerId("another")), "two have said that it is theirs"
+    moves_to("a0", None)
+    assert not peers.admits(PeerId("another"))
+
+
+def test_whoever_attaches_again_is_not_told_to_enter_the_directory_through_itself() -> None:
+    bench = training()
+    bench.lose("b0")
+    bench.attach("b0", stage=0, version=1)
+    entrances = bench.sent("b0", Welcome)[-1].directory
+    assert {entrance.rpartition("/p2p/")[2] for entrance in entrances} == {
+        "p2pd-a0",
+        "p2pd-a1",
+        "p2pd-b1",
+    }
+
+
+def test_a_peer_that_only_lost_its_link_keeps_its_stage_and_its_part_of_the_step() -> None:
+    bench = training()
+    bench.report("b0", 1)
+    receipts = (bench.receipt("b0", 0), bench.receipt("b0", 1), bench.receipt("a0", 1))
+    bench.lose("b0")
+    assert not bench.step().table
+    bench.attach("b0", receipts[:2], stage=0, version=1)
+    assert bench.sent("b0", Welcome)[0].keep
+    assert {cell: held.peer for cell, held in bench.step().table.items()} == {
+        (0, 0): "b0",
+        (1, 0): "b0",
+    }
+
+
+def test_receipts_of_others_in_a_hello_do_not_count() -> None:
+    bench = training()
+    stolen = bench.receipt("a0", 0)
+    bench.attach("b0", (stolen,), stage=0, version=1)
+    assert not bench.step().table
+
+
+def test_receipts_told_while_the_run_waits_after_a_restart_count_when_the_step_begins() -> None:
+    bench = Bench.restarted(3)
+    receipts = tuple(bench.receipt("a0", m, stage=0) for m in (0, 1))
+    bench.attach("a0", receipts, stage=0, version=3)
+    assert bench.run.phase is RunPhase.WAITING
+    commands = bench.attach("a1", stage=1, version=3)
+    assert bench.run.phase is RunPhase.COLLECT
+    leases = bench.sent("a0", Lease, commands) + bench.sent("a1", Lease, commands)
+    masks = {m.microbatch: m.accumulate for lease in leases for m in lease.microbatches}
+    assert masks == {0: (1,), 1: (1,)}
+
+
+def test_a_peer_that_missed_the_word_to_apply_hears_it_when_it_is_back() -> None:
+    bench = Bench.restarted(3, attempt=7)
+    commands = bench.attach("a0", stage=0, version=2, averaged_attempt=7)
+    assert kinds(commands, "a0") == ["welcome", "apply"]
+    assert bench.sent("a0", Welcome)[0].keep
+    [apply] = bench.sent("a0", Apply)
+    assert (apply.step, apply.attempt, apply.global_norm, apply.learning_rate) == (3, 7, 3.0, 0.1)
+    bench.attach("a1", stage=1, version=3)
+    assert bench.run.phase is RunPhase.WAITING
+    bench.say("a0", Applied(step=Step(3), digest="d", norm=1.0))
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+@pytest.mark.parametrize(
+    "hello", [{"averaged_attempt": 6}, {}, {"averaged_attempt": 7, "stage": 9}]
+)
+def test_a_peer_that_did_not_average_the_applied_attempt_is_a_newcomer(
+    hello: dict[str, int],
+) -> None:
+    bench = Bench.restarted(3, attempt=7)
+    bench.attach("a0", **{"stage": 0, "version": 2, **hello})
+    assert not bench.sent("a0", Welcome)[0].keep
+    assert not bench.sent("a0", Apply)
+
+
+def test_a_peer_ahead_of_the_run_is_a_newcomer() -> None:
+    bench = Bench.restarted(3)
+    bench.attach("a0", stage=0, version=4)
+    assert not bench.sent("a0", Welcome)[0].keep
+
+
+def test_attaching_anew_in_the_middle_of_a_close_ends_the_attempt() -> None:
+    bench = training()
+    bench.fill()
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.attach("b0", stage=0, version=1)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert kinds(commands, "b0")[0] == "welcome"
+    assert "abort_round" not in kinds(commands, "b0")
+    assert "abort_round" in kinds(commands, "a0")
+
+
+def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
+    bench = training()
+    bench.lose("b0")
+    bench.tick(1.0)
+    bench.fill()
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.attach("b0", stage=0, version=1)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert PeerId("b0") not in bench.closing()
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.version == 2
+    late = bench.run.peers[PeerId("b0")]
+    assert late.phase is PeerPhase.SYNCING
+    bench.save("a0")
+    assert bench.run.peers[PeerId("b0")].source_asked

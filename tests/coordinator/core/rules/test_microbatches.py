@@ -1,0 +1,285 @@
+"""The table of a step and its leases: what counts, what is leased again, and with which mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest
+
+
+def collecting(**options: Any) -> Bench:
+    bench = Bench(**options)
+    bench.join_all("a0", "b0", "a1", "b1")
+    return bench
+
+
+def leased(
+    bench: Bench, commands: list[Command] | None = None
+) -> list[tuple[str, int, int, tuple[int, ...]]]:
+    """(trainer, lease, microbatch, mask) of all leases, in the order of the microbatches."""
+    found = [
+        (str(peer), lease.lease, m.microbatch, m.accumulate)
+        for peer in sorted(bench.run.peers)
+        for lease in bench.sent(peer, Lease, commands)
+        for m in lease.microbatches
+    ]
+    return sorted(found, key=lambda entry: entry[2])
+
+
+def test_all_microbatches_of_a_step_are_leased_to_the_trainers_in_equal_parts() -> None:
+    bench = Bench(microbatches=8)
+    bench.join("a0", 0)
+    bench.join("a1", 1, trainer=False)
+    assert [m for _, _, m, _ in leased(bench)] == list(range(8))
+    bench = Bench(microbatches=8, starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    leases = leased(bench)
+    assert [m for _, _, m, _ in leases] == list(range(8))
+    assert {mask for *_, mask in leases} == {(0, 1)}
+    assert sorted(peer for peer, *_ in leases) == sorted(["a0", "a1", "b0", "b1"] * 2)
+
+
+def test_a_peer_that_is_no_trainer_gets_no_lease() -> None:
+    bench = Bench()
+    bench.join("a0", 0, trainer=False)
+    bench.join("a1", 1)
+    assert {peer for peer, *_ in leased(bench)} == {"a1"}
+
+
+def test_without_a_trainer_the_run_waits_and_says_so() -> None:
+    bench = Bench()
+    bench.join("a0", 0, trainer=False)
+    bench.join("a1", 1, trainer=False)
+    assert bench.run.phase is RunPhase.WAITING
+    assert bench.run.waiting_reason == "no trainer"
+
+
+def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:
+    bench = collecting()
+    bench.report("a0", 0)
+    bench.report("b0", 0, 1)
+    assert {cell: held.peer for cell, held in bench.step().table.items()} == {
+        (0, 0): "a0",
+        (1, 0): "b0",
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": 2},
+        {"generation": 2},
+        {"microbatch": 2},
+        {"tokens": 3},
+        {"stage": 0, "loss_sum": None},
+        {"loss_sum": None},
+        {"loss_sum": 1.7e308},
+        {"peer": "stranger"},
+    ],
+)
+def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) -> None:
+    bench = collecting()
+    # Past the check at the edge, which refuses some of these already.
+    bad = bench.receipt("a1", 0).model_copy(update=changes)
+    bench.resolve("a0", 0, lease=0, receipts=(bad,))
+    assert not bench.step().table
+    bench.resolve("a0", 0, lease=0, receipts=(bench.receipt("a1", 0),))
+    assert list(bench.step().table) == [(0, 1)]
+
+
+def test_receipts_of_a_peer_that_is_fetching_its_stage_anew_do_not_count() -> None:
+    bench = Bench(microbatches=2)
+    bench.join_all("a0", "b0", "c0", "a1")
+    bench.fill()
+    bench.average_all()
+    for peer in ("a0", "b0", "a1"):
+        bench.apply(peer)
+    bench.apply("c0", digest="odd", norm=2.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.resolve("a0", 0, lease=0, receipts=(bench.receipt("c0", 0),))
+    assert not bench.step().table
+
+
+def test_a_peer_reports_its_own_receipts_only() -> None:
+    bench = collecting()
+    others = bench.receipt("b0", 0)
+    bench.event(_reported(bench, "a0", others))
+    assert not bench.step().table
+    bench.event(_reported(bench, "b0", others))
+    assert list(bench.step().table) == [(0, 0)]
+
+
+def _reported(bench: Bench, peer: str, receipt: Receipt) -> ReceiptsVerified:
+    return ReceiptsVerified(bench.session(peer), PeerId(peer), (receipt,))
+
+
+def test_absurd_losses_that_add_up_to_infinity_do_not_end_the_coordinator() -> None:
+    bench = Bench(stages=1, microbatches=4)
+    bench.join("a0", 0)
+    for microbatch in range(4):
+        huge = bench.receipt("a0", microbatch, stage=0).model_copy(update={"loss_sum": 1e308})
+        bench.resolve("a0", microbatch, lease=0, receipts=(huge,))
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_a_failed_microbatch_is_leased_again_after_a_pause_for_the_stages_that_lack_it() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    bench.report("a1", microbatch)
+    commands = bench.resolve(trainer, microbatch, lease, ok=False, reason="gone")
+    assert any("leased again" in n.text for n in bench.commands(Note, commands))
+    assert not leased(bench, commands)
+    assert not leased(bench, bench.tick(0.9))
+    [(_, again, same, mask)] = leased(bench, bench.tick(0.2))
+    assert (same, mask) == (microbatch, (0,))
+    assert again > lease
+
+
+def test_a_lease_that_is_not_answered_runs_out() -> None:
+    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    assert len(leased(bench)) == 2
+    assert not leased(bench, bench.tick(19.0))
+    assert len(leased(bench, bench.tick(1.5))) == 2
+
+
+def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() -> None:
+    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    driven = {
+        trainer: [
+            (lease, microbatch) for one, lease, microbatch, _ in leased(bench) if one == trainer
+        ]
+        for trainer in ("a0", "b0", "a1", "b1")
+    }
+    assert not leased(bench, bench.tick(15.0))
+    for trainer in ("a0", "b0", "a1"):
+        lease, first = driven[trainer][0]
+        bench.report("a0", first)
+        bench.report("a1", first)
+        bench.resolve(trainer, first, lease)
+    expired = leased(bench, bench.tick(10.0))
+    assert [microbatch for *_, microbatch, _ in expired] == [m for _, m in driven["b1"]]
+
+
+def test_a_trainer_that_says_it_delivered_and_did_not_loses_its_leases() -> None:
+    bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    (trainer, lease, first, _), (*_, second, _) = [x for x in leased(bench) if x[0] == "a0"]
+    bench.tick(15.0)
+    bench.resolve(trainer, first, lease)
+    assert second in [microbatch for _, _, microbatch, _ in leased(bench, bench.tick(5.5))]
+
+
+def test_the_leases_of_a_trainer_that_died_go_to_others() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, _, microbatch, _ = leased(bench)[0]
+    bench.lose(trainer)
+    [(other, _, same, _)] = leased(bench, bench.tick(1.0))
+    assert (same, other != trainer) == (microbatch, True)
+
+
+def test_an_answer_to_a_lease_that_was_granted_anew_changes_nothing() -> None:
+    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    trainer, lease, microbatch, _ = leased(bench)[0]
+    bench.tick(21.0)
+    state = bench.step().leases[MicrobatchIndex(microbatch)]
+    assert state.lease != lease
+    bench.resolve(trainer, microbatch, lease, ok=False, reason="late")
+    assert state.resolved_at is None
+
+
+def test_lease_numbers_of_another_generation_are_never_used_again() -> None:
+    first, second = Bench(), Bench.restarted(0)
+    for bench in (first, second):
+        bench.join_all("a0", "a1")
+    assert {n for _, n, *_ in leased(first, first.log)}.isdisjoint(
+        {n for _, n, *_ in leased(second, second.log)}
+    )
+
+
+def test_nothing_is_leased_while_a_stage_has_nobody() -> None:
+    bench = collecting()
+    bench.resolve_all()
+    bench.lose("a1")
+    bench.lose("b1")
+    assert not leased(bench, bench.tick(9.0))
+    bench.join("c1", 1)
+    assert [m for _, _, m, _ in leased(bench)] == [0, 1]
+
+
+def test_survivors_report_before_what_a_dead_peer_held_is_leased_again() -> None:
+    bench = collecting(microbatches=1)
+    bench.report("a0", 0)
+    bench.step().leases.clear()
+    bench.lose("a0")
+    assert not leased(bench, bench.tick(0.4))
+    bench.report("a1", 0)
+    assert [mask for *_, mask in leased(bench, bench.tick(0.2))] == [(0,)]
+
+
+def test_a_leaving_trainer_gets_no_new_lease() -> None:
+    bench = Bench(starting=2, limits={"lease_seconds": 20.0})
+    bench.join_all("a0", "b0", "a1", "b1")
+    bench.report("a0", 0)
+    bench.say("a0", Leaving())
+    commands = bench.tick(25.0)
+    assert leased(bench, commands)
+    assert "a0" not in {peer for peer, *_ in leased(bench, commands)}
+
+
+# ---- masks
+
+
+def ask(bench: Bench, peer: str, microbatch: int, step: int = 1) -> list[Command]:
+    return bench.say(
+        peer,
+        MaskRequest(request=5, step=Step(step), microbatch=MicrobatchIndex(microbatch)),
+    )
+
+
+def test_a_mask_waits_out_one_reporting_interval_and_knows_what_came_in_meanwhile() -> None:
+    bench = collecting()
+    assert not bench.sent("a0", Mask, ask(bench, "a0", 1))
+    assert not bench.sent("a0", Mask, bench.tick(0.5))
+    bench.report("b1", 1)
+    [mask] = bench.sent("a0", Mask, bench.tick(0.2))
+    assert (mask.request, mask.step, mask.microbatch, mask.accumulate) == (5, 1, 1, (0,))
+
+
+def test_a_mask_for_a_step_that_is_over_lets_nobody_count() -> None:
+    bench = collecting()
+    ask(bench, "a0", 1)
+    bench.one_step()
+    [mask] = bench.sent("a0", Mask, bench.tick(1.0))
+    assert mask.accumulate == ()
+
+
+def test_no_mask_is_answered_to_a_peer_that_is_gone() -> None:
+    bench = collecting()
+    ask(bench, "a0", 1)
+    bench.lose("a0")
+    assert not bench.sent("a0", Mask, bench.tick(1.0))
+
+
+def test_the_loss_does_not_depend_on_the_order_of_the_receipts() -> None:
+    losses = []
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        bench = Bench(microbatches=4)
+        bench.join_all("a0", "a1")
+        for microbatch in order:
+            bench.report("a1", microbatch)
+        bench.report("a0", *order)
+        bench.average_all()
+        losses.append(bench.records(AppliedStep)[0].loss)
+    assert losses[0] == losses[1]

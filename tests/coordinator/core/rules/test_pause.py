@@ -1,0 +1,128 @@
+"""Volunteers that pause: nobody waits for them, and what they have counted still counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.events import Command
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
+
+ALL = ("a0", "b0", "a1", "b1")
+
+
+def trained(*names: str, **options: Any) -> Bench:
+    bench = Bench(**options)
+    bench.join_all(*(names or ALL))
+    bench.one_step()
+    return bench
+
+
+def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, bool]:
+    """Who takes work, in the newest roster among the commands."""
+    roster = bench.sent(to, Roster, commands)[-1]
+    return {record.peer: record.accepts_work for record in roster.peers}
+
+
+def waits_for(bench: Bench) -> object:
+    return status_of(bench.run, bench.now)["waiting_for"]
+
+
+def test_who_pauses_is_offered_to_nobody_and_is_again_when_it_goes_on() -> None:
+    bench = trained()
+    assert offered(bench, bench.pause("b0")) == {"a0": True, "b0": False, "a1": True, "b1": True}
+    assert offered(bench, bench.resume("b0")) == dict.fromkeys(ALL, True)
+
+
+def test_who_pauses_gets_no_leases_and_keeps_its_place_in_the_close() -> None:
+    bench = trained()
+    bench.resolve_all()
+    bench.report("b0", 0)
+    bench.pause("b0")
+    assert bench.run.phase is RunPhase.COLLECT
+    commands = bench.report("a0", 1) + bench.report("a1", 0, 1)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert bench.close_of("b0").committed == (0,)
+    bench.average_all()
+    for peer in bench.closing():
+        commands += bench.apply(peer)
+    commands += bench.tick(2.0)
+    assert bench.sent("b0", Apply, bench.log)
+    assert bench.run.step is not None
+    assert not bench.sent("b0", Lease, commands)
+    assert bench.sent("a0", Lease, commands)
+
+
+def test_leases_that_a_pausing_trainer_hands_back_go_to_the_others() -> None:
+    bench = trained()
+    bench.resolve_all()
+    bench.tick(20.0)
+    bench.pause("a0")
+    mine = list(bench.step().leases.driven_by(PeerId("a0")))
+    assert mine
+    for microbatch in mine:
+        bench.resolve("a0", microbatch, bench.step().leases[microbatch].lease, ok=False)
+    commands = bench.tick(3.0)
+    granted = {
+        leased.microbatch
+        for peer in ALL
+        for lease in bench.sent(peer, Lease, commands)
+        for leased in lease.microbatches
+    }
+    assert set(mine) <= granted
+    assert not bench.sent("a0", Lease, commands)
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["in a step", "between two steps"])
+def test_a_stage_whose_only_peer_pauses_is_waited_for_and_the_run_says_so(between: bool) -> None:
+    bench = trained("a0", "a1", "b1")
+    if between:
+        bench.fill()
+        bench.pause("a0")
+        bench.average_all()
+        for peer in bench.closing():
+            bench.apply(peer)
+        assert bench.run.phase is RunPhase.WAITING
+    else:
+        bench.pause("a0")
+        assert bench.run.phase is RunPhase.COLLECT
+    before = bench.run.version
+    commands = bench.tick(30.0)
+    assert waits_for(bench) == "stage 0, where everybody has paused"
+    assert not any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
+    assert bench.run.version == before, "the version is not lost: its holder is there"
+    commands = bench.resume("a0") + bench.tick(120.0)
+    assert waits_for(bench) == ""
+    assert any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
+
+
+def test_a_newcomer_is_sent_where_everybody_pauses() -> None:
+    bench = trained("a0", "b0", "c0", "a1")
+    bench.pause("a1")
+    bench.attach("new")
+    bench.say("new", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("new")].stage == 1
+
+
+def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_step() -> None:
+    bench = trained("a0", "b0", "a1")
+    bench.resolve_all()
+    bench.report("a0", 0)
+    bench.pause("b0")
+    commands = bench.say("a0", Leaving())
+    assert offered(bench, commands)["a0"], "it is the only one that works"
+    assert not bench.sent("b0", AssignStage, commands)
+
+
+def test_status_tells_who_pauses() -> None:
+    bench = trained()
+    bench.pause("b1")
+    peers: Any = status_of(bench.run, bench.now)["peers"]
+    assert {peer["peer"]: peer["paused"] for peer in peers} == {
+        "a0": False, "b0": False, "a1": False, "b1": True,
+    }  # fmt: skip

@@ -1,0 +1,169 @@
+"""What the coordinator says and does about a move, word for word."""
+
+from __future__ import annotations
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.events import Tick
+from swarm_coordinator.core.rules.rebalancing import REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
+    AssignStage,
+    Heartbeat,
+    Ready,
+    SaveSnapshot,
+    SnapshotReady,
+    StageRequest,
+)
+from swarm_shared.scheduling.placement import MovePolicy
+
+PERIOD = 60.0
+SHA = "a" * 64
+
+
+def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
+    """Stage 0 has a, b and c, stage 1 has d alone; all make one microbatch/s. Version 1."""
+    bench = Bench()
+    policy = MovePolicy(period_seconds=PERIOD, rate_noise=0.0)
+    settings = RebalancingSettings(RebalancingRule.THROUGHPUT, policy)
+    bench.run.rebalancing = rebalancing_of(bench.manifest, settings)
+    for stage, peers in enumerate(("abc", at_stage_1)):
+        for peer in peers:
+            bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
+            bench.say(peer, StageRequest(stage=StageIndex(stage)))
+            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would go elsewhere, too
+    for peer in ("a", "b", "c", *at_stage_1):
+        bench.ready(peer)
+    bench.one_step()
+    assert bench.run.version == 1
+    return bench
+
+
+def decided(bench: Bench) -> str:
+    """The peer that is on its way, after a period."""
+    bench.tick(PERIOD + 1.0)
+    (mover,) = bench.run.peers.movers
+    return mover
+
+
+def told(bench: Bench) -> dict[str, object]:
+    document = status_of(bench.run, bench.now)["rebalancing"]
+    assert isinstance(document, dict)
+    return document
+
+
+def fetch_beside(bench: Bench, mover: str) -> AssignStage:
+    """The mover is told where the next stage's state is; who holds it has saved it."""
+    (asked,) = bench.sent("d", SaveSnapshot, bench.log)
+    assert asked.stage == 1
+    ready = SnapshotReady(version=asked.version, stage=asked.stage, item="x", bytes=10, sha256=SHA)
+    (assigned,) = bench.sent(mover, AssignStage, bench.say("d", ready))
+    return assigned
+
+
+def test_a_decision_says_why_this_peer_what_it_gains_and_what_it_costs() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    text = decision["text"]
+    assert decision["peer"] == mover
+    assert f"{mover} (…{mover}) moves from stage 0 to stage 1, which makes 1 microbatches/s" in text
+    assert "brings the run from 1 to 2 (+100.0 %)" in text
+    assert "it downloads" in text
+    assert "goes on with its old stage meanwhile (2 microbatches/s without it)" in text
+    assert "has paid for that" in text
+    assert told(bench)["on_the_way"] == 1
+
+
+def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    assigned = fetch_beside(bench, mover)
+    assert (assigned.prepare, assigned.stage, assigned.version) == (True, 1, 1)
+    assert bench.run.peers[PeerId(mover)].stage == 0
+    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    assert mover in {record.peer for record in bench.run.roster()[0]}
+
+    bench.fill()
+    close = bench.close_of(mover)
+    other = next(peer for peer in "abc" if peer != mover)
+    assert mover in close.reductions[0].members  # what it has counted in the old stage counts
+    assert close.moving[0].members == tuple(sorted(("d", mover)))
+    assert bench.close_of("d").reductions == close.moving
+    assert bench.close_of(other).moving == ()
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.peers[PeerId(mover)].stage == 1
+    assert bench.run.version == 2
+    assert mover in {record.peer for record in bench.run.roster()[1]}
+    assert told(bench)["made"] == 1
+
+
+def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    fetch_beside(bench, mover)
+    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.fill()
+    assert bench.close_of(mover).moving
+    bench.failed(mover)
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.tick(2.0)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert bench.close_of(mover).moving == ()
+    assert bench.run.peers[PeerId(mover)].stage == 0
+    assert told(bench)["dropped"] == 1
+
+
+def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -> None:
+    bench = lopsided(memory_bytes=150)
+    mover = decided(bench)
+    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    assert "cannot go on with its old stage meanwhile" in decision["text"]
+    assert not bench.sent(mover, AssignStage, bench.log[-50:])
+    bench.one_step()
+    peer = bench.run.peers[PeerId(mover)]
+    assert (peer.stage, peer.moving) == (1, None)
+
+
+def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period() -> None:
+    bench = lopsided(at_stage_1="def")
+    bench.tick(PERIOD / 2)
+    assert not bench.run.peers.movers
+    bench.lose("e")
+    bench.lose("f")
+    bench.tick(REACTION_SECONDS + 2.0)
+    assert len(bench.run.peers.movers) == 1
+    (mover,) = bench.run.peers.movers
+    bench.lose(mover)
+    bench.tick(REACTION_SECONDS + 2.0)
+    assert not bench.run.peers.movers
+
+
+def test_a_run_in_balance_says_why_nobody_moves() -> None:
+    bench = lopsided()
+    for peer, rate in zip("abcd", (1.0, 1.0, 1.0, 3.0), strict=True):
+        for _ in range(40):
+            bench.say(peer, Heartbeat(microbatches_per_second=rate, queued=0))
+    bench.run.rebalancing.due_at = bench.now
+    bench.event(Tick())
+    assert not bench.run.peers.movers
+    assert "is the thinnest" in str(told(bench)["reason"])
+
+
+def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:
+    bench = lopsided()
+    sent = bench.run.rebalancing.stages[0].sent_bytes
+    assert sent > 0
+    bench.tick(1.0)
+    beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
+    bench.say("a", beat)
+    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
+    assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
+    bench.say("a", Heartbeat())
+    assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25, "nothing new was said"
+    bench.say("a", Heartbeat(up_bytes_per_second=0.0))
+    assert bench.run.stage_rows()[0].microbatches_per_second == 3.0

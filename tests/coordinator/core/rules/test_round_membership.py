@@ -1,0 +1,397 @@
+"""Stages close apart: who goes when the others have averaged costs nothing, and else one round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.events import AppliedStep, Command, Restored
+from swarm_coordinator.core.state.moves import Moving
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
+    AbortRound,
+    Apply,
+    AssignStage,
+    Close,
+    Leaving,
+    NotFinite,
+    RoundReport,
+    Welcome,
+)
+
+ALL = ("a0", "b0", "a1", "b1")
+
+
+def closing(*names: str, **options: Any) -> Bench:
+    """Everything is committed, by two of stage 0 and one of stage 1, and the close is under way."""
+    bench = Bench(**options)
+    bench.join_all(*(names or ALL))
+    bench.report("a0", 0)
+    bench.report("b0", 1)
+    bench.report("a1", 0, 1)
+    for stage in range(2, bench.manifest.stage_count):
+        bench.report(f"a{stage}", 0, 1)
+    assert bench.run.phase is RunPhase.CLOSING
+    return bench
+
+
+def averaged(bench: Bench, *peers: str) -> list[Command]:
+    return [command for peer in peers for command in bench.averaged(peer)]
+
+
+def told(bench: Bench, kind: type[Any], among: list[Command]) -> set[str]:
+    return {peer for peer in bench.sessions if bench.sent(peer, kind, among)}
+
+
+def shares(bench: Bench) -> dict[tuple[str, int], int]:
+    [record] = bench.records(AppliedStep)
+    return {(s.peer, s.stage): s.microbatches for s in record.shares}
+
+
+def stage_0_alone_again(bench: Bench) -> None:
+    """A death has ended the round of stage 0; its share is counted anew, and it closes again."""
+    averaged(bench, "a1", "b1")
+    bench.averaged("b0")
+    bench.lose("b0")
+    bench.report("a0", 1)
+    bench.tick(2.0)
+    assert bench.run.phase is RunPhase.CLOSING
+
+
+# ---- deaths
+
+
+def test_a_death_when_the_others_have_averaged_costs_nothing_and_its_work_counts() -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0", "a1")
+    commands = bench.lose("b0")
+    assert told(bench, AbortRound, commands) == set()
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.averaged("b1")
+    assert told(bench, Apply, commands) == {"a0", "a1", "b1"}
+    assert shares(bench) == {("a0", 0): 1, ("b0", 0): 1, ("a1", 1): 2}
+
+
+def test_the_death_of_the_last_one_that_was_waited_for_ends_the_wait() -> None:
+    bench = closing()
+    averaged(bench, "a0", "a1", "b1")
+    commands = bench.lose("b0")
+    assert told(bench, Apply, commands) == {"a0", "a1", "b1"}
+    assert shares(bench)["b0", 0] == 1
+    assert bench.run.work.cleared == 0
+
+
+def test_a_death_before_the_others_have_averaged_ends_the_round_of_one_stage() -> None:
+    bench = closing()
+    bench.averaged("a1")
+    commands = bench.lose("b0")
+    assert told(bench, AbortRound, commands) == {"a0"}
+    assert set(bench.step().table) == {(0, 0), (0, 1), (1, 1)}
+    bench.averaged("b1")
+    bench.report("a0", 1)
+    commands = bench.tick(2.0)
+    assert told(bench, Close, commands) == {"a0"}
+    assert bench.close_of("a0").committed == (0, 1)
+    commands = bench.averaged("a0")
+    assert told(bench, Apply, commands) == {"a0", "a1", "b1"}
+    [record] = bench.records(AppliedStep)
+    assert record.attempts == (record.attempt, record.attempt - 1)
+    attempts = {peer: bench.sent(peer, Apply, commands)[0].attempt for peer in ("a0", "a1", "b1")}
+    assert attempts == {"a0": record.attempt, "a1": record.attempt - 1, "b1": record.attempt - 1}
+
+
+def test_a_death_that_ends_a_round_does_not_make_the_next_one_wait_longer_each_time() -> None:
+    bench = closing(*ALL, "c0", "d0", "e0", "f0")
+    averaged(bench, "a1", "b1")
+    pauses = []
+    for peer in ("c0", "d0", "e0", "f0"):
+        bench.lose(peer)
+        began = bench.now
+        while bench.run.phase is RunPhase.COLLECT:
+            bench.tick(0.1)
+        pauses.append(bench.now - began)
+    assert pauses == pytest.approx([bench.manifest.limits.receipt_interval_seconds] * 4, abs=0.15)
+
+
+def test_when_the_last_one_of_a_stage_dies_its_average_dies_with_it() -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0", "a1")
+    bench.lose("b0")
+    bench.lose("a0")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert {cell for cell in bench.step().table if cell[1] == 0} == set(), "b0's as well"
+    assert bench.step().closing is not None
+    bench.join_all("c0")
+    bench.report("c0", 0, 1)
+    bench.averaged("b1")
+    bench.tick(2.0)
+    bench.averaged("c0")
+    assert shares(bench) == {("c0", 0): 2, ("a1", 1): 2}
+
+
+def test_a_second_death_of_one_that_came_back_without_its_average_clears_nothing() -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0", "a1")
+    bench.lose("b0")
+    bench.attach("b0")
+    bench.lose("b0")
+    bench.averaged("b1")
+    assert shares(bench)["b0", 0] == 1
+
+
+def test_one_that_has_averaged_and_then_holds_another_stage_counts_in_both() -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0")
+    bench.averaged("a1")
+    bench.lose("b1")  # the round of stage 1 goes on without it: a1 has averaged
+    assert bench.run.phase is RunPhase.APPLYING
+    bench = closing("a0", "b0", "a1")
+    averaged(bench, "a0", "b0")
+    bench.lose("b0")
+    bench.lose("a1")
+    bench.join("b0", 1)
+    bench.report("b0", 0, 1)
+    bench.tick(2.0)
+    assert bench.close_of("b0").committed == (0, 1)
+    assert bench.closing() == ["a0", "b0"]
+    bench.averaged("b0")
+    assert shares(bench) == {("a0", 0): 1, ("b0", 0): 1, ("b0", 1): 2}
+
+
+# ---- those that come back, and those that come
+
+
+def test_one_that_comes_back_with_its_average_applies_it_with_the_others() -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0", "a1")
+    attempt = bench.step().attempt
+    bench.lose("b0")
+    commands = bench.attach("b0", stage=0, version=0, averaged_attempt=attempt)
+    assert bench.sent("b0", Welcome, commands)[0].keep
+    assert bench.closing() == list(ALL)
+    commands = bench.averaged("b1")
+    assert told(bench, Apply, commands) == set(ALL)
+    for peer in ALL:
+        bench.apply(peer)
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.READY
+    assert shares(bench)["b0", 0] == 1
+
+
+@pytest.mark.parametrize("said", [{"averaged_attempt": 999}, {}])
+def test_one_that_comes_back_without_its_average_is_synced_after_the_step(
+    said: dict[str, int],
+) -> None:
+    bench = closing()
+    averaged(bench, "a0", "b0", "a1")
+    bench.lose("b0")
+    bench.attach("b0", stage=0, version=0, **said)
+    assert bench.closing() == ["a0", "a1", "b1"]
+    commands = bench.averaged("b1")
+    assert told(bench, Apply, commands) == {"a0", "a1", "b1"}
+    for peer in ("a0", "a1", "b1"):
+        bench.apply(peer)
+    assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
+
+
+def test_a_newcomer_to_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
+    bench = closing(limits={"join_hold_seconds": 60.0})
+    stage_0_alone_again(bench)
+    bench.failed("a0")
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.join_all("c1", "c0")
+    assert bench.run.peers[PeerId("c1")].phase is PeerPhase.SYNCING
+    assert bench.run.peers[PeerId("c0")].phase is PeerPhase.READY
+    assert not bench.sent("c1", AssignStage, bench.ready("c1")), "it would be refused again"
+    bench.tick(3.0)
+    assert bench.run.phase is RunPhase.CLOSING, "the close does not wait for c1"
+    assert bench.closing() == ["a0", "c0", "a1", "b1"]
+
+
+def test_a_coordinator_that_comes_back_while_a_step_is_applied_knows_each_stage_s_attempt() -> None:
+    last = AppliedStep(Step(3), 9, 2.0, 8, 1.0, 3.0, 0.1, (), (9, 7))
+    bench = Bench(Restored(2, Version(3), last, None, False, None))
+    commands = bench.attach("a0", stage=0, version=2, averaged_attempt=9)
+    assert [apply.attempt for apply in bench.sent("a0", Apply, commands)] == [9]
+    commands = bench.attach("a1", stage=1, version=2, averaged_attempt=7)
+    assert [apply.attempt for apply in bench.sent("a1", Apply, commands)] == [7]
+    commands = bench.attach("b1", stage=1, version=2, averaged_attempt=9)
+    assert not bench.sent("b1", Apply, commands)
+    assert not bench.sent("b1", Welcome, commands)[0].keep
+
+
+# ---- what fails
+
+
+def test_a_failed_member_ends_its_own_round_and_the_others_keep_what_they_have() -> None:
+    bench = closing()
+    averaged(bench, "a1", "b1")
+    commands = bench.failed("a0", culprit="b0")
+    assert told(bench, AbortRound, commands) == {"a0", "b0"}
+    commands = bench.tick(2.0)
+    assert told(bench, Close, commands) == {"a0", "b0"}
+    averaged(bench, "a0", "b0")
+    assert bench.run.phase is RunPhase.APPLYING
+
+
+def test_replicas_that_average_to_different_gradients_end_their_own_round() -> None:
+    bench = closing()
+    averaged(bench, "a1", "b1")
+    bench.averaged("a0", own=1.0)
+    commands = bench.averaged("b0", own=1.5)
+    assert told(bench, AbortRound, commands) == {"a0", "b0"}
+    assert len(bench.step().table) == 4
+
+
+def test_a_norm_of_the_whole_that_is_not_finite_ends_all_rounds() -> None:
+    bench = closing()
+    for peer in ALL:
+        report = RoundReport(
+            step=bench.step().step, attempt=bench.step().attempt, ok=True, own_squared=1.0
+        )
+        # Past the check at the edge, which refuses it already.
+        commands = bench.say(peer, report.model_copy(update={"own_squared": 1.7e308}))
+    assert told(bench, AbortRound, commands) == set(ALL)
+    assert bench.step().closing is None
+
+
+def test_a_round_that_takes_too_long_ends_alone() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    averaged(bench, "a1", "b1")
+    commands = bench.tick(21.0)
+    assert told(bench, AbortRound, commands) == {"a0", "b0"}
+    assert told(bench, Close, commands + bench.tick(1.0)) == {"a0", "b0"}
+
+
+def test_a_late_failure_of_one_whose_part_is_averaged_takes_nothing_back() -> None:
+    bench = closing(limits={"lease_seconds": 20.0})
+    averaged(bench, "a0", "a1")  # b0 and b1 are silent; b1 goes on being waited for
+    bench.tick(21.0)
+    assert bench.step().excluded == {"b0", "b1"}
+    assert bench.run.phase is RunPhase.APPLYING
+    bench = closing(limits={"lease_seconds": 20.0})
+    averaged(bench, "a0")
+    bench.tick(21.0)
+    assert bench.run.phase is RunPhase.COLLECT, "stage 1 was silent as a whole"
+    bench.failed("b0", reset=True, missing=(1,))
+    assert len(bench.step().table) == 4
+
+
+def test_what_is_not_finite_at_one_that_has_averaged_changes_nothing() -> None:
+    bench = closing()
+    stage_0_alone_again(bench)
+    bench.failed("a0", missing=(0,))
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.say("a1", NotFinite(step=bench.step().step, microbatch=0))
+    assert bench.run.peers[PeerId("a1")].phase is PeerPhase.READY
+    assert {cell for cell in bench.step().table if cell[1] == 1} == {(0, 1), (1, 1)}
+
+
+def test_a_leaver_that_has_averaged_applies_the_step_before_it_goes() -> None:
+    bench = closing()
+    stage_0_alone_again(bench)
+    bench.failed("a0")
+    bench.say("b1", Leaving())
+    bench.tick(2.0)
+    assert PeerId("b1") in bench.run.peers
+    bench.averaged("a0")
+    for peer in bench.closing():
+        bench.apply(peer)
+    bench.tick(1.0)
+    assert PeerId("b1") not in bench.run.peers
+
+
+# ---- stages that average together
+
+
+def test_both_ends_of_a_tied_model_fail_together_and_what_is_between_goes_on() -> None:
+    bench = closing("a0", "b0", "a1", "a2", "b2", stages=3, tied=True)
+    averaged(bench, "b0", "a1", "a2", "b2")
+    bench.failed("a0")
+    assert told(bench, AbortRound, bench.last) == {"a0", "b0", "a2", "b2"}
+    commands = bench.tick(2.0)
+    assert told(bench, Close, commands) == {"a0", "b0", "a2", "b2"}
+    averaged(bench, "a0", "b0", "b2")
+    bench.lose("a2")
+    [record] = bench.records(AppliedStep)
+    assert record.attempts == (record.attempt, record.attempt - 1, record.attempt)
+
+
+def test_the_tied_ends_wait_for_each_other_before_a_death_costs_nothing() -> None:
+    bench = closing("a0", "b0", "a1", "b1", tied=True)
+    averaged(bench, "a0", "b0")
+    commands = bench.lose("b0")
+    assert told(bench, AbortRound, commands) == {"a0", "a1", "b1"}
+
+
+def moving(bench: Bench, peer: str, stage: int) -> None:
+    """It has its next stage's state."""
+    way = Moving(StageIndex(stage), False, bench.now)
+    way.version, way.source_asked, way.ready = bench.run.version, True, True
+    bench.run.peers[PeerId(peer)].moving = way
+
+
+def switching() -> Bench:
+    """c0 goes over to stage 1 in this close, and stage 2 has nothing to do with it."""
+    bench = Bench(stages=3)
+    bench.join_all("a0", "b0", "c0", "a1", "b1", "a2", "b2")
+    moving(bench, "c0", 1)
+    bench.fill()
+    assert bench.run.phase is RunPhase.CLOSING
+    assert bench.close_of("c0").moving
+    return bench
+
+
+def test_stages_between_which_somebody_switches_fail_together() -> None:
+    bench = switching()
+    commands = bench.failed("a1")
+    assert told(bench, AbortRound, commands) == {"a0", "b0", "c0", "a1", "b1"}
+    assert bench.run.peers[PeerId("c0")].moving is None
+
+
+def test_a_switching_member_that_dies_when_all_others_have_averaged_costs_nothing() -> None:
+    bench = switching()
+    averaged(bench, "a0", "b0", "a1", "b1", "a2", "b2")
+    bench.lose("c0")
+    assert bench.run.phase is RunPhase.APPLYING
+    assert bench.closing() == ["a0", "b0", "a1", "b1", "a2", "b2"]
+
+
+def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
+    bench = switching()
+    averaged(bench, "a0", "b0", "c0", "a1", "b1")
+    bench.lose("a0")
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.lose("b0")
+    assert told(bench, AbortRound, commands) == {"c0", "a1", "b1"}
+
+
+def test_a_stage_whose_own_members_are_gone_is_not_applied_by_those_who_come_to_it() -> None:
+    """Who switches says nothing of the norm of the stage that it comes to."""
+    bench = switching()
+    averaged(bench, "a0", "b0", "c0", "a2", "b2", "a1")
+    bench.lose("b1")
+    assert bench.run.phase is RunPhase.APPLYING
+    bench = switching()
+    averaged(bench, "a0", "b0", "c0", "a1", "b1")
+    bench.lose("b1")
+    assert bench.run.phase is RunPhase.CLOSING
+    commands = bench.lose("a1")
+    assert told(bench, AbortRound, commands) == {"a0", "b0", "c0"}
+
+
+def test_a_mover_waits_for_the_next_step_when_its_next_stage_has_averaged() -> None:
+    bench = closing(*ALL, "c0")
+    averaged(bench, "a1", "b1")
+    bench.failed("a0")
+    moving(bench, "c0", 1)
+    commands = bench.tick(2.0)
+    assert bench.sent("c0", Close, commands)[0].moving == ()
+    averaged(bench, "a0", "b0", "c0")
+    for peer in bench.closing():
+        bench.apply(peer)
+    c0 = bench.run.peers[PeerId("c0")]
+    assert c0.stage == 0
+    assert c0.moving is not None

@@ -1,0 +1,317 @@
+"""Checkpoints, leaving, stopping, finishing: nothing is lost, and nobody is kept for long."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import SHA, Bench
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    CheckpointFailed,
+    CheckpointRecord,
+    CloseSession,
+    Command,
+    EvaluationRecord,
+    FetchSnapshot,
+    Persist,
+    Restored,
+    RolledBack,
+    RunFinished,
+    Stopped,
+    StopRequested,
+)
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
+from swarm_shared.protocol import (
+    AssignStage,
+    Goodbye,
+    Lease,
+    SaveSnapshot,
+    SnapshotFailed,
+    StageRequest,
+)
+
+ALL = ("a0", "b0", "a1", "b1")
+
+
+def trained(done: int, /, names: tuple[str, ...] = ALL, **options: Any) -> Bench:
+    bench = Bench(**options)
+    bench.join_all(*names)
+    for _ in range(done):
+        bench.one_step()
+    return bench
+
+
+def savers(bench: Bench, commands: list[Command] | None = None) -> list[str]:
+    return [p for p in sorted(bench.run.peers) if bench.sent(p, SaveSnapshot, commands)]
+
+
+# ---- checkpoints
+
+
+def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes_on() -> None:
+    bench = trained(2, checkpoint_steps=2)
+    assert savers(bench) == ["a0", "a1"]
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.save("a0")
+    [fetch] = bench.commands(FetchSnapshot)
+    assert (fetch.holder.peer, fetch.snapshot.sha256) == ("a0", SHA)
+    assert not bench.commands(FetchSnapshot, bench.save("b0")), "nobody asked b0"
+    assert bench.commands(FetchSnapshot, bench.save("a1"))
+    bench.one_step()
+    bench.stored(2)
+    assert bench.records(CheckpointRecord) == [Bench.checkpoint_of(2, 2)]
+    assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
+
+
+def test_a_checkpoint_under_way_is_not_given_up_because_the_next_one_is_due() -> None:
+    bench = trained(2, checkpoint_steps=2)
+    bench.save("a0")
+    bench.save("a1")
+    bench.one_step()
+    assert not savers(bench, bench.one_step())
+    bench.stored(2)
+    assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
+
+
+@pytest.mark.parametrize("word", ["the shell's", "the holder's"])
+def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
+    bench = trained(2, checkpoint_steps=2)
+    if word == "the shell's":
+        bench.event(CheckpointFailed(Version(2), "the disk is full"))
+    else:
+        reason = "the disk is full"
+        bench.say("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
+    assert bench.run.pending_checkpoint is None
+    assert not savers(bench, bench.tick(10.0))
+    bench.one_step()
+    assert savers(bench, bench.one_step()), "the next one is tried as usual"
+
+
+def test_a_holder_that_dies_before_it_answers_is_replaced() -> None:
+    bench = trained(2, checkpoint_steps=2)
+    assert savers(bench, bench.lose("a0")) == ["b0"]
+    bench.save("b0")
+    assert [c.holder.peer for c in bench.commands(FetchSnapshot)] == ["b0"]
+
+
+def test_a_holder_that_lost_its_link_before_it_was_told_is_asked_again() -> None:
+    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    assert savers(bench, bench.attach("a0", stage=0, version=2)) == ["a0"]
+
+
+def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None:
+    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    bench.lose("a0")
+    assert bench.run.pending_checkpoint is None
+
+
+def test_a_checkpoint_of_a_history_that_was_given_up_is_never_recorded() -> None:
+    bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
+    bench.save("a0")
+    bench.save("a1")
+    bench.lose("a1")
+    bench.join("c1", 1)
+    bench.tick(11.0)
+    assert [r.version for r in bench.records(RolledBack)] == [0]
+    bench.stored(2)
+    assert not bench.records(CheckpointRecord)
+    assert bench.run.checkpoint is None
+
+
+def test_files_that_are_not_the_ones_asked_for_are_no_checkpoint() -> None:
+    bench = trained(2, checkpoint_steps=2)
+    bench.save("a0")
+    bench.save("a1")
+    bench.stored(2, sha="b" * 64)
+    assert not bench.records(CheckpointRecord)
+
+
+# ---- the end of the run
+
+
+def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
+    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=2)
+    assert bench.run.phase is RunPhase.EVALUATING
+    leases = [lease for p in ("a0", "a1") for lease in bench.sent(p, Lease)]
+    assert {lease.mode for lease in leases} == {"evaluate"}
+    assert {m.accumulate for lease in leases for m in lease.microbatches} == {()}
+    losses = {0: 6.0, 1: 10.0}
+    for microbatch, loss in losses.items():
+        state = bench.step().leases[MicrobatchIndex(microbatch)]
+        bench.resolve(
+            state.trainer, microbatch, state.lease, evaluation_loss_sum=loss, evaluation_tokens=4
+        )
+    assert bench.records(EvaluationRecord) == [EvaluationRecord(Version(1), 2.0, 8)]
+    commands = bench.checkpoint()
+    records = [type(c.record) for c in bench.commands(Persist, commands)]
+    assert records == [CheckpointRecord, RunFinished]
+    assert bench.sent("a0", Goodbye, commands)[0].finished
+    assert [c.peer for c in bench.commands(CloseSession, commands)] == ["a0", "a1"]
+    assert isinstance(commands[-1], Stopped)
+    assert bench.run.phase is RunPhase.FINISHED
+    assert not bench.tick(5.0)
+
+
+def test_an_evaluation_that_failed_is_leased_again() -> None:
+    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=1)
+    state = bench.step().leases[MicrobatchIndex(0)]
+    bench.resolve(state.trainer, 0, state.lease, ok=False, reason="gone")
+    bench.tick(1.5)
+    assert bench.step().leases[MicrobatchIndex(0)].lease > state.lease
+
+
+def test_the_last_checkpoint_is_tried_again_with_another_holder() -> None:
+    bench = trained(1, steps=1)
+    assert savers(bench) == ["a0", "a1"]
+    bench.event(CheckpointFailed(Version(1), "the disk is full"))
+    assert savers(bench, bench.tick(6.0)) == ["b0", "b1"]
+    bench.save("b0")
+    bench.save("b1")
+    bench.stored(1)
+    assert bench.records(RunFinished) == [RunFinished(Version(1))]
+
+
+def test_a_run_whose_last_checkpoint_cannot_be_stored_ends_and_is_not_called_finished() -> None:
+    bench = trained(1, names=("a0", "a1"), steps=1)
+    for _ in range(100):
+        if bench.run.phase is RunPhase.FINISHED:
+            break
+        bench.event(CheckpointFailed(Version(1), "the disk is full"))
+        bench.tick(6.0)
+    assert bench.run.phase is RunPhase.FINISHED
+    assert not bench.records(RunFinished)
+    assert bench.commands(Stopped, bench.log)
+
+
+def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> None:
+    bench = trained(2, names=("a0", "a1"), steps=2, evaluation=1)
+    assert bench.run.phase is RunPhase.EVALUATING
+    bench.lose("a1")
+    bench.attach("c1", wanted_stage=1)
+    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    commands = bench.tick(11.0)
+    assert [r.version for r in bench.records(RolledBack, commands)] == [0]
+    assert bench.sent("c1", AssignStage, commands)
+    for peer in ("a0", "c1"):
+        bench.ready(peer)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() -> None:
+    bench = trained(1, names=("a0", "a1"), steps=1, evaluation=1)
+    state = bench.step().leases[MicrobatchIndex(0)]
+    bench.resolve(state.trainer, 0, state.lease, evaluation_loss_sum=6.0, evaluation_tokens=4)
+    assert bench.run.heldout_loss == 1.5
+    bench.lose("a1")
+    bench.join("c1", 1)
+    bench.tick(11.0)
+    for peer in ("a0", "c1"):
+        bench.ready(peer)
+    bench.one_step()
+    assert bench.run.phase is RunPhase.EVALUATING
+
+
+def test_a_run_that_is_finished_already_says_so_and_stops() -> None:
+    last = Bench.applied_step(1, 7)
+    restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), True, 2.0)
+    bench = Bench(restored, steps=1, evaluation=1)
+    commands = bench.tick()
+    assert isinstance(commands[-1], Stopped)
+
+
+def test_a_run_whose_steps_were_raised_goes_on_and_is_evaluated_at_its_new_end() -> None:
+    last = Bench.applied_step(1, 7)
+    restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), False, 2.0)
+    bench = Bench(restored, steps=2, evaluation=1)
+    for peer in ("a0", "a1"):
+        bench.attach(peer, stage=int(peer[1]), version=1)
+    bench.one_step()
+    assert bench.run.phase is RunPhase.EVALUATING
+
+
+# ---- Ctrl-C at the coordinator
+
+
+def test_a_stop_in_mid_step_writes_a_checkpoint_of_the_version_and_says_goodbye() -> None:
+    bench = trained(1)
+    bench.report("a0", 0)
+    commands = bench.event(StopRequested())
+    assert savers(bench, commands) == ["a0", "a1"]
+    commands = bench.checkpoint()
+    assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 1)]
+    assert all(not m.finished for p in ALL for m in bench.sent(p, Goodbye, commands))
+    assert isinstance(commands[-1], Stopped)
+    assert not bench.tick(5.0)
+
+
+def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
+    bench = trained(1)
+    bench.fill()
+    bench.event(StopRequested())
+    assert bench.run.phase is RunPhase.CLOSING
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    assert bench.run.version == 2
+    commands = bench.checkpoint()
+    assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 2)]
+    assert isinstance(commands[-1], Stopped)
+
+
+def test_a_stop_with_nobody_there_ends_at_once() -> None:
+    bench = Bench.restarted(3)
+    assert isinstance(bench.event(StopRequested())[-1], Stopped)
+
+
+def test_a_stop_does_not_wait_for_ever() -> None:
+    bench = trained(1)
+    bench.event(StopRequested())
+    assert not bench.commands(Stopped, bench.tick(29.0))
+    assert bench.commands(Stopped, bench.tick(2.0))
+
+
+def test_a_second_stop_changes_nothing() -> None:
+    bench = trained(1)
+    bench.event(StopRequested())
+    bench.now += 20.0
+    bench.event(StopRequested())
+    assert bench.commands(Stopped, bench.tick(11.0))
+
+
+# ---- what people see
+
+
+def test_the_status_is_plain_json_in_every_phase() -> None:
+    bench = Bench(steps=1)
+    phases = set()
+
+    def look() -> dict[str, Any]:
+        status = status_of(bench.run, bench.now)
+        phases.add(status["phase"])
+        return dict(json.loads(json.dumps(status)))
+
+    assert look()["waiting_for"] == ""
+    bench.join_all(*ALL)
+    bench.report("a0", 0)
+    status = look()
+    assert (status["cells_done"], status["cells_total"], status["healthy"]) == (1, 4, True)
+    assert status["stages"] == [
+        {"stage": stage, "peers": 2, "microbatches_per_second": 0.0} for stage in (0, 1)
+    ]
+    bench.fill()
+    look()
+    bench.average_all()
+    look()
+    for peer in bench.closing():
+        bench.apply(peer)
+    status = look()
+    assert status["loss"] == bench.records(AppliedStep)[0].loss
+    assert status["version"] == 1
+    bench.checkpoint()
+    assert look()["peers"] == []
+    assert len(phases) == 5

@@ -1,0 +1,308 @@
+"""Close, norm, apply: when a step counts, when an attempt is given up, and who sits it out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kits.swarm_world.event_bench import Bench
+from kits.swarm_world.facts import train_loss
+from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AbortRound, Apply, Close, Heartbeat, Lease, Roster, RoundReport
+from swarm_shared.run.schedule import learning_rate
+
+ALL = ("a0", "b0", "a1", "b1")
+
+
+def closing(**options: Any) -> Bench:
+    """Two peers a stage; everything is committed and the first close is under way."""
+    bench = Bench(**options)
+    bench.join_all(*ALL)
+    bench.report("a0", 0)
+    bench.report("b0", 1)
+    bench.report("b1", 0, 1)
+    assert bench.run.phase is RunPhase.CLOSING
+    return bench
+
+
+def closed_again(bench: Bench, seconds: float = 6.0) -> list[Command]:
+    """After an abort: wait for the next close of the same step."""
+    commands = bench.tick(seconds)
+    assert bench.run.phase is RunPhase.CLOSING
+    return commands
+
+
+def applied(bench: Bench) -> Bench:
+    for peer in bench.closing():
+        bench.apply(peer)
+    return bench
+
+
+# ---- closing
+
+
+def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
+    bench = closing()
+    closes = {peer: bench.close_of(peer) for peer in ALL}
+    assert {peer: close.committed for peer, close in closes.items()} == {
+        "a0": (0,),
+        "b0": (1,),
+        "a1": (),
+        "b1": (0, 1),
+    }
+    for peer, close in closes.items():
+        [own] = close.reductions
+        assert own.part == "own"
+        assert own.members == (("a0", "b0") if peer[1] == "0" else ("a1", "b1"))
+
+
+def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_same() -> None:
+    bench = Bench()
+    thick, thin = Heartbeat(up_bytes_per_second=12.5e6), Heartbeat(up_bytes_per_second=6e5)
+    bench.join_all("a0", "b0", "c0", "a1")
+    for peer, beat in {"a0": thick, "b0": thin, "c0": thick, "a1": thin}.items():
+        bench.say(peer, beat)
+    bench.report("a0", 0, 1)
+    bench.report("a1", 0, 1)
+    of_first = [bench.close_of(peer).reductions for peer in ("a0", "b0", "c0")]
+    assert {own.members for (own,) in of_first} == {("a0", "b0", "c0")}
+    assert {own.weights for (own,) in of_first} == {(1000, 0, 1000)}
+    assert bench.close_of("a1").reductions[0].weights == ()
+
+
+def test_a_step_is_durable_before_anybody_is_told_to_apply_it() -> None:
+    bench = closing()
+    for peer in ("a0", "b0", "a1"):
+        assert not bench.commands(Persist, bench.averaged(peer, own=4.0 if peer[1] == "0" else 5.0))
+    commands = bench.averaged("b1", own=5.0)
+    [record] = [i for i, c in enumerate(commands) if isinstance(c, Persist)]
+    told = [i for i, c in enumerate(commands) if isinstance(c, Send)]
+    assert min(told) > record
+    assert [bench.sent(peer, Apply)[0].attempt for peer in ALL] == [bench.step().attempt] * 4
+
+
+def test_the_record_of_a_step_adds_up() -> None:
+    bench = closing()
+    bench.now += 3.0
+    for peer in ALL:
+        bench.averaged(peer, own=4.0 if peer[1] == "0" else 5.0)
+    [record] = bench.records(AppliedStep)
+    assert (record.step, record.tokens, record.seconds) == (1, 8, 3.0)
+    assert record.loss == pytest.approx((train_loss(1, 0) + train_loss(1, 1)) / 8)
+    assert record.global_norm == pytest.approx(3.0)
+    assert record.learning_rate == learning_rate(bench.manifest.optimizer, 20, 1)
+    shares = {(s.peer, s.stage): (s.microbatches, s.tokens) for s in record.shares}
+    assert shares == {("a0", 0): (1, 4), ("b0", 0): (1, 4), ("b1", 1): (2, 8)}
+
+
+def test_the_next_step_begins_when_every_member_has_applied() -> None:
+    bench = closing()
+    bench.average_all()
+    for peer in ("a0", "b0", "a1"):
+        bench.apply(peer)
+        assert bench.run.phase is RunPhase.APPLYING
+    commands = bench.apply("b1")
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.step().step == 2
+    assert any(bench.sent(peer, Lease, commands) for peer in ALL)
+
+
+def test_while_versions_differ_no_roster_is_sent() -> None:
+    bench = closing()
+    bench.average_all()
+    bench.apply("a0")
+    assert not bench.sent("a0", Roster, bench.lose("b0") + bench.tick(1.0))
+    bench.apply("a1")
+    [roster] = bench.sent("a0", Roster, bench.apply("b1"))
+    assert {p.peer for p in roster.peers} == {"a0", "a1", "b1"}
+
+
+# ---- tied embeddings
+
+
+def test_tied_embeddings_are_reduced_a_second_time_over_first_and_last_stage() -> None:
+    bench = Bench(stages=3, tied=True)
+    bench.join_all("a0", "b0", "a1", "a2")
+    bench.fill()
+    for peer in ("a0", "b0", "a2"):
+        own, tied = bench.close_of(peer).reductions
+        assert (own.part, tied.part) == ("own", "tied")
+        assert own.members == (("a0", "b0") if peer[1] == "0" else ("a2",))
+        assert tied.members == ("a0", "a2", "b0")
+    assert [r.part for r in bench.close_of("a1").reductions] == ["own"]
+
+
+def test_the_norm_of_the_tied_part_counts_once() -> None:
+    bench = Bench(stages=3, tied=True)
+    bench.join_all("a0", "b0", "a1", "a2")
+    bench.fill()
+    for peer in ("a0", "b0", "a2"):
+        bench.averaged(peer, own=1.0, tied=6.0)
+    bench.averaged("a1", own=1.0)
+    assert bench.records(AppliedStep)[0].global_norm == pytest.approx(3.0)
+
+
+def test_one_stage_alone_has_nothing_to_reduce_a_second_time() -> None:
+    bench = Bench(stages=1, tied=True)
+    bench.join_all("a0", "b0")
+    bench.fill()
+    assert [r.part for r in bench.close_of("a0").reductions] == ["own"]
+
+
+# ---- attempts that fail
+
+
+def test_a_carrier_that_fails_is_nobodys_fault_and_the_step_closes_the_next_time() -> None:
+    bench = closing()
+    commands = bench.failed("a0", culprit="b0", carrier_failed=True)
+    assert all(bench.sent(peer, AbortRound, commands) for peer in ("a0", "b0"))
+    assert not any(bench.sent(peer, AbortRound, commands) for peer in ("a1", "b1"))
+    closed_again(bench)
+    assert bench.step().blame == {}
+    bench.average_all()
+    assert len(bench.records(AppliedStep)) == 1
+
+
+def test_what_a_member_lacks_is_leased_again_for_its_stage_alone() -> None:
+    bench = closing()
+    bench.resolve_all()
+    bench.failed("b1", missing=(1,))
+    assert (1, 1) not in bench.step().table
+    commands = bench.tick(1.0)
+    [lease] = [m for peer in ALL for m in bench.sent(peer, Lease, commands)]
+    assert [(m.microbatch, m.accumulate) for m in lease.microbatches] == [(1, (1,))]
+    bench.report("a1", 1)
+    closed_again(bench)
+    assert bench.close_of("a1").committed == (1,)
+    assert bench.close_of("b1").committed == (0,)
+
+
+def test_nobody_can_say_that_another_s_microbatch_is_missing() -> None:
+    bench = closing()
+    bench.failed("a1", missing=(0, 1))
+    assert len(bench.step().table) == 4
+
+
+def test_a_member_that_emptied_its_accumulator_holds_nothing_any_more() -> None:
+    bench = closing()
+    bench.failed("b1", reset=True)
+    assert {cell for cell in bench.step().table if cell[1] == 1} == set()
+
+
+def test_what_a_second_member_says_about_the_same_failed_attempt_counts_as_well() -> None:
+    bench = closing()
+    bench.failed("a0", culprit="b0")
+    assert bench.run.phase is RunPhase.COLLECT
+    bench.failed("b1", reset=True)
+    assert {cell for cell in bench.step().table if cell[1] == 1} == set()
+
+
+def test_a_report_of_an_earlier_attempt_is_not_listened_to() -> None:
+    bench = closing()
+    old = bench.step().attempt
+    bench.failed("a0")
+    closed_again(bench)
+    bench.failed("b0", attempt=old, reset=True)
+    bench.averaged("b0", attempt=old)
+    assert bench.run.phase is RunPhase.CLOSING
+    assert len(bench.step().table) == 4
+    assert bench.step().closing is not None
+    assert not bench.step().closing.rounds[StageIndex(0)].reports
+
+
+def test_every_further_attempt_waits_longer() -> None:
+    bench = closing()
+    pauses = []
+    for culprit in ("a0", "b0", "a1", "b1", "a0"):
+        bench.failed(culprit)
+        began = bench.now
+        while bench.run.phase is RunPhase.COLLECT:
+            bench.tick(0.1)
+        pauses.append(bench.now - began)
+    assert pauses == pytest.approx([0.5, 1.0, 2.0, 4.0, 5.0], abs=0.25)
+
+
+def test_an_attempt_s_number_is_used_once_in_the_life_of_a_run() -> None:
+    bench = closing()
+    bench.failed("a0")
+    closed_again(bench)
+    bench.average_all()
+    applied(bench)
+    bench.one_step()
+    numbers = [c.attempt for c in bench.sent("a0", Close, bench.log)]
+    assert len(numbers) == len(set(numbers)) == 3
+    restarted = Bench.restarted(2)
+    for peer in ALL:
+        restarted.attach(peer, stage=int(peer[1]), version=2)
+    restarted.fill()
+    assert restarted.step().attempt not in numbers
+
+
+def test_replicas_that_average_to_different_gradients_apply_nothing() -> None:
+    bench = closing()
+    for peer, own in (("a0", 1.0), ("b0", 1.001), ("a1", 1.0)):
+        bench.averaged(peer, own=own)
+    bench.averaged("b1", own=1.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert not bench.records(AppliedStep)
+
+
+def test_replicas_may_add_up_their_squares_in_another_order() -> None:
+    bench = closing()
+    for peer, own in (("a0", 1.0), ("b0", 1.0 + 1e-8), ("a1", 1.0), ("b1", 1.0)):
+        bench.averaged(peer, own=own)
+    assert len(bench.records(AppliedStep)) == 1
+
+
+def test_tied_parts_that_differ_between_members_apply_nothing() -> None:
+    bench = Bench(stages=2, tied=True)
+    bench.join_all("a0", "b0", "a1")
+    bench.fill()
+    for peer, tied in (("a0", 1.0), ("b0", 2.0), ("a1", 1.0)):
+        bench.averaged(peer, tied=tied)
+    assert not bench.records(AppliedStep)
+
+
+def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> None:
+    bench = closing()
+    step = bench.step()
+    sound = RoundReport(step=step.step, attempt=step.attempt, ok=True, own_squared=1.0)
+    for peer in ALL:
+        # Past the check at the edge, which refuses it already.
+        bench.say(peer, sound.model_copy(update={"own_squared": 1.7e308}))
+    assert not bench.records(AppliedStep)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+# ---- fingerprints
+
+
+def third_replica() -> Bench:
+    bench = Bench()
+    bench.join_all("a0", "b0", "c0", "a1")
+    bench.fill()
+    bench.average_all()
+    return bench
+
+
+def test_a_replica_that_differs_from_the_majority_is_synced_anew() -> None:
+    bench = third_replica()
+    bench.apply("a1")
+    bench.apply("a0", digest="odd", norm=1.5)
+    bench.apply("b0")
+    commands = bench.apply("c0")
+    assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
+    assert {p.peer for p in bench.run.ready_peers(0)} == {"b0", "c0"}
+    assert any("differed" in note.text for note in bench.commands(Note, commands))
+
+
+def test_an_unlike_device_may_differ_by_rounding() -> None:
+    bench = third_replica()
+    bench.apply("a1")
+    bench.apply("a0", digest="gpu", norm=1.0 + 1e-7)
+    bench.apply("b0")
+    bench.apply("c0")
+    assert len(bench.run.ready_peers(0)) == 3

@@ -1,0 +1,106 @@
+"""When training begins, and when it goes on after a restart of the coordinator."""
+
+from __future__ import annotations
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AssignStage, StageRequest
+
+
+def waiting_for(bench: Bench) -> str:
+    return str(status_of(bench.run, bench.now)["waiting_for"])
+
+
+def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wants() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "a1", "b0")
+    bench.tick(100.0)
+    assert bench.run.phase is RunPhase.WAITING
+    assert waiting_for(bench) == "stage 1 needs 2 peer(s)"
+    bench.join("b1", 1)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_a_run_that_has_begun_goes_on_with_one_peer_a_stage() -> None:
+    bench = Bench(starting=2)
+    bench.join_all("a0", "a1", "b0", "b1")
+    bench.one_step()
+    bench.lose("b1")
+    bench.tick(1.0)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_after_a_restart_those_that_were_there_before_are_waited_for_but_not_for_ever() -> None:
+    bench = Bench.restarted(3, starting=2)
+    for peer, stage in (("a0", 0), ("b0", 0), ("c0", 0), ("a1", 1)):
+        bench.attach(peer, stage=stage, version=3)
+    bench.tick(4.0)
+    assert bench.run.phase is RunPhase.WAITING
+    assert waiting_for(bench) == "stage 1 needs 2 peer(s); it goes on with fewer in 6 s"
+    bench.tick(7.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert bench.step().step == 4
+
+
+def test_after_a_restart_a_run_goes_on_at_once_when_all_are_back() -> None:
+    bench = Bench.restarted(3, starting=2)
+    for peer, stage in (("a0", 0), ("b0", 0), ("a1", 1), ("b1", 1)):
+        bench.attach(peer, stage=stage, version=3)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_training_begins() -> None:
+    bench = Bench.restarted(0, starting=2)
+    bench.attach("a1", stage=1, version=0)
+    bench.attach("a0", stage=0, version=0)
+    bench.join("c0", 0)
+    # It held this stage before the coordinator went away, and finds a newcomer in its place.
+    bench.attach("b0", stage=0, version=0)
+    [moved] = [p for p in ("a0", "b0", "c0") if bench.sent(p, AssignStage)]
+    assert [a.stage for a in bench.sent(moved, AssignStage)] == [1]
+    assert bench.run.phase is RunPhase.WAITING
+    bench.ready(moved)
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_nobody_is_moved_who_chose_its_stage_or_does_not_fit_or_is_needed_where_it_is() -> None:
+    bench = Bench.restarted(0, starting=2)
+    bench.attach("a1", stage=1, version=0)
+    bench.attach("a0", stage=0, version=0, wanted_stage=0)
+    bench.attach("b0", stage=0, version=0, memory_bytes=50)
+    bench.attach("c0", stage=0, version=0, wanted_stage=0)
+    bench.tick(30.0)
+    assert waiting_for(bench) == "stage 1 needs 2 peer(s)"
+    stages = [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0", "a1")]
+    assert stages == [0, 0, 0, 1]
+
+
+def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() -> None:
+    bench = Bench.restarted(0, starting=1, stages=3)
+    heavy = bench.run.manifest.stages[1].model_copy(update={"memory_bytes": 10_000})
+    stages = (bench.run.manifest.stages[0], heavy, bench.run.manifest.stages[2])
+    bench.run.manifest = bench.run.manifest.model_copy(
+        update={
+            "stages": stages,
+            "limits": bench.run.manifest.limits.model_copy(update={"starting_peers_per_stage": 2}),
+        }
+    )
+    for peer in ("a0", "b0", "c0"):
+        bench.attach(peer, stage=0, version=0)
+    bench.tick(1.0)
+    found = sorted(str(bench.run.peers[PeerId(p)].stage) for p in ("a0", "b0", "c0"))
+    assert found == ["0", "0", "2"]
+
+
+def test_nobody_is_moved_while_a_newcomer_is_on_its_way_to_the_stage_that_is_short() -> None:
+    bench = Bench.restarted(0, starting=2)
+    bench.attach("a1", stage=1, version=0)
+    bench.attach("n1", wanted_stage=1)
+    bench.say("n1", StageRequest(stage=StageIndex(1)))
+    for peer in ("a0", "b0", "c0"):
+        bench.attach(peer, stage=0, version=0)
+    assert [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0")] == [0, 0, 0]
+    bench.ready("n1")
+    assert bench.run.phase is RunPhase.COLLECT

@@ -1,0 +1,162 @@
+"""Peers that compute wrongly: marked, shown as such, and synced anew where somebody else can."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
+
+
+def collecting() -> Bench:
+    bench = Bench()
+    bench.join_all("a0", "b0", "c0", "a1")
+    return bench
+
+
+def phase(bench: Bench, peer: str) -> PeerPhase:
+    return bench.run.peers[PeerId(peer)].phase
+
+
+def marked(bench: Bench) -> dict[str, Any]:
+    status = status_of(bench.run, bench.now)
+    peers: Any = status["peers"]
+    return {p["peer"]: (p["marked_times"], p["marked"]) for p in peers if "marked" in p}
+
+
+def applied_by_all(bench: Bench, **digests: str) -> None:
+    """One step, in which these tell another digest than the rest."""
+    bench.fill()
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer, digests.get(peer, "d"))
+
+
+def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
+    step = Step(bench.run.version + 1)
+    bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
+
+
+def test_a_peer_that_computes_no_numbers_is_marked_and_synced_anew() -> None:
+    bench = collecting()
+    bench.report("b0", 1)
+    say_not_finite(bench, "b0")
+    assert phase(bench, "b0") is PeerPhase.SYNCING
+    assert not bench.step().table.holds_any(PeerId("b0"))
+    assert marked(bench) == {"b0": (1, "what it computed was not finite")}
+
+
+def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> None:
+    bench = collecting()
+    say_not_finite(bench, "b0")
+    say_not_finite(bench, "a0")
+    assert phase(bench, "a0") is PeerPhase.READY
+    assert set(marked(bench)) == {"b0"}
+
+
+def test_the_last_peer_of_a_stage_is_marked_and_keeps_its_stage() -> None:
+    bench = collecting()
+    say_not_finite(bench, "a1")
+    assert phase(bench, "a1") is PeerPhase.READY
+    assert set(marked(bench)) == {"a1"}
+
+
+def test_a_word_about_another_step_marks_nobody() -> None:
+    bench = collecting()
+    bench.say("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
+    assert marked(bench) == {}
+
+
+def test_a_sum_that_is_not_finite_ends_the_attempt_and_its_owner_is_synced_anew() -> None:
+    bench = collecting()
+    bench.fill()
+    commands = bench.failed("b0", reset=True, not_finite=True)
+    assert bench.sent("a0", AbortRound, commands)
+    assert phase(bench, "b0") is PeerPhase.SYNCING
+    assert set(marked(bench)) == {"b0"}
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_a_result_that_is_not_finite_at_one_member_is_tried_again_with_it() -> None:
+    bench = collecting()
+    bench.fill()
+    bench.failed("b0", not_finite=True)
+    assert phase(bench, "b0") is PeerPhase.READY
+    assert set(marked(bench)) == {"b0"}
+
+
+def test_who_averaged_to_something_else_than_most_is_marked() -> None:
+    bench = collecting()
+    bench.fill()
+    for peer in bench.closing():
+        bench.averaged(peer, own=3.0 if peer == "b0" else 1.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert set(marked(bench)) == {"b0"}
+
+
+def test_who_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
+    bench = collecting()
+    bench.fill()
+    bench.average_all()
+    attempt = bench.step().attempt
+    bench.failed("b0", attempt=attempt, reset=True)
+    for peer in ("a0", "c0", "a1"):
+        bench.apply(peer)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert phase(bench, "b0") is PeerPhase.SYNCING
+    assert set(marked(bench)) == {"b0"}
+
+
+def test_who_was_equal_to_the_bit_and_is_not_any_more_is_synced_anew() -> None:
+    bench = collecting()
+    applied_by_all(bench)
+    applied_by_all(bench, b0="odd")
+    assert phase(bench, "b0") is PeerPhase.SYNCING
+    assert set(marked(bench)) == {"b0"}
+
+
+def test_who_was_never_equal_to_the_bit_is_of_another_kind_and_stays() -> None:
+    bench = collecting()
+    for _ in range(3):
+        applied_by_all(bench, b0="of another kind")
+    assert phase(bench, "b0") is PeerPhase.READY
+    assert marked(bench) == {}
+
+
+def test_two_that_differ_are_both_kept_for_nobody_knows_who_is_right() -> None:
+    bench = Bench()
+    bench.join_all("a0", "b0", "a1")
+    applied_by_all(bench)
+    applied_by_all(bench, b0="odd")
+    assert phase(bench, "a0") is phase(bench, "b0") is PeerPhase.READY
+
+
+def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again() -> None:
+    bench = collecting()
+    applied_by_all(bench)
+    bench.attach("n0", wanted_stage=0)
+    bench.say("n0", StageRequest(stage=StageIndex(0)))
+    bench.save("a0")
+    bench.save("b0")
+    bench.save("c0")
+    assert bench.sent("n0", AssignStage)
+    bench.say("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
+    assert phase(bench, "n0") is PeerPhase.SYNCING
+    assert set(marked(bench)) == {"n0"}
+    commands = bench.tick(1.5)
+    for peer in ("a0", "b0", "c0"):
+        commands += bench.save(peer)
+    assert bench.sent("n0", AssignStage, commands)
+    bench.ready("n0")
+    assert phase(bench, "n0") is PeerPhase.READY
+
+
+def test_a_mark_outlasts_the_attachment() -> None:
+    bench = collecting()
+    say_not_finite(bench, "b0")
+    bench.lose("b0")
+    bench.join("b0", 0)
+    assert marked(bench)["b0"][0] == 1

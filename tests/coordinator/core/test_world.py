@@ -1,0 +1,181 @@
+"""Whole simulated swarms under churn: whatever happens, a run computes what one machine would.
+
+Every world checks itself (`swarm_checks`): each microbatch counts once in each stage of each
+step, replicas apply the same attempts, nothing is applied before it is durable, and the run ends.
+A failing example is printed as options, seed and faults, which reproduce it exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from kits.swarm_world.checks import check_end
+from kits.swarm_world.facts import FAULTS, Fault, Options
+from kits.swarm_world.world import World
+from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.core.state.run import RunPhase
+
+CALM_SECONDS = 700.0
+"""Within this time after the last fault a run ends; a checkpoint may take most of it."""
+
+simulated = settings(
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    # A world that fails is printed as it is: making it smaller takes minutes.
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    print_blob=True,
+)
+
+options_strategy = st.builds(
+    Options,
+    stages=st.sampled_from([1, 2, 2, 3]),
+    peers=st.sampled_from([2, 3, 4, 6]),
+    microbatches=st.sampled_from([1, 3, 6]),
+    steps=st.sampled_from([2, 3, 5]),
+    checkpoint_steps=st.sampled_from([1, 2, 3, 10]),
+    evaluation=st.sampled_from([0, 1, 3]),
+    tied=st.booleans(),
+    starting=st.sampled_from([1, 1, 2]),
+    staleness=st.sampled_from([0, 1]),
+)
+faults_strategy = st.lists(
+    st.builds(
+        Fault,
+        wait=st.floats(0.0, 4.0),
+        kind=st.sampled_from(FAULTS),
+        target=st.integers(0, 12),
+        seconds=st.sampled_from([0.3, 1.0, 3.0, 7.0, 15.0, 60.0]),
+    ),
+    max_size=14,
+).map(tuple)
+
+
+def run_to_the_end(options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> World:
+    world = World(options, seed, faults)
+    world.later(world.calm_at + 1.0, world.calm)
+    world.run(world.calm_at + CALM_SECONDS)
+    check_end(world)
+    return world
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
+    stages: int, tied: bool, staleness: Literal[0, 1]
+) -> None:
+    options = Options(
+        stages=stages, peers=2 * stages, steps=4, tied=tied, starting=2, staleness=staleness
+    )
+    for seed in range(3):
+        world = World(options, seed)
+        world.run()
+        check_end(world)
+        assert world.aborts == 0
+        assert len(world.store.applied) == len(world.attempts) == 4
+        assert (world.early_leases > 0) is (staleness > 0)
+
+
+@settings(simulated, max_examples=250)
+@given(options_strategy, st.integers(0, 2**32), faults_strategy)
+@example(Options(), 0, (Fault(2.0, "kill"), Fault(0.1, "kill", 1), Fault(0.1, "kill", 2)))
+@example(Options(), 1, (Fault(3.0, "crash"), Fault(0.5, "crash_between", 3), Fault(6.0, "cut")))
+def test_whatever_happens_every_microbatch_counts_once_and_the_run_ends(
+    options: Options, seed: int, faults: tuple[Fault, ...]
+) -> None:
+    run_to_the_end(options, seed, faults)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("kind", FAULTS)
+def test_one_kind_of_fault_again_and_again_does_not_break_a_run(
+    kind: str, staleness: Literal[0, 1]
+) -> None:
+    for seed in range(4):
+        faults = tuple(Fault(1.5, kind, seed + i, 2.0) for i in range(6))
+        options = Options(steps=4, peers=5, checkpoint_steps=2, staleness=staleness)
+        run_to_the_end(options, seed, faults)
+
+
+def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing() -> None:
+    """That nobody serves it for longer than a few seconds is checked at every request."""
+    turned_away = 0
+    for seed in range(6):
+        faults = tuple(Fault(1.3, "revoke", seed + i, 7.0) for i in range(6))
+        turned_away += run_to_the_end(Options(steps=4, peers=6), seed, faults).turned_away
+    assert turned_away > 0
+
+
+@pytest.mark.parametrize("at", range(24))
+def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_said(
+    at: int,
+) -> None:
+    faults = (Fault(2.0 + 0.1 * (at % 5), "crash_between", at),)
+    for staleness in (0, 1):
+        options = Options(steps=3, checkpoint_steps=1, staleness=staleness)
+        run_to_the_end(options, at, faults)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_whose_coordinator_comes_back_to_fewer_peers_than_it_began_with_ends(
+    staleness: Literal[0, 1],
+) -> None:
+    for seed in range(8):
+        faults = (Fault(4.0, "kill", seed), Fault(0.2, "crash", seconds=3.0))
+        options = Options(peers=4, starting=2, steps=8, checkpoint_steps=1, staleness=staleness)
+        world = run_to_the_end(options, seed, faults)
+        assert len(world.store.applied) == 8
+
+
+@settings(simulated, max_examples=25)
+@given(options_strategy, st.integers(0, 2**32), faults_strategy, st.floats(0.0, 15.0))
+def test_a_run_that_is_stopped_and_started_again_loses_nothing(
+    options: Options, seed: int, faults: tuple[Fault, ...], stop_after: float
+) -> None:
+    world = World(options, seed, faults)
+    world.run(until=lambda: world.now >= stop_after or world.stopped)
+    world.stop()
+    asked_at, crashed = world.now, world.run_state is None
+    if not crashed:
+        world.run(60.0, until=lambda: world.stopped or world.run_state is None)
+        assert world.now - asked_at < 35.0
+    version = world.store.version
+    world.crash(back_after=None)
+    world.start_coordinator()
+    world.later(world.calm_at + 1.0, world.calm)
+    world.run(world.calm_at + CALM_SECONDS)
+    check_end(world)
+    assert world.store.version >= version
+
+
+@pytest.mark.parametrize("after", [0.9, 2.0, 3.0, 4.0, 5.0])
+def test_a_stop_stores_the_version_that_was_reached(after: float) -> None:
+    world = World(Options(steps=50, checkpoint_steps=100), 5)
+    world.run(until=lambda: world.now >= after)
+    world.stop()
+    world.run(35.0)
+    version = world.store.version
+    assert version == 0 or version in world.store.checkpoints
+    assert world.run_state is not None
+    assert world.run_state.phase is RunPhase.STOPPING
+
+
+def test_volunteers_that_come_and_go_at_every_step_do_not_change_the_losses() -> None:
+    quiet = run_to_the_end(Options(steps=8, peers=4, microbatches=6), 1)
+    faults = tuple(Fault(0.8, ("join", "leave", "restart")[i % 3], i, 1.0) for i in range(18))
+    churned = run_to_the_end(Options(steps=8, peers=6, microbatches=6), 1, faults)
+    assert [s.loss for s in quiet.store.applied.values()] == pytest.approx(
+        [s.loss for s in churned.store.applied.values()], rel=1e-12
+    )
+
+
+def test_the_same_options_seed_and_faults_give_the_same_run() -> None:
+    faults = tuple(Fault(1.0, kind, 1, 1.0) for kind in ("kill", "cut", "crash", "leave"))
+    first, second = (run_to_the_end(Options(), 7, faults) for _ in range(2))
+    assert first.store.records == second.store.records
+    assert [r for r in first.store.records if isinstance(r, AppliedStep)]
+    assert first.notes == second.notes

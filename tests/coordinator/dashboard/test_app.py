@@ -1,0 +1,289 @@
+"""The API as a stranger, a browser and the organiser meet it, over a real port."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from kits.coordinator import run as run_kit
+from kits.coordinator.http_server import (
+    ANNA,
+    BERT,
+    LEAKED,
+    Client,
+    pages_of,
+    run_with_pages,
+    write_status,
+)
+from swarm_coordinator.core.events import Note, RolledBack
+from swarm_coordinator.dashboard.app import MAX_PAGE
+from swarm_coordinator.dashboard.middleware import Guard, is_organiser
+from swarm_coordinator.dashboard.page import FILES
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.rate_limit import RateLimit
+from swarm_shared.base.types import Version
+
+PUBLIC = (
+    "/api/v1/run", "/api/v1/health", "/api/v1/stages", "/api/v1/peers", "/api/v1/steps",
+    "/api/v1/curve", "/api/v1/contributions", "/api/v1/teams", "/api/v1/events",
+    "/healthz", "/readyz", "/metrics",
+)  # fmt: skip
+ORGANISERS = tuple(f"/api/v1/organiser/{name}" for name in ("peers", "bans", "tokens"))
+
+
+@pytest.fixture
+def folder(made: RunFolder) -> RunFolder:
+    write_status(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return run_with_pages(tmp_path_factory.mktemp("app") / "run")
+
+
+@pytest.fixture
+def its_own_run(tmp_path: Path) -> RunFolder:
+    """For a test that writes history."""
+    return run_with_pages(tmp_path / "run")
+
+
+async def test_everybody_may_read_the_public_part_and_nobody_keeps_it(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        for path in PUBLIC:
+            answer = await client.get(path)
+            assert answer.status == 200, path
+            assert answer.headers["cache-control"] == "no-store"
+
+
+async def test_no_public_answer_holds_an_address_or_a_whole_peer_id(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        for path in (*PUBLIC, *FILES):
+            body = (await client.get(path)).body.decode()
+            for secret in (*LEAKED, ANNA, BERT, client.token):
+                assert secret not in body, path
+            assert client.pages.feed.snapshot is not None
+            assert client.pages.feed.snapshot.status["coordinator"] not in body, path
+
+
+async def test_the_run_says_how_much_of_its_time_is_idle_and_what_was_rejected(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        run = (await client.get("/api/v1/run")).json
+        assert run["bubble_share"] == pytest.approx(0.3)
+        assert run["rejected"]["not finite"] == 3
+        _, second = (await client.get("/api/v1/stages")).json["stages"]
+        assert second["idle_share"] == pytest.approx(0.5)
+        assert 0.4 < second["p50_seconds"] <= second["p95_seconds"] < 0.6
+
+
+async def test_the_organisers_part_needs_the_token(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        for path in ORGANISERS:
+            for given in (None, "Bearer ", f"Bearer {client.token[:-1]}", f"Basic {client.token}"):
+                headers = {} if given is None else {"Authorization": given}
+                answer = await client.get(path, **headers)
+                assert answer.status == 401, (path, given)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                assert "dashboard" in answer.json["error"]
+            # In the address it would stand in logs and histories: it does not count there.
+            assert (await client.get(f"{path}?token={client.token}")).status == 401
+            assert (await client.organiser(path)).status == 200
+        found = (await client.organiser("/api/v1/organiser/peers")).json
+        assert [peer["peer"] for peer in found["peers"]] == [ANNA, BERT]
+        assert found["peers"][0]["paths"][0]["remote"] == BERT
+
+
+def test_only_the_whole_token_opens_the_organisers_part() -> None:
+    assert is_organiser("Bearer secret", "secret")
+    assert is_organiser("bearer  secret ", "secret")
+    for wrong in (None, "", "Bearer", "Bearer secre", "Bearer secrets", "secret", "Bearer é"):
+        assert not is_organiser(wrong, "secret")
+
+
+async def test_every_answer_tells_browsers_to_be_strict(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        for path in ("/", "/api/v1/run", "/nowhere", "/api/v1/organiser/bans"):
+            headers = (await client.get(path)).headers
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["referrer-policy"] == "no-referrer"
+            assert "server" not in headers
+
+
+async def test_the_page_asks_nobody_else_for_anything(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        for path in FILES:
+            answer = await client.get(path)
+            assert answer.status == 200
+            named = re.findall(r"https?://[^\s\"'<>)]+", answer.body.decode())
+            assert set(named) <= {"http://www.w3.org/2000/svg"}, path
+        page = (await client.get("/")).body.decode()
+        assert not re.search(r"<script(?![^>]*src=)", page)
+        assert not re.search(r"\son\w+=|\sstyle=", page)
+
+
+async def test_lists_are_given_in_pages_of_bounded_length(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        first = (await client.get("/api/v1/steps?limit=2")).json
+        assert [row["step"] for row in first["steps"]] == [1, 2]
+        assert first["next_after"] == 2
+        rest = (await client.get("/api/v1/steps?after=2&limit=1000")).json
+        assert [row["step"] for row in rest["steps"]] == [3, 4, 5]
+        assert rest["next_after"] is None
+        assert (await client.get("/api/v1/steps?after=99")).json["steps"] == []
+        peers = (await client.get("/api/v1/peers?offset=1&limit=1")).json
+        assert (peers["total"], len(peers["peers"])) == (2, 1)
+        assert len((await client.get("/api/v1/contributions?limit=1")).json["contributions"]) == 1
+        for wrong in (
+            "steps?limit=0", "steps?limit=1001", f"peers?limit={MAX_PAGE + 1}", "peers?offset=-1",
+            "steps?after=x", "events?after=99999999999999999999",
+        ):  # fmt: skip
+            answer = await client.get(f"/api/v1/{wrong}")
+            assert answer.status == 422, wrong
+            assert set(answer.json) == {"error"}
+
+
+async def test_what_is_not_there_and_what_is_not_allowed_is_said_in_json(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        for path, method, status in (
+            ("/nowhere", "GET", 404), ("/api/v1/run", "POST", 405), ("/api/v1/run/", "GET", 404),
+            ("/%2e%2e/%2e%2e/etc/passwd", "GET", 404), ("/../organiser.key", "GET", 404),
+        ):  # fmt: skip
+            answer = await client.get(path, method)
+            assert (answer.status, set(answer.json)) == (status, {"error"}), path
+
+
+async def test_probes_tell_life_from_readiness(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        assert (await client.get("/healthz")).status == 200
+        assert (await client.get("/readyz")).status == 200
+        write_status(folder, peers=[])
+        await client.pages.feed.look()
+        assert (await client.get("/healthz")).status == 200
+        degraded = await client.get("/readyz")
+        assert (degraded.status, degraded.json["word"]) == (503, "degraded")
+        write_status(folder, time=time.time() - 60)
+        await client.pages.feed.look()
+        assert (await client.get("/healthz")).status == 503
+
+
+async def test_a_status_that_cannot_be_read_leaves_the_last_one_and_is_counted(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        folder.status.write_text("{")
+        while not client.pages.feed.failures:
+            await trio.sleep(0.05)
+        assert (await client.get("/api/v1/run")).json["version"] == 5
+        write_status(folder, version=6)
+        while (await client.get("/api/v1/run")).json["version"] != 6:
+            await trio.sleep(0.05)
+
+
+async def test_before_the_coordinators_first_word_there_is_nothing_to_say(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        client.pages.feed.snapshot = None
+        for path in ("/api/v1/run", "/healthz", "/readyz", "/metrics"):
+            answer = await client.get(path)
+            if client.pages.feed.snapshot is None:  # it looks again by itself each second
+                assert (answer.status, set(answer.json)) == (503, {"error"})
+
+
+async def test_who_asks_too_often_is_told_when_to_come_again(folder: RunFolder) -> None:
+    async with pages_of(folder) as client:
+        client.pages.server.application = Guard(
+            client.pages.app, of_all=RateLimit(2, 0.01, clock=lambda: 0.0)
+        )
+        answers = [await client.get("/api/v1/run") for _ in range(3)]
+        assert [answer.status for answer in answers] == [200, 200, 429]
+        assert int(answers[2].headers["retry-after"]) == 100
+
+
+def test_one_address_has_a_rate_of_its_own() -> None:
+    guard = Guard(lambda *_: None, RateLimit(1, 0.01, clock=lambda: 0.0))  # type: ignore[arg-type, return-value]
+    assert guard._wait_seconds("198.51.100.1") == 0
+    assert guard._wait_seconds("198.51.100.1") > 0
+    assert guard._wait_seconds("198.51.100.2") == 0
+    assert [guard._wait_seconds("127.0.0.1") for _ in range(5)] == [0] * 5
+
+
+# ---------------------------------------------------------------- live events
+
+
+class Listener:
+    """Reads server-sent events off a connection."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._read = b""
+
+    async def next(self, wanted: str) -> dict[str, object]:
+        """The next event of that name."""
+        while True:
+            while b"\n\n" not in self._read:
+                part = await self._stream.receive_some(65_536)
+                assert part, "the stream ended"
+                self._read += part
+            one, _, self._read = self._read.partition(b"\n\n")
+            # A chunk's length may stand before it.
+            found = re.search(rb"event: (\w+)\ndata: (.*)", one)
+            if found and found[1].decode() == wanted:
+                document: dict[str, object] = json.loads(found[2])
+                return document
+
+
+async def follow(client: Client) -> Listener:
+    stream = await client.connect()
+    await stream.send_all(b"GET /api/v1/events/stream HTTP/1.1\r\nhost: x\r\n\r\n")
+    return Listener(stream)
+
+
+async def test_what_happens_is_told_live(its_own_run: RunFolder) -> None:
+    folder = its_own_run
+    async with pages_of(folder) as client:
+        listener = await follow(client)
+        assert (await listener.next("run"))["version"] == 5
+        await trio.to_thread.run_sync(
+            run_kit.one_start, folder, run_kit.step(6), Note(f"anna came from {LEAKED[0]}")
+        )
+        write_status(folder, version=6)
+        assert (await listener.next("step"))["step"] == 6
+        assert (await listener.next("event"))["text"] == "anna came from (address)"
+        await trio.to_thread.run_sync(
+            run_kit.one_start, folder, RolledBack(Version(2), "lost"), run_kit.step(3, attempt=9)
+        )
+        while (await client.get("/api/v1/steps")).json["steps"][-1]["step"] != 3:
+            await trio.sleep(0.05)
+
+
+async def test_readers_beyond_the_limit_are_told_to_come_again_and_slow_ones_let_go(
+    folder: RunFolder,
+) -> None:
+    async with pages_of(folder) as client:
+        hub = client.pages.feed.hub
+        hub._max_readers = 1
+        listener = await follow(client)
+        await listener.next("run")
+        refused = await client.get("/api/v1/events/stream")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "30")
+        # It reads nothing while more happens than its queue and the sockets' buffers hold.
+        for _ in range(1000):
+            hub.publish(b"x" * 65_536)
+            await trio.lowlevel.checkpoint()
+        assert hub.dropped == 1
+        while len(hub):
+            await trio.sleep(0.01)
+        assert (await client.get("/api/v1/run")).status == 200

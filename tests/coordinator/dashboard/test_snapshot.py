@@ -1,0 +1,160 @@
+"""The run's health in one word, and what everybody may see of its peers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.dashboard.api_models import Word
+from swarm_coordinator.dashboard.database_reader import Noted
+from swarm_coordinator.dashboard.snapshot import (
+    STALE_SECONDS,
+    full_peers,
+    health_of,
+    joined_and_left,
+    public_event,
+    stages_of,
+)
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.run.manifest import Manifest
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return run_with_pages(tmp_path_factory.mktemp("view") / "run")
+
+
+@pytest.fixture(scope="module")
+def manifest(folder: RunFolder) -> Manifest:
+    return load_manifest(folder)
+
+
+def word(manifest: Manifest, later_seconds: float = 0.0, **changes: Any) -> tuple[Word, str]:
+    health = health_of(status(**changes), manifest, time.time() + later_seconds)
+    return health.word, health.sentence
+
+
+def test_a_run_is_healthy_while_every_stage_has_a_reachable_peer(manifest: Manifest) -> None:
+    assert word(manifest)[0] is Word.HEALTHY
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        peer(BERT, 0),
+        peer(BERT, 1, phase="syncing"),
+        peer(BERT, 1, version=4),
+        peer(BERT, 1, silent_seconds=1000.0),
+        peer(BERT, None, phase="admitted"),
+    ],
+    ids=["elsewhere", "downloading", "an-older-version", "silent", "without-a-stage"],
+)
+def test_a_stage_without_a_reachable_peer_makes_it_degraded(
+    manifest: Manifest, one: dict[str, Any]
+) -> None:
+    found, sentence = word(manifest, peers=[peer(ANNA, 0), one])
+    assert found is Word.DEGRADED
+    assert "stage 1" in sentence
+    health = health_of(status(peers=[peer(ANNA, 0), one]), manifest, time.time())
+    assert health.unreachable_stages == (1,)
+
+
+def test_while_a_step_is_applied_peers_at_either_version_count(manifest: Manifest) -> None:
+    peers = [peer(ANNA, 0), peer(BERT, 1, version=4)]
+    assert word(manifest, peers=peers, phase="applying")[0] is Word.HEALTHY
+
+
+def test_a_coordinator_that_says_nothing_any_more_makes_it_degraded(manifest: Manifest) -> None:
+    found, sentence = word(manifest, later_seconds=STALE_SECONDS + 5)
+    assert found is Word.DEGRADED
+    assert "said nothing" in sentence
+
+
+def test_a_loss_that_is_no_number_makes_it_degraded(manifest: Manifest) -> None:
+    for loss in (None, float("nan"), float("inf")):
+        assert word(manifest, loss=loss)[0] is Word.DEGRADED
+
+
+def test_a_run_without_peers_waits_and_says_for_what(manifest: Manifest) -> None:
+    found = word(manifest, phase="waiting for peers", waiting_for="stage 1 needs 1", peers=[])
+    assert found == (Word.WAITING, "stage 1 needs 1")
+
+
+def test_a_finished_run_is_finished_however_old_the_word(manifest: Manifest) -> None:
+    assert word(manifest, later_seconds=1e6, phase="finished", peers=[])[0] is Word.FINISHED
+
+
+def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
+    from swarm_coordinator.dashboard import prometheus, snapshot
+
+    assert {snapshot.FINISHED, snapshot.WAITING, snapshot.APPLYING} <= {
+        phase.value for phase in RunPhase
+    }
+    assert set(prometheus.PHASES) == {phase.value for phase in RunPhase}
+
+
+def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> None:
+    first, second = stages_of(status(), manifest).stages
+    assert (first.relative_rate, second.relative_rate) == (0.5, 1.0)
+    assert first.work_share + second.work_share == pytest.approx(1.0)
+    idle = [
+        {"stage": stage, "peers": 0, "microbatches_per_second": 0.0}
+        for stage in range(manifest.stage_count)
+    ]
+    assert [s.relative_rate for s in stages_of(status(stages=idle), manifest).stages] == [0, 0]
+
+
+def test_a_stage_is_told_with_its_idle_share_and_the_time_of_its_microbatches(
+    manifest: Manifest,
+) -> None:
+    _, second = stages_of(status(), manifest).stages
+    assert second.idle_share == pytest.approx(0.5)
+    assert second.p50_seconds == pytest.approx(0.5, rel=0.2)
+    assert second.p95_seconds == pytest.approx(0.5, rel=0.2)
+
+
+def test_a_status_from_before_there_were_such_figures_is_shown_without_them(
+    manifest: Manifest,
+) -> None:
+    old = {key: value for key, value in status().items() if key != "figures"}
+    assert [stage.idle_share for stage in stages_of(old, manifest).stages] == [None, None]
+
+
+def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
+    shown = public_event(Noted(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
+    assert LEAKED[0] not in shown
+    assert "\x1b" not in shown
+    assert "\u202e" not in shown
+
+
+def test_the_organiser_sees_paths_and_marks() -> None:
+    anna, bert = full_peers(status())
+    assert [path.remote for path in anna.paths] == [BERT]
+    assert bert.marked_times == 1
+    assert LEAKED[0] in bert.marked
+
+
+def test_who_came_and_who_went_between_two_moments(folder: RunFolder) -> None:
+    from swarm_coordinator.dashboard.api_models import Peer
+
+    def named(*ends: str) -> list[Peer]:
+        return [
+            Peer(id_end=end, name=None, stage=0, phase="ready", leaving=False,
+                 microbatches_per_second=1.0)
+            for end in ends
+        ]  # fmt: skip
+
+    assert joined_and_left(named("a", "b"), named("b", "c", "d")) == (2, 1)
+
+
+def test_the_secret_of_the_organisers_page_is_private(folder: RunFolder) -> None:
+    token = folder.dashboard_token()
+    assert Path(folder.dashboard_token_file).stat().st_mode & 0o777 == 0o600
+    assert folder.dashboard_token() == token
+    assert len(token) >= 32

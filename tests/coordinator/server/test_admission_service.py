@@ -1,0 +1,542 @@
+"""Admission at a running coordinator: real nodes over loopback, a real database, real commands."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from kits.coordinator.shell_world import Client, client, hello_for, make_run, served
+from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS, REVOKED_SECONDS
+from swarm_coordinator.admission.requests import (
+    Allow,
+    BanPeer,
+    CreateToken,
+    Disallow,
+    Request,
+    RevokeToken,
+    UnbanPeer,
+)
+from swarm_coordinator.cli.admission import decide
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server import control_protocol
+from swarm_coordinator.server.admin_socket import ask
+from swarm_shared.base.errors import NetworkError, StorageError, UsageError
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
+    AssignStage,
+    CertificateRenewed,
+    CoordinatorMessage,
+    Heartbeat,
+    LinkPath,
+    PathKind,
+    Reachability,
+    Ready,
+    Refused,
+    Roster,
+    StageRequest,
+    Welcome,
+    Whereabouts,
+)
+from swarm_shared.transfer.transfer import Source, fetch
+
+WITHIN_SECONDS = 5.0
+"""In which a revocation has to reach everybody."""
+
+
+@pytest.fixture
+def open_run(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "a run")
+
+
+@pytest.fixture
+def token_run(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "a run", admission__mode="token")
+
+
+async def order(folder: RunFolder, request: Request) -> dict[str, Any]:
+    """As a command does it, in another thread as from another process."""
+    return await trio.to_thread.run_sync(decide, folder, request)
+
+
+async def say_hello(one: Client, invite: Invite, **changes: object) -> Welcome | Refused:
+    await one.send(hello_for(invite, **changes))
+    answer = await one.receive()
+    assert isinstance(answer, Welcome | Refused)
+    return answer
+
+
+async def tries(invite: Invite, identity: Identity, token: str | None = None) -> str:
+    """Attach, and leave: "welcome", or the reason why not."""
+    async with client(invite, identity) as one:
+        answer = await say_hello(one, invite, token=token)
+    return answer.reason if isinstance(answer, Refused) else "welcome"
+
+
+async def holding(one: Client, invite: Invite, stage: int, **changes: object) -> None:
+    """Attach, take a stage, and be in the roster."""
+    welcome = await say_hello(one, invite, wanted_stage=stage, trainer=False, **changes)
+    assert isinstance(welcome, Welcome), welcome
+    await one.send(StageRequest(stage=StageIndex(stage)))
+    await until(one, AssignStage)
+    await one.send(Ready(stage=StageIndex(stage), version=Version(0), digest="d"))
+    me = one.node.peer_id
+    await until(one, Roster, lambda roster: any(r.peer == me for r in roster.peers))
+
+
+async def until(
+    one: Client, kind: type, found: Callable[[Any], bool] = lambda _: True
+) -> CoordinatorMessage:
+    with trio.fail_after(WITHIN_SECONDS):
+        while True:
+            message = await one.receive()
+            if isinstance(message, kind) and found(message):
+                return message
+
+
+# ---------------------------------------------------------------- tokens
+
+
+async def test_a_token_lets_in_as_many_peers_as_it_has_uses_and_no_more(
+    token_run: RunFolder,
+) -> None:
+    async with served(token_run) as run:
+        made = (await order(token_run, CreateToken(uses=2)))["details"]
+        crowd = [Identity.generate() for _ in range(6)]
+        answers: dict[int, str] = {}
+
+        async def one_tries(number: int) -> None:
+            answers[number] = await tries(run.invite, crowd[number], made["secret"])
+
+        async with trio.open_nursery() as nursery:
+            for number in range(len(crowd)):  # all at once
+                nursery.start_soon(one_tries, number)
+        let_in = [number for number, answer in answers.items() if answer == "welcome"]
+        assert len(let_in) == 2
+        others = {a for a in answers.values() if a != "welcome"}
+        assert others == {
+            "the token of this invite was used already, as often as it could be; "
+            "ask the organiser for a new invite"
+        }
+        # Whoever is in comes back without the token, and by none of its uses.
+        for number in let_in:
+            assert await tries(run.invite, crowd[number]) == "welcome"
+
+
+async def test_a_member_comes_back_after_a_restart_and_the_token_stays_used(
+    token_run: RunFolder,
+) -> None:
+    anna, bert = Identity.generate(), Identity.generate()
+    async with served(token_run) as run:
+        secret = (await order(token_run, CreateToken(uses=1)))["details"]["secret"]
+        assert await tries(run.invite, anna, secret) == "welcome"
+    async with served(token_run) as run:
+        assert await tries(run.invite, anna, secret) == "welcome"
+        assert "was used already" in await tries(run.invite, bert, secret)
+
+
+async def test_a_used_token_is_marked_before_the_peer_is_welcomed(token_run: RunFolder) -> None:
+    """Else a coordinator that dies in between would let a second peer in by it."""
+    async with served(token_run) as run:
+        secret = (await order(token_run, CreateToken(uses=1)))["details"]["secret"]
+        identity = Identity.generate()
+        async with client(run.invite, identity) as one:
+            assert isinstance(await say_hello(one, run.invite, token=secret), Welcome)
+            book = run.store.admission()
+            assert book.is_member(identity.peer_id)
+
+
+async def test_a_token_expires(token_run: RunFolder) -> None:
+    async with served(token_run) as run:
+        made = (await order(token_run, CreateToken(expires_seconds=0.5)))["details"]
+        early, late = Identity.generate(), Identity.generate()
+        assert await tries(run.invite, early, made["secret"]) == "welcome"
+        while time.time() < made["expires_at"]:
+            await trio.sleep(0.05)
+        assert "has expired" in await tries(run.invite, late, made["secret"])
+        assert await tries(run.invite, early, made["secret"]) == "welcome"
+
+
+async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
+    token_run: RunFolder,
+) -> None:
+    async with served(token_run) as run, AsyncExitStack() as stack:
+        made = [(await order(token_run, CreateToken()))["details"] for _ in range(2)]
+        anna, bert, carl = [await stack.enter_async_context(client(run.invite)) for _ in "abc"]
+        await holding(anna, run.invite, 0, token=made[0]["secret"])
+        await holding(bert, run.invite, 1, token=made[0]["secret"])
+        await holding(carl, run.invite, 0, token=made[1]["secret"])
+        answer = await order(token_run, RevokeToken(token=made[0]["token"]))
+        assert answer["said"] == (
+            f"token {made[0]['token']} is revoked; it had admitted 2 peer(s); "
+            "2 sessions were ended, 1 volunteer was told"
+        )
+        for one in (anna, bert):
+            refused = await until(one, Refused)
+            assert isinstance(refused, Refused)
+            assert refused.code == "admission"
+            assert "has revoked the token that let this peer in" in refused.reason
+            await one.until_closed()
+        revoked = {anna.node.peer_id, bert.node.peer_id}
+        await until(carl, Roster, lambda roster: set(roster.revoked) == revoked)
+        assert "was revoked" in await tries(run.invite, Identity.generate(), made[0]["secret"])
+
+
+async def test_a_run_of_the_last_release_keeps_its_invite(token_run: RunFolder) -> None:
+    """Its token was a file; the first start with this release writes its hash to the database."""
+    secret = token_run.admission_token()
+    async with served(token_run) as run:
+        assert run.invite.token == secret
+        assert await tries(run.invite, Identity.generate(), secret) == "welcome"
+        [standing] = run.store.admission().tokens.values()
+        assert (standing.token, standing.note) == (1, "the run's standing invite")
+
+
+async def test_a_revoked_standing_invite_is_not_made_again(token_run: RunFolder) -> None:
+    async with served(token_run) as run:
+        secret = run.invite.token
+        await order(token_run, RevokeToken(token=1))
+        assert not token_run.token_file.exists()
+    async with served(token_run) as run:
+        assert run.invite.token is None
+        assert "was revoked" in await tries(run.invite, Identity.generate(), secret)
+        made = (await order(token_run, CreateToken()))["details"]
+        assert made["token"] == 2
+        assert await tries(run.invite, Identity.generate(), made["secret"]) == "welcome"
+
+
+# ---------------------------------------------------------------- bans
+
+
+async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
+    open_run: RunFolder,
+) -> None:
+    identity = Identity.generate()
+    async with served(open_run) as run, client(run.invite, identity) as bad, AsyncExitStack() as s:
+        await holding(bad, run.invite, 0)
+        good = [await s.enter_async_context(client(run.invite)) for _ in range(2)]
+        for stage, one in enumerate(good):
+            await holding(one, run.invite, stage)
+        answer = await order(open_run, BanPeer(peer=identity.peer_id, reason="it cheats"))
+        assert answer["said"] == (
+            f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were told"
+        )
+        refused = await until(bad, Refused)
+        assert isinstance(refused, Refused)
+        assert refused.reason == "the organiser has banned this peer from the run: it cheats"
+        await bad.until_closed()
+        for one in good:
+            roster = await until(one, Roster, lambda r: identity.peer_id in r.revoked)
+            assert isinstance(roster, Roster)
+            assert {r.peer for r in roster.peers} == {o.node.peer_id for o in good}
+        # Its connection ends, too, so that nothing else of it goes on here.
+        with trio.fail_after(WITHIN_SECONDS):
+            while bad.node.is_connected(run.invite.coordinator):
+                await trio.sleep(0.05)
+        assert "it cheats" in await tries(run.invite, identity)
+        assert any("it cheats" in line for line in run.lines)
+
+        back = await order(open_run, UnbanPeer(peer=identity.peer_id))
+        assert back["said"] == f"{identity.peer_id} is not banned any more"
+        assert await tries(run.invite, identity) == "welcome"
+        for one in good:
+            await until(one, Roster, lambda r: not r.revoked)
+
+
+async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -> None:
+    identity = Identity.generate()
+    async with served(open_run) as run:
+        async with client(run.invite, identity) as one:
+            welcome = await say_hello(one, run.invite)
+        assert isinstance(welcome, Welcome)
+        await order(open_run, BanPeer(peer=identity.peer_id))
+        async with client(run.invite, identity) as one:
+            shard = run.manifest.data.shards[0]
+            source = Source(run.invite.coordinator, run.invite.addresses)
+            with pytest.raises(NetworkError, match="has banned this peer"):
+                await fetch(
+                    one.node, [source], f"data/{shard.name}", None, shard.sha256,
+                    tmp_path / "copy", welcome.certificate, run.invite.run_id,
+                )  # fmt: skip
+
+
+async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on(
+    open_run: RunFolder,
+) -> None:
+    anna, bert = Identity.generate(), Identity.generate()
+    async with served(open_run) as run:
+        assert await tries(run.invite, anna) == "welcome"
+    answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
+    assert answer["said"] == (
+        f"banned {anna.peer_id}; no coordinator is running, so that it holds from the next start on"
+    )
+    never_here = Identity.generate().peer_id
+    await order(open_run, BanPeer(peer=never_here))
+    async with served(open_run) as run, client(run.invite, bert) as one:
+        assert "later" in await tries(run.invite, anna)
+        await holding(one, run.invite, 0)
+        # Anna's certificate of the first start has not expired; the other one never had any.
+        async with client(run.invite) as another:
+            await holding(another, run.invite, 1)
+            await until(one, Roster, lambda r: r.revoked == (anna.peer_id,))
+
+
+async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
+    open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The certificate is made, the ban is decided, and only then the core hears of the peer."""
+    arrived, go_on = trio.Event(), trio.Event()
+    check = control_protocol.ReceiptChecker.check
+
+    async def slowly(self: control_protocol.ReceiptChecker, envelopes: Any) -> Any:
+        arrived.set()
+        await go_on.wait()
+        return await check(self, envelopes)
+
+    monkeypatch.setattr(control_protocol.ReceiptChecker, "check", slowly)
+    async with served(open_run) as run, client(run.invite) as one:
+        await one.send(hello_for(run.invite))
+        await arrived.wait()
+        await order(open_run, BanPeer(peer=one.node.peer_id, reason="in time"))
+        go_on.set()
+        answer = await one.receive()
+        assert isinstance(answer, Refused)
+        assert "in time" in answer.reason
+        await one.until_closed()
+        assert not any("was admitted" in line for line in run.lines)
+
+
+async def test_nonsense_from_a_command_is_refused_and_the_run_goes_on(open_run: RunFolder) -> None:
+    async with served(open_run) as run:
+        for question, reason in (
+            ({}, "cannot be asked of a coordinator"),
+            ({"do": "format the disk"}, "cannot be asked of a coordinator"),
+            ({"do": "ban", "peer": "nobody"}, "is not the peer ID"),
+            ({"do": "ban", "peer": run.invite.coordinator}, "is this run's own coordinator"),
+            ({"do": "unban", "peer": Identity.generate().peer_id}, "is not banned"),
+            ({"do": "revoke token", "token": 7}, "there is no token 7"),
+            ({"do": "create token", "uses": 0}, "greater than or equal to 1"),
+            ({"do": "disallow", "peer": Identity.generate().peer_id}, "is not on the list"),
+        ):
+            answer = await trio.to_thread.run_sync(ask, open_run.socket, question)
+            assert (answer["ok"], answer["exit_code"]) == (False, 2)
+            assert reason in answer["error"]
+        assert await tries(run.invite, Identity.generate()) == "welcome"
+
+
+async def ban_many(folder: RunFolder, count: int) -> None:
+    for _ in range(count):
+        await order(folder, BanPeer(peer=Identity.generate().peer_id, reason="x" * 200))
+
+
+async def test_a_coordinator_whose_disk_is_full_says_that_the_ban_is_not_written(
+    open_run: RunFolder,
+) -> None:
+    async with served(open_run) as run:
+        run.store._ask(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
+        with pytest.raises(StorageError, match="the disk is full"):
+            await ban_many(open_run, 300)
+        assert await tries(run.invite, Identity.generate()) == "welcome"
+
+
+# ---------------------------------------------------------------- the list
+
+
+async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", admission__mode="allow-list")
+    anna, bert = Identity.generate(), Identity.generate()
+    await order(folder, Allow(peer=anna.peer_id))  # before the first start
+    async with served(folder) as run:
+        assert await tries(run.invite, anna) == "welcome"
+        assert bert.peer_id in await tries(run.invite, bert)
+        await order(folder, Allow(peer=bert.peer_id))
+        async with client(run.invite, bert) as one:
+            assert isinstance(await say_hello(one, run.invite), Welcome)
+            answer = await order(folder, Disallow(peer=bert.peer_id))
+            assert answer["said"] == (
+                f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were told"
+            )
+            refused = await until(one, Refused)
+            assert isinstance(refused, Refused)
+            assert "is not on it" in refused.reason
+
+
+async def test_another_mode_keeps_out_whom_the_former_one_had_let_in(open_run: RunFolder) -> None:
+    anna, bert = Identity.generate(), Identity.generate()
+    async with served(open_run) as run:
+        for peer in (anna, bert):
+            assert await tries(run.invite, peer) == "welcome"
+    text = open_run.settings.read_text()
+    assert 'mode = "open"' in text
+    open_run.settings.write_text(text.replace('mode = "open"', 'mode = "allow-list"'))
+    await order(open_run, Allow(peer=bert.peer_id))
+    async with served(open_run) as run, client(run.invite, bert) as one:
+        assert "not on it" in await tries(run.invite, anna)
+        await holding(one, run.invite, 0)
+        await until_told(open_run, run.invite, one, anna.peer_id)
+
+
+async def until_told(folder: RunFolder, invite: Invite, one: Client, revoked: PeerId) -> None:
+    """One roster more, and it names the revoked peer."""
+    await one.send(
+        Whereabouts(addresses=("x",), reachability=Reachability.PUBLIC, offers_relay=False)
+    )
+    await until(one, Roster, lambda r: r.revoked == (revoked,))
+
+
+# ---------------------------------------------------------------- certificates
+
+
+async def test_a_session_goes_on_with_newer_and_newer_certificates(open_run: RunFolder) -> None:
+    identity = Identity.generate()
+    async with (
+        served(open_run, renew_after_seconds=0.3) as run,
+        client(run.invite, identity) as one,
+        client(run.invite) as other,
+    ):
+        welcome = await say_hello(one, run.invite)
+        assert isinstance(welcome, Welcome)
+        await holding(other, run.invite, 1)
+        seen = [welcome.certificate]
+        for _ in range(3):
+            renewed = await until(one, CertificateRenewed)
+            assert isinstance(renewed, CertificateRenewed)
+            seen.append(renewed.certificate)
+        certificates = [
+            check_certificate(
+                base64.b64decode(text), run.invite.run_id, run.invite.organiser, time.time(),
+                identity.peer_id,
+            )
+            for text in seen
+        ]  # fmt: skip
+        # Each when it was due, and no sooner.
+        for older, newer in pairwise(certificates):
+            assert newer.not_before - older.not_before >= 0.3
+        assert certificates[-1].expires <= time.time() + CERTIFICATE_SECONDS
+        assert {c.generation for c in certificates} == {1}
+
+
+async def test_a_newer_certificate_is_the_one_that_others_see(open_run: RunFolder) -> None:
+    async with served(open_run, renew_after_seconds=0.3) as run, client(run.invite) as one:
+        await holding(one, run.invite, 0)
+        renewed = await until(one, CertificateRenewed)
+        assert isinstance(renewed, CertificateRenewed)
+        async with client(run.invite) as other:
+            await holding(other, run.invite, 1)
+            me = one.node.peer_id
+            seen = await until(one, Roster, lambda r: len(r.peers) == 2)
+            assert isinstance(seen, Roster)
+            [record] = [r for r in seen.peers if r.peer == me]
+            issued = check_certificate(
+                base64.b64decode(record.certificate), run.invite.run_id, run.invite.organiser,
+                time.time(), me,
+            )  # fmt: skip
+            first = check_certificate(
+                base64.b64decode(renewed.certificate), run.invite.run_id, run.invite.organiser,
+                time.time(), me,
+            )  # fmt: skip
+            assert issued.expires >= first.expires
+
+
+def test_the_revoked_are_named_for_longer_than_any_certificate_of_theirs_can_hold() -> None:
+    assert REVOKED_SECONDS > CERTIFICATE_SECONDS
+
+
+# ---------------------------------------------------------------- status
+
+
+async def test_the_status_tells_of_admission_and_of_every_peers_paths(
+    token_run: RunFolder,
+) -> None:
+    async with served(token_run) as run, client(run.invite) as one:
+        assert isinstance(await say_hello(one, run.invite, name="anna"), Welcome)
+        gone = Identity.generate().peer_id
+        await order(token_run, BanPeer(peer=gone, reason="cheats"))
+        paths = (
+            LinkPath(
+                remote=PeerId("bert"), kind=PathKind.RELAYED, relay=PeerId("carl"),
+                rtt_seconds=0.08, bytes_per_second=1.2e6,
+            ),
+        )  # fmt: skip
+        beat = Heartbeat(microbatches_per_second=1.0, queued=0, paths=paths)
+        await one.send(beat)
+        status = await shown(token_run, lambda s: len(s["paths"]) > 1 and s["admission"]["bans"])
+        assert status["admission"] == {
+            "mode": "token", "members": 1, "valid_tokens": 1,
+            "bans": [
+                {
+                    "peer": gone, "reason": "cheats",
+                    "banned_at": status["admission"]["bans"][0]["banned_at"],
+                }
+            ],
+        }  # fmt: skip
+        reported = [p for p in status["paths"] if p["reporter"] == one.node.peer_id]
+        assert reported == [
+            {
+                "reporter": one.node.peer_id, "remote": "bert", "kind": "relayed",
+                "relay": "carl", "rtt_seconds": 0.08, "bytes_per_second": 1.2e6,
+            }
+        ]  # fmt: skip
+        # The coordinator's own, measured by its node.
+        [own] = [p for p in status["paths"] if p["reporter"] == run.invite.coordinator]
+        assert (own["remote"], own["kind"]) == (one.node.peer_id, "direct")
+        await one.send(beat.model_copy(update={"paths": ()}))
+        await shown(token_run, lambda s: len(s["paths"]) == 1)
+
+
+async def shown(folder: RunFolder, found: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    with trio.fail_after(10):
+        while True:
+            status: dict[str, Any] = json.loads(folder.status.read_text())
+            if found(status):
+                return status
+            await trio.sleep(0.05)
+
+
+async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
+    open_run: RunFolder,
+) -> None:
+    """It holds the folder's lock and has no socket yet: neither way is open for a moment."""
+    order_it = partial(decide, open_run, BanPeer(peer=Identity.generate().peer_id))
+    answers: list[dict[str, Any]] = []
+
+    async def command() -> None:
+        answers.append(await trio.to_thread.run_sync(order_it))
+
+    async with trio.open_nursery() as nursery:
+        with open_run.lock():
+            nursery.start_soon(command)
+            await trio.sleep(0.5)
+            assert answers == []
+            async with served(open_run):
+                with trio.fail_after(10):
+                    while not answers:
+                        await trio.sleep(0.05)
+    assert answers[0]["said"].startswith("banned ")
+
+
+def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
+    open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
+    with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
+        decide(open_run, BanPeer(peer=Identity.generate().peer_id))
+
+
+def test_a_decision_that_makes_no_sense_is_refused_without_a_coordinator_as_well(
+    open_run: RunFolder,
+) -> None:
+    with pytest.raises(UsageError, match="there is no token 3"):
+        decide(open_run, RevokeToken(token=3))

@@ -1,0 +1,473 @@
+"""The coordinator's shell with real nodes over loopback, a real database and scripted clients."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import trio
+
+from kits.coordinator.shell_world import (
+    Volunteer,
+    checkpoint_of,
+    client,
+    crew_of,
+    hello_for,
+    loss_of,
+    make_run,
+    receipt_for,
+    served,
+    snapshot_content,
+    train_to_the_end,
+)
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server import control_protocol
+from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, Sessions
+from swarm_coordinator.storage.history import history
+from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt, check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import open_manifest
+from swarm_shared.network import FramedStream, FrameLimits, open_node
+from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.transfer.transfer import Source, fetch
+
+BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "a run")
+
+
+def let_checkpoints_keep_up(folder: RunFolder, volunteers: list[Volunteer]) -> None:
+    """These volunteers train a step in milliseconds; a newer checkpoint replaces one under way."""
+
+    async def wait(step: Step) -> None:
+        if step == 3:
+            await checkpoint_of(folder, 2)
+
+    volunteers[0].before_closing = wait
+
+
+async def welcomed(invite: Invite, **changes: object) -> Welcome | Refused:
+    async with client(invite) as one:
+        await one.send(hello_for(invite, **changes))
+        answer = await one.receive()
+        assert isinstance(answer, Welcome | Refused)
+        return answer
+
+
+async def test_a_run_is_trained_to_its_end_and_everything_is_durable(folder: RunFolder) -> None:
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+        let_checkpoints_keep_up(folder, volunteers)
+        await train_to_the_end(volunteers)
+        await run.ended.wait()
+    assert all(v.goodbyes[0].finished for v in volunteers)
+    found = history(folder.database)
+    assert [(s.step, s.loss) for s in found.steps] == [(n, loss_of(n)) for n in range(1, 5)]
+    assert found.restored.finished
+    assert found.heldout_loss == 2.0
+    assert {(c.peer, c.stage, c.microbatches) for c in found.contributions} == {
+        (v.identity.peer_id, v.stage, 8) for v in volunteers
+    }
+    assert {p.name for p in found.peers} >= {"volunteer-0", "volunteer-1"}
+    assert {(k.reporter, k.sent) for k in found.links if k.remote == "someone"} == {
+        (v.identity.peer_id, 10) for v in volunteers
+    }
+    assert any(k.reporter == run.invite.coordinator and k.received for k in found.links)
+    checkpoints = CheckpointFolder(folder.checkpoints, run.invite.run_id, 2, keep=3)
+    assert checkpoints.versions() == [4, 2]
+    assert checkpoints.latest_valid() == found.restored.checkpoint
+    content = checkpoints.stage_files(4)[1].read_bytes()
+    assert content == snapshot_content(4, 1)
+    status = json.loads(folder.status.read_text())
+    assert (status["phase"], status["running"], status["version"]) == ("finished", False, 4)
+    assert {link["protocol"] for link in status["links"]} >= {"/test/link/1"}
+    assert any("holds stage 0" in line for line in run.lines)
+
+
+async def test_a_welcome_carries_a_certificate_and_the_manifest_that_hold(
+    folder: RunFolder,
+) -> None:
+    identity = Identity.generate()
+    async with served(folder) as run, client(run.invite, identity) as one:
+        await one.send(hello_for(run.invite))
+        answer = await one.receive()
+    assert isinstance(answer, Welcome)
+    certificate = check_certificate(
+        base64.b64decode(answer.certificate), run.invite.run_id, run.invite.organiser,
+        time.time(), identity.peer_id,
+    )  # fmt: skip
+    assert certificate.role == "volunteer"
+    assert open_manifest(base64.b64decode(answer.manifest), run.invite.organiser) == run.manifest
+
+
+async def test_who_does_not_fit_is_refused_with_the_reason(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", admission__mode="token")
+    async with served(folder) as run:
+        assert run.invite.token == folder.admission_token()
+        for changes, code, reason in (
+            ({"token": "wrong"}, "admission", "token is not the right one"),
+            ({"token": None}, "admission", "the invite carries no token"),
+            ({"software": "0.9.0"}, "version", "needs swarmtrain 0.1.0"),
+            ({"run": "cd" * 32}, "protocol", "not cdcdcdcdcdcd"),
+        ):
+            answer = await welcomed(run.invite, **changes)
+            assert isinstance(answer, Refused)
+            assert answer.code == code
+            assert reason in answer.reason
+        assert isinstance(await welcomed(run.invite), Welcome)
+
+
+async def test_the_first_word_must_be_hello(folder: RunFolder) -> None:
+    async with served(folder) as run, client(run.invite) as one:
+        await one.send(BEAT)
+        answer = await one.receive()
+        assert isinstance(answer, Refused)
+        assert "must be hello" in answer.reason
+
+
+async def test_a_connection_that_says_nothing_is_closed(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_protocol, "HELLO_SECONDS", 0.2)
+    async with served(folder) as run, client(run.invite) as one:
+        await one.until_closed()
+
+
+def forged_receipt(run: str, manifest_tokens: int) -> str:
+    receipt = Receipt(
+        run=run, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
+        stage=StageIndex(0), peer=PeerId("x"), samples=1, tokens=manifest_tokens,
+    )  # fmt: skip
+    signer = Identity.generate()
+    content = receipt_for(signer, receipt.model_copy(update={"peer": signer.peer_id}))
+    raw = bytearray(base64.b64decode(content))
+    raw[-1] ^= 1  # in the signature
+    return base64.b64encode(bytes(raw)).decode()
+
+
+async def test_one_clients_nonsense_ends_its_session_only(folder: RunFolder) -> None:
+    async with (
+        served(folder) as run,
+        client(run.invite) as honest,
+        client(run.invite) as forger,
+        client(run.invite) as babbler,
+    ):
+        for one in (honest, forger, babbler):
+            await one.send(hello_for(run.invite))
+            assert isinstance(await one.receive(), Welcome)
+        await forger.send(Receipts(receipts=(forged_receipt(run.invite.run_id, 128),)))
+        answer = await forger.receive()
+        assert isinstance(answer, Refused)
+        assert (answer.code, "signature" in answer.reason) == ("protocol", True)
+        await forger.until_closed()
+        await babbler.stream.send(b'{"kind": "nonsense"}')
+        await babbler.until_closed()
+        with pytest.raises(LinkClosed):
+            await forger.receive()
+        # The honest one is still heard: its request is answered.
+        await honest.send(MaskRequest(request=7, step=Step(1), microbatch=MicrobatchIndex(0)))
+        while (await honest.receive()).kind != "mask":
+            pass
+
+
+async def test_a_receipt_of_another_run_is_refused(folder: RunFolder) -> None:
+    identity = Identity.generate()
+    other = receipt_for(
+        identity,
+        Receipt(
+            run="cd" * 32, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(0),
+            stage=StageIndex(0), peer=identity.peer_id, samples=1, tokens=1,
+        ),
+    )  # fmt: skip
+    async with served(folder) as run:
+        answer = await welcomed(run.invite, receipts=(other,))
+        assert isinstance(answer, Refused)
+        assert "not of this one" in answer.reason
+
+
+async def test_a_peer_that_attaches_again_closes_its_older_session(folder: RunFolder) -> None:
+    identity = Identity.generate()
+    async with served(folder) as run, client(run.invite, identity) as older:
+        await older.send(hello_for(run.invite, name="twice"))
+        assert isinstance(await older.receive(), Welcome)
+        async with client(run.invite, identity) as newer:
+            await newer.send(hello_for(run.invite, name="twice"))
+            assert isinstance(await newer.receive(), Welcome)
+            await older.until_closed()
+            await newer.send(BEAT)
+            while True:
+                await trio.sleep(0.05)
+                status = json.loads(folder.status.read_text())
+                if status["sessions"] == 1:
+                    break
+            assert [p["name"] for p in status["peers"]] == ["twice"]
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    sessions = Sessions()
+    async with open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as here:
+        cut: list[str | None] = []
+        done = trio.Event()
+
+        async def serve_one(stream: FramedStream) -> None:
+            session = sessions.open(stream.remote, stream)
+            sessions.make_current(session.number, session.peer)
+            with session.scope:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(session.write_all)
+                    while session.cut_reason is None:
+                        session.send(b"x" * 2**20)
+                        await trio.lowlevel.checkpoint()
+            cut.append(session.cut_reason)
+            sessions.ended(session)
+            done.set()
+
+        here.serve("/test/1", serve_one, FrameLimits())
+        async with open_node(Identity.generate()) as there:
+            limits = FrameLimits(max_header_bytes=MAX_OUTBOX_BYTES)
+            await there.open_stream(here.peer_id, "/test/1", limits, here.addresses)
+            await done.wait()
+    assert cut == ["it does not read what it is sent"]
+    assert len(sessions) == 0
+
+
+async def test_data_is_served_to_members_and_to_nobody_else(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    identity = Identity.generate()
+    async with served(folder) as run, client(run.invite, identity) as one:
+        await one.send(hello_for(run.invite))
+        welcome = await one.receive()
+        assert isinstance(welcome, Welcome)
+        shard = run.manifest.data.shards[0]
+        source = Source(run.invite.coordinator, run.invite.addresses)
+        size = shard.tokens * run.manifest.data.token_bytes
+        target = tmp_path / "copy"
+        await fetch(
+            one.node, [source], f"data/{shard.name}", size, shard.sha256, target,
+            welcome.certificate, run.invite.run_id,
+        )  # fmt: skip
+        assert hashlib.sha256(target.read_bytes()).hexdigest() == shard.sha256
+        for item in ("data/../organiser.key", "organiser.key", "checkpoint/1/../../x"):
+            with pytest.raises(NetworkError, match="there is no"):
+                await fetch(
+                    one.node, [source], item, None, "0" * 64, tmp_path / "stolen",
+                    welcome.certificate, run.invite.run_id,
+                )  # fmt: skip
+        async with open_node(Identity.generate()) as stranger:
+            with pytest.raises(NetworkError, match="shows the certificate of"):
+                await fetch(
+                    stranger, [source], f"data/{shard.name}", size, shard.sha256,
+                    tmp_path / "stolen", welcome.certificate, run.invite.run_id,
+                )  # fmt: skip
+
+
+async def test_a_taken_port_is_one_clear_sentence(folder: RunFolder, tmp_path: Path) -> None:
+    async with served(folder) as run:
+        port = int(run.invite.addresses[0].rsplit("/", 1)[1])
+        assert folder.remembered_port() == port
+        other = make_run(tmp_path / "other")
+        with pytest.raises(NetworkError, match=f"Port {port} .* is in use"):
+            async with served(other, port=port):
+                raise AssertionError("it must not serve")
+
+
+async def test_a_second_start_listens_on_the_port_that_invites_name(folder: RunFolder) -> None:
+    async with served(folder) as run:
+        first = run.invite
+    async with served(folder) as run:
+        assert run.invite == first
+
+
+async def test_a_checkpoint_that_cannot_be_stored_does_not_stop_the_training(
+    folder: RunFolder,
+) -> None:
+    # A file where the checkpoint's folder has to go: no disk takes it, not even as root.
+    (folder.checkpoints / "step-00000002.partial").write_text("in the way")
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+        await train_to_the_end(volunteers)
+        await run.ended.wait()
+    notes = [n.text for n in history(folder.database).notes]
+    failed = [n for n in notes if "checkpoint of step 2 could not be stored" in n]
+    assert len(failed) == 1
+    checkpoints = CheckpointFolder(folder.checkpoints, run.invite.run_id, 2, keep=3)
+    assert checkpoints.versions() == [4]
+
+
+async def test_the_run_goes_on_after_ctrl_c_where_it_stopped(folder: RunFolder) -> None:
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+
+        async def stop_after_three_steps() -> None:
+            while len(history(folder.database).steps) < 3:
+                await trio.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_after_three_steps)
+            await train_to_the_end(volunteers)
+        await run.ended.wait()
+    stopped_at = history(folder.database).restored
+    assert stopped_at.version >= 3
+    assert stopped_at.checkpoint is not None
+    assert stopped_at.checkpoint.version == stopped_at.version
+    assert not volunteers[0].goodbyes[0].finished
+    async with served(folder) as run:
+        newcomers = crew_of(run.invite, run.manifest, folder.path)
+        await train_to_the_end(newcomers)
+        await run.ended.wait()
+    found = history(folder.database)
+    assert found.restored.finished
+    assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
+
+
+async def test_a_run_whose_database_was_lost_goes_on_from_its_checkpoint(
+    folder: RunFolder,
+) -> None:
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+        let_checkpoints_keep_up(folder, volunteers)
+
+        async def end_at_the_checkpoint() -> None:
+            while history(folder.database).restored.checkpoint is None:
+                await trio.sleep(0.02)
+            run.scope.cancel()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(end_at_the_checkpoint)
+            await train_to_the_end(volunteers)
+    for path in folder.path.glob("coordinator.sqlite*"):
+        path.unlink()
+    async with served(folder) as run:
+        restored = run.store.restore()
+        assert restored.version in (2, 4)
+        assert restored.checkpoint is not None
+        assert any("the database is new" in line for line in run.lines)
+
+
+async def test_a_damaged_checkpoint_is_named_and_an_older_one_used(folder: RunFolder) -> None:
+    async with served(folder) as run:
+        volunteers = crew_of(run.invite, run.manifest, folder.path)
+        let_checkpoints_keep_up(folder, volunteers)
+        await train_to_the_end(volunteers)
+        await run.ended.wait()
+    checkpoints = CheckpointFolder(folder.checkpoints, run.invite.run_id, 2, keep=3)
+    with checkpoints.stage_files(4)[0].open("r+b") as file:
+        file.write(b"damage")
+    async with served(folder) as run:
+        assert any("step-00000004" in line and "damaged" in line for line in run.lines)
+        status = json.loads(folder.status.read_text())
+        assert status["checkpoint_version"] == 2
+
+
+async def test_words_of_volunteers_cannot_steer_the_organisers_terminal(
+    folder: RunFolder,
+) -> None:
+    async with served(folder) as run:
+        name = "eve\x1b[2J\r\nstep 9 applied"
+        assert isinstance(await welcomed(run.invite, name=name), Welcome)
+    assert any("eve\N{REPLACEMENT CHARACTER}[2J" in line for line in run.lines)
+    assert all(line.isprintable() for line in run.lines)
+
+
+@pytest.mark.integration
+async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
+    process = start_coordinator(folder)
+    try:
+        invite = await trio.to_thread.run_sync(invite_from, process)
+        volunteers = crew_of(invite, load_manifest(folder), folder.path)
+        in_close = trio.Event()
+
+        async def never(step: Step) -> None:
+            if step == 3:
+                in_close.set()
+                await trio.sleep_forever()
+
+        volunteers[0].before_closing = never
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(train_to_the_end, volunteers)
+            await in_close.wait()
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            while "stopping" not in await trio.to_thread.run_sync(process.stdout.readline):
+                pass
+            process.send_signal(signal.SIGINT)
+            assert await trio.to_thread.run_sync(process.wait) == 130
+            nursery.cancel_scope.cancel()
+    finally:
+        process.kill()
+        process.wait()
+    assert history(folder.database).restored.version == 2
+
+
+def start_coordinator(folder: RunFolder) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def invite_from(process: subprocess.Popen[str]) -> Invite:
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("swarm1"):
+            return Invite.decode(line)
+    raise AssertionError("no invite: " + "".join(seen))
+
+
+@pytest.mark.integration
+async def test_kill_9_loses_no_applied_step_and_the_run_goes_on(folder: RunFolder) -> None:
+    manifest = load_manifest(folder)
+    process = start_coordinator(folder)
+    try:
+        invite = await trio.to_thread.run_sync(invite_from, process)
+        volunteers = crew_of(invite, manifest, folder.path)
+
+        async def kill_when_three_are_applied() -> None:
+            while volunteers[0].version is None or volunteers[0].version < 3:
+                await trio.sleep(0.01)
+            process.kill()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(kill_when_three_are_applied)
+            await train_to_the_end(volunteers)
+        process.wait()
+        told = max(v.version or 0 for v in volunteers)
+        assert history(folder.database).restored.version >= told
+        process = start_coordinator(folder)
+        again = await trio.to_thread.run_sync(invite_from, process)
+        assert again == invite
+        await train_to_the_end(volunteers)
+        assert await trio.to_thread.run_sync(process.wait) == 0
+    finally:
+        process.kill()
+        process.wait()
+    found = history(folder.database)
+    assert found.restored.finished
+    assert found.restored.generation == 2
+    assert [s.loss for s in found.steps] == [loss_of(n) for n in range(1, 5)]
+    assert volunteers[0].welcomes[-1].generation == 2
+
+
+def test_a_second_coordinator_is_kept_off_the_run_folder(folder: RunFolder) -> None:
+    with folder.lock(), pytest.raises(UsageError, match="another coordinator"), folder.lock():
+        pass

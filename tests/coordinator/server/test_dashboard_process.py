@@ -1,0 +1,220 @@
+"""The pages beside a real coordinator: they come, are started again, and never harm it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import trio
+import trio.to_thread
+
+from kits.coordinator.shell_world import crew_of, make_run, served, train_to_the_end
+from swarm_coordinator.configuration.http_address import (
+    HttpAddress,
+    address_of,
+    listen,
+    parse_address,
+)
+from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.dashboard_process import Companion
+from swarm_shared.base.errors import ConfigurationError, NetworkError
+
+ANY = HttpAddress("127.0.0.1", 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path / "run")
+
+
+@asynccontextmanager
+async def companion(
+    folder: RunFolder, wanted: HttpAddress = ANY
+) -> AsyncIterator[tuple[Companion, list[str]]]:
+    lines: list[str] = []
+    made = Companion(folder, wanted, lines.append)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(made.run)
+        yield made, lines
+        nursery.cancel_scope.cancel()
+
+
+async def get(address: HttpAddress | None, path: str) -> tuple[int, bytes]:
+    assert address is not None
+
+    def ask() -> tuple[int, bytes]:
+        connection = HTTPConnection(address.host, address.port, timeout=50)
+        with closing(connection):
+            connection.request("GET", path)
+            found = connection.getresponse()
+            return found.status, found.read()
+
+    return await trio.to_thread.run_sync(ask)
+
+
+async def until(condition: Any) -> None:
+    while not condition():
+        await trio.sleep(0.02)
+
+
+async def test_whoever_asks_before_the_process_is_ready_is_answered_when_it_is(
+    folder: RunFolder,
+) -> None:
+    async with companion(folder) as (made, lines):
+        await until(lambda: made.address is not None)
+        status, body = await get(made.address, "/api/v1/run")
+        assert status == 503, "no coordinator has said anything in this folder"
+        assert b"error" in body
+        assert lines == [
+            f"dashboard at {made.address.url if made.address else ''} (yours: `swarm-coordinator "
+            f"dashboard {folder.path}`)"
+        ]
+        process = made.pid
+    assert process is not None
+    assert not psutil.pid_exists(process)
+
+
+async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
+    folder: RunFolder,
+) -> None:
+    async with companion(folder) as (made, _):
+        await until(lambda: made.pid is not None)
+        first, address = made.pid, made.address
+        await get(address, "/")
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: made.pid not in (None, first))
+        assert (await get(address, "/"))[0] == 200
+        assert made.told() == {"address": str(address), "restarts": 1, "failures": 1}
+
+
+async def test_the_port_is_the_same_at_the_next_start(folder: RunFolder) -> None:
+    async with companion(folder) as (made, _):
+        await until(lambda: made.address is not None)
+        first = made.address
+    async with companion(folder) as (made, _):
+        await until(lambda: made.address is not None)
+        assert made.address == first
+
+
+async def test_a_port_that_was_picked_and_is_taken_now_gives_way_to_another(
+    folder: RunFolder,
+) -> None:
+    with closing(listen(ANY)) as other:
+        taken = address_of(other)
+        folder.remember_http_port(taken.port)
+        async with companion(folder) as (made, _):
+            await until(lambda: made.address is not None)
+            assert made.address != taken
+
+
+async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
+    folder: RunFolder,
+) -> None:
+    with closing(listen(ANY)) as other:
+        taken = address_of(other)
+        async with companion(folder, taken) as (made, lines):
+            await until(lambda: lines)
+            assert str(taken) in lines[0]
+            assert "--http" in lines[0]
+            assert made.address is None
+            assert made.told()["failures"] == 1
+
+
+async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:
+    program = (
+        "import sys, trio; from pathlib import Path\n"
+        "from swarm_coordinator.server.dashboard_process import Companion\n"
+        "from swarm_coordinator.configuration.http_address import HttpAddress\n"
+        "from swarm_coordinator.run_dir.folder import RunFolder\n"
+        "made = Companion(RunFolder(Path(sys.argv[1])), HttpAddress('127.0.0.1', 0), print)\n"
+        "trio.run(made.run)\n"
+    )
+    process = await trio.lowlevel.open_process(
+        [sys.executable, "-c", program, str(folder.path)], stdout=subprocess.DEVNULL
+    )
+    children: list[psutil.Process] = []
+    while not children:
+        children = psutil.Process(process.pid).children()
+        await trio.sleep(0.05)
+    process.kill()
+    await process.wait()
+    await until(lambda: not children[0].is_running() or children[0].status() == "zombie")
+
+
+async def test_what_a_real_coordinator_says_is_what_the_pages_show(
+    folder: RunFolder, tmp_path: Path
+) -> None:
+    """From the folder of a run that trains to its end, with nothing made up in between."""
+    pages: list[Pages] = []
+
+    async def watch(scope: trio.CancelScope) -> None:
+        with scope:
+            while True:
+                if folder.status.exists():
+                    pages[:] = pages or [Pages(folder)]
+                    await pages[0].feed.look()
+                    snapshot = pages[0].feed.snapshot
+                    assert snapshot is not None
+                    for document in (
+                        snapshot.run, snapshot.stages, snapshot.peers, snapshot.full_peers,
+                        snapshot.admission, snapshot.tokens, snapshot.events,
+                    ):  # fmt: skip
+                        assert document is not None
+                    pages[0]._metrics(snapshot)
+                await trio.sleep(0.05)
+
+    async with trio.open_nursery() as nursery:
+        scope = trio.CancelScope()
+        nursery.start_soon(watch, scope)
+        async with served(folder) as run:
+            volunteers = crew_of(run.invite, run.manifest, tmp_path)
+            await train_to_the_end(volunteers)
+            await run.ended.wait()
+        scope.cancel()
+    await pages[0].feed.look()
+    snapshot = pages[0].feed.snapshot
+    assert snapshot is not None
+    assert snapshot.health.word == "finished"
+    assert (snapshot.run.version, snapshot.read.step_count) == (4, 4)
+    assert snapshot.run.tokens == 4 * run.manifest.tokens_per_step
+    assert {one.name for one in snapshot.read.contributions} == {"volunteer-0", "volunteer-1"}
+    total = sum(one.credit for one in snapshot.read.contributions)
+    assert total == pytest.approx(snapshot.run.tokens)
+    assert b"swarm_applied_steps 4.0" in pages[0]._metrics(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:8080", HttpAddress("127.0.0.1", 8080)),
+        ("[::1]:0", HttpAddress("::1", 0)),
+        (" localhost:1 ", HttpAddress("localhost", 1)),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(text: str, address: HttpAddress) -> None:
+    assert parse_address(text) == address
+    assert parse_address(str(address)) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8080", "127.0.0.1", "::1:80", "a:b", "h:65536", "http://h:1", "h:-1", "[x]:1"]
+)
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"HOST:PORT"):
+        parse_address(text)
+
+
+def test_an_address_that_is_not_this_machines_cannot_be_listened_at() -> None:
+    with pytest.raises(NetworkError, match=r"192\.0\.2\.123"):
+        listen(HttpAddress("192.0.2.123", 1))

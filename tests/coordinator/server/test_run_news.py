@@ -1,0 +1,137 @@
+"""What volunteers are told of the run as a whole: right, bounded, and not too often."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kits.swarm_world.event_bench import Bench
+from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.server.run_news import LEAST_SECONDS, ROWS, Leaderboard, NewsDesk
+from swarm_coordinator.storage.contributions import Contribution
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.owners import people, standing
+from swarm_shared.protocol import RunNews, coordinator_messages, encode, parse
+
+MANIFEST = Bench().manifest
+PEERS = st.sampled_from([PeerId(name) for name in "ABCDEF"])
+
+
+def desk_of(bench: Bench) -> NewsDesk:
+    return NewsDesk(Leaderboard(bench.manifest))
+
+
+def step_of(*shares: tuple[str, int, int]) -> AppliedStep:
+    return AppliedStep(
+        Step(1), 1, 2.0, 8, 4.0, 1.0, 0.1,
+        tuple(StageShare(PeerId(p), StageIndex(s), 1, tokens) for p, s, tokens in shares),
+    )  # fmt: skip
+
+
+def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_first() -> None:
+    bench = Bench()
+    shares = [bench.manifest.work_share(stage) for stage in (0, 1)]
+    assert math.isclose(sum(shares), 1.0)
+    board = Leaderboard(bench.manifest)
+    board.begin((Contribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100),))
+    board.add(step_of(("a", 1, 10), ("b", 1, 1000)))
+    first, second = board.rows()
+    assert (first.peer, first.name, first.tokens) == ("b", None, 1000)
+    assert first.credit == pytest.approx(1000 * shares[1])
+    assert (second.peer, second.name, second.tokens) == ("a", "Ada", 110)
+    assert second.credit == pytest.approx(100 * shares[0] + 10 * shares[1])
+
+
+def test_a_fall_back_takes_what_does_not_count_any_more_out_of_the_sums() -> None:
+    board = Leaderboard(Bench().manifest)
+    board.add(step_of(("a", 0, 10)))
+    board.begin(())
+    assert board.rows() == ()
+
+
+@given(
+    st.dictionaries(PEERS, st.integers(1, 1000)),
+    st.dictionaries(PEERS, PEERS),
+    st.integers(0, 8),
+)
+def test_rows_are_people_whatever_is_bound_to_whom(
+    tokens: dict[PeerId, int], bound: dict[PeerId, PeerId], most: int
+) -> None:
+    board = Leaderboard(MANIFEST)
+    board.add(step_of(*((peer, 0, count) for peer, count in tokens.items())))
+    for peer in tokens:
+        board.name(peer, peer.lower(), None, bound.get(peer))
+    said = {peer: owner for peer, owner in bound.items() if peer in tokens}
+    expected = people(tokens, standing(said))
+    rows = board.rows(most=20)
+    assert {row.peer: row.tokens for row in rows} == {
+        person: sum(tokens[one] for one in devices) for person, devices in expected.items()
+    }
+    for row in rows:
+        assert row.devices == tuple(one for one in expected[row.peer] if one != row.peer)
+        assert row.name == (row.peer if row.peer in tokens else row.devices[0]).lower()
+    assert [row.credit for row in rows] == sorted((row.credit for row in rows), reverse=True)
+    assert board.rows(most) == rows[:most]
+
+
+def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -> None:
+    bench = Bench()
+    bench.tick()
+    desk = desk_of(bench)
+    waiting = desk.due(bench.run, bench.now)
+    assert waiting is not None
+    assert "needs 1 peer" in waiting.waiting_for
+    bench.join_all("a0", "a1")
+    bench.one_step()
+    assert desk.due(bench.run, bench.now + LEAST_SECONDS / 2) is None
+    news = desk.due(bench.run, bench.now + LEAST_SECONDS)
+    assert news is not None
+    assert (news.version, news.waiting_for) == (1, "")
+    assert bench.run.last_applied is not None
+    assert news.loss == bench.run.last_applied.loss
+    assert desk.latest == news
+    assert desk.due(bench.run, bench.now + 100.0) is None, "nothing has happened since"
+
+
+def test_the_more_volunteers_the_less_often_they_are_told() -> None:
+    bench = Bench()
+    bench.join_all("a0", "a1")
+    for number in range(3000):
+        bench.attach(f"visitor {number}")
+    desk = desk_of(bench)
+    assert desk.due(bench.run, bench.now) is not None
+    bench.one_step()
+    assert desk.due(bench.run, bench.now + 5.9) is None
+    assert desk.due(bench.run, bench.now + 6.1) is not None
+
+
+def test_the_largest_news_are_bounded_and_parse() -> None:
+    bench = Bench()
+    desk = desk_of(bench)
+    longest = "\N{PILE OF POO}" * 60
+    for number in range(500):
+        peer = PeerId(f"{number:060}")
+        desk.leaderboard.name(peer, longest, longest)
+        desk.leaderboard.add(step_of((peer, 0, number)))
+        if number < 100:
+            desk.leaderboard.name(peer, longest, longest, PeerId(f"{499:060}"))
+    news = desk.due(bench.run, bench.now)
+    assert news is not None
+    assert len(news.leaderboard) == ROWS
+    content = encode(news)
+    assert len(content) < 64 * 1024
+    assert parse(coordinator_messages, content) == news
+
+
+def test_a_loss_that_is_no_number_is_none() -> None:
+    bench = Bench()
+    bench.join_all("a0", "a1")
+    bench.one_step()
+    assert bench.run.last_applied is not None
+    object.__setattr__(bench.run.last_applied, "loss", math.nan)
+    news = desk_of(bench).due(bench.run, bench.now)
+    assert isinstance(news, RunNews)
+    assert news.loss is None

@@ -1,0 +1,70 @@
+"""The simulated swarm keeps its own books straight while machines come, vanish and come back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kits.coordinator.shell_world import make_run
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.simulator.churn_models import churn_model
+from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
+from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.trace import Change
+from swarm_shared.run.manifest import Manifest
+
+SLOW_LINES = FleetFile(
+    classes=(
+        HardwareClass(
+            name="far away", machines=12, teraflops=1e-4, spread=0.3, memory_gib=8, up_mbit=1,
+            down_mbit=100, latency_ms=10,
+        ),
+    )
+)  # fmt: skip
+"""A stage's state takes them minutes: most of their lives they download."""
+HOURS = 0.3
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    path = tmp_path_factory.mktemp("simulated") / "run"
+    make_run(path)
+    return load_manifest(RunFolder(path))
+
+
+def simulated(manifest: Manifest, changes: list[Change], seed: int) -> Swarm:
+    rng = random.Random(f"{seed} fleet")
+    fleet = make_fleet(SLOW_LINES, 12, rng)
+    swarm = Swarm(manifest, fleet, changes, SwarmOptions(beat_seconds=2.0), seed, FluidPlane)
+    swarm.simulate(HOURS)
+    return swarm
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
+    manifest: Manifest, seed: int
+) -> None:
+    names = [f"machine-{number}" for number in range(12)]
+    model = churn_model("home:on_hours=0.05,crash=0.7")
+    swarm = simulated(manifest, model.changes(names, HOURS, random.Random(seed)), seed)
+    assert swarm.downloads.bytes > 0
+    waited_for = {id(v.awaits) for v in swarm.volunteers.values() if v.alive}
+    assert swarm.downloads.under_way() <= waited_for
+    served = sum(v.uploads for v in swarm.volunteers.values())
+    assert served <= 32 * len(swarm.downloads.under_way())
+
+
+def test_a_machine_that_comes_back_before_it_is_missed_hears_only_what_is_said_to_it(
+    manifest: Manifest,
+) -> None:
+    """It says that it leaves, vanishes, and connects anew while the coordinator still waits."""
+    changes = [Change(float(number), "join", f"machine-{number}") for number in range(6)]
+    for again in range(1, 36):
+        at = 30.0 * again
+        name = f"machine-{again % 6}"
+        changes += [Change(at, "leave", name), Change(at + 0.5, "join", name)]
+    swarm = simulated(manifest, changes, seed=1)
+    assert len(swarm.applied) > 0

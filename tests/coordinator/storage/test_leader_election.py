@@ -1,0 +1,258 @@
+"""Two real coordinators on one PostgreSQL server: one takes over, the other one is fenced."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+
+from kits.coordinator.coordinator_lab import (
+    Lab,
+    Lasting,
+    check_nothing_forgotten,
+    coordinators,
+    lasting_crew,
+    run_words,
+)
+from kits.coordinator.postgresql import Server
+from kits.coordinator.shell_world import make_run
+from swarm_coordinator.configuration.template import toml_value
+from swarm_coordinator.demo.subprocesses import (
+    CLIENT_MODULE,
+    COORDINATOR_MODULE,
+    Child,
+    Children,
+    module_command,
+    wait_until,
+)
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.location import PostgresqlPlace, is_there
+from swarm_coordinator.storage.postgresql import LeaderWatch
+
+pytestmark = pytest.mark.durability
+
+LEASE_SECONDS = 2.0
+
+
+@dataclass
+class Pair:
+    """Two folders of one run, as on two machines, and a parent process for each."""
+
+    folders: tuple[RunFolder, RunFolder]
+    labs: tuple[Lab, Lab]
+    place: PostgresqlPlace
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("template") / "a run", steps=100_000).path
+
+
+@contextmanager
+def pair(template: Path, path: Path, place: PostgresqlPlace) -> Iterator[Pair]:
+    ports = [free_port(), free_port()]
+    announced = tuple(f"/ip4/127.0.0.1/tcp/{port}" for port in ports)
+    folders = []
+    for name, port in zip(("first", "second"), ports, strict=True):
+        shutil.copytree(template, path / name)
+        folder = RunFolder(path / name)
+        text = folder.settings.read_text()
+        for line, value in (
+            ('store = "sqlite"', f"store = {toml_value(place.url)}"),
+            ("lease_seconds = 5.0", f"lease_seconds = {LEASE_SECONDS}"),
+            ("listen_port = 0", f"listen_port = {port}"),
+            ("announce = []", f"announce = {toml_value(announced)}"),
+        ):
+            assert line in text
+            text = text.replace(line, value)
+        folder.settings.write_text(text)
+        folders.append(folder)
+    with coordinators(path / "a") as one, coordinators(path / "b") as other:
+        yield Pair((folders[0], folders[1]), (one, other), place)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Progress:
+    """What the volunteers have seen: the newest generation, and steps."""
+
+    def __init__(self, crew: list[Lasting]) -> None:
+        self.crew = crew
+        self.generations: list[int] = []
+        for volunteer in crew:
+            volunteer.attached = self.generations.append
+
+    async def of_generation(self, generation: int) -> None:
+        """Every volunteer has been welcomed in it."""
+        while self.generations.count(generation) < len(self.crew):
+            await trio.sleep(0.01)
+
+    async def steps(self, count: int) -> None:
+        """So many more have been applied by everybody."""
+        wanted = max(len(volunteer.told) for volunteer in self.crew) + count
+        while min(len(volunteer.told) for volunteer in self.crew) < wanted:
+            await trio.sleep(0.01)
+
+
+async def until_standing_by(text) -> None:
+    while "standing by: the coordinator on" not in text():
+        await trio.sleep(0.01)
+
+
+async def test_a_standby_takes_over_when_the_leader_is_killed(
+    template: Path, tmp_path: Path, postgresql: Server
+) -> None:
+    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two:
+        manifest = load_manifest(two.folders[0])
+        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        invite = await leader.serves()
+        crew = lasting_crew(invite, manifest, tmp_path)
+        progress = Progress(crew)
+        async with trio.open_nursery() as nursery:
+            for volunteer in crew:
+                nursery.start_soon(volunteer.come_back)
+            await progress.of_generation(1)
+            for generation in (2, 3, 4):
+                turn = generation % 2
+                standby = await two.labs[1 - turn].start(
+                    *run_words(two.folders[1 - turn], "--standby")
+                )
+                await until_standing_by(standby.text)
+                await progress.steps(2)
+                killed_at = time.monotonic()
+                leader.kill()
+                await standby.serves()
+                serving = time.monotonic() - killed_at
+                await progress.of_generation(generation)
+                welcomed = time.monotonic() - killed_at
+                await progress.steps(1)
+                print(
+                    f"take-over after kill -9: serves after {serving:.2f} s, all volunteers "
+                    f"back after {welcomed:.2f} s, a step {time.monotonic() - killed_at:.2f} s"
+                )
+                assert await leader.ended() == -signal.SIGKILL
+                check_nothing_forgotten(place, manifest, crew)
+                leader = standby
+            # Stopped in order, it gives the lease back.
+            leader.kill(signal.SIGINT)
+            assert await leader.ended() == 0
+            assert await trio.to_thread.run_sync(LeaderWatch(place).leader) is None
+            nursery.cancel_scope.cancel()
+        check_nothing_forgotten(place, manifest, crew)
+
+
+async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_nothing_and_ends(
+    template: Path, tmp_path: Path, postgresql: Server
+) -> None:
+    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two:
+        manifest = load_manifest(two.folders[0])
+        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        crew = lasting_crew(await leader.serves(), manifest, tmp_path)
+        progress = Progress(crew)
+        async with trio.open_nursery() as nursery:
+            for volunteer in crew:
+                nursery.start_soon(volunteer.come_back)
+            await progress.of_generation(1)
+            standby = await two.labs[1].start(*run_words(two.folders[1], "--standby"))
+            await until_standing_by(standby.text)
+            await progress.steps(2)
+            frozen_at = time.monotonic()
+            leader.kill(signal.SIGSTOP)
+            await standby.serves()
+            print(f"take-over after SIGSTOP: serves after {time.monotonic() - frozen_at:.2f} s")
+            leader.kill(signal.SIGCONT)
+            assert await leader.ended() == 12, leader.text()
+            assert "another coordinator has taken over this run" in leader.text()
+            await progress.of_generation(2)
+            await progress.steps(3)
+            check_nothing_forgotten(place, manifest, crew)
+            standby.kill(signal.SIGINT)
+            assert await standby.ended() == 0
+            nursery.cancel_scope.cancel()
+        check_nothing_forgotten(place, manifest, crew)
+
+
+@pytest.mark.timeout(400)
+def test_real_volunteers_find_the_standby_and_train_on(
+    template: Path, tmp_path: Path, postgresql: Server
+) -> None:
+    """The programs that people run, and what they keep: no step is done twice, none is lost."""
+    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two, Children() as children:
+        start = (COORDINATOR_MODULE, "start", str(two.folders[0].path))
+        first = children.start("first", module_command(*start), tmp_path / "first.out")
+        children.excused.append(first)
+        wait_until(lambda: "swarm1" in said(first), children, 60.0, "the first coordinator")
+        (invite,) = [word for word in said(first).split() if word.startswith("swarm1")]
+        for name in ("anna", "bert"):
+            children.start(
+                name,
+                module_command(CLIENT_MODULE, "join", invite, "--home", str(tmp_path / name),
+                               "--device", "cpu", "--threads", "1", "--name", name),
+                tmp_path / f"{name}.out",
+            )  # fmt: skip
+        start = (COORDINATOR_MODULE, "start", str(two.folders[1].path), "--standby")
+        second = children.start("second", module_command(*start), tmp_path / "second.out")
+        wait_until(lambda: "standing by" in said(second), children, 60.0, "the second one")
+
+        def version() -> int:
+            return history(place).restored.version if is_there(place) else 0
+
+        wait_until(lambda: version() >= 3, children, 120.0, "three steps")
+        before = version()
+        killed_at = time.monotonic()
+        first.kill()
+        wait_until(lambda: version() >= before + 2, children, 120.0, "steps after the take-over")
+        print(f"take-over with real volunteers: two steps on after "
+              f"{time.monotonic() - killed_at:.1f} s")  # fmt: skip
+        found = history(place)
+        assert found.restored.generation == 2
+        assert not found.restored.rolled_back, "they kept what they held"
+        assert {peer.name for peer in found.peers} >= {"anna", "bert"}
+        check_nothing_forgotten(place, load_manifest(two.folders[0]), [])
+
+
+def said(child: Child) -> str:
+    return child.log.read_text() if child.log.exists() else ""
+
+
+async def test_a_second_start_is_refused_while_the_first_one_lives(
+    template: Path, tmp_path: Path, postgresql: Server
+) -> None:
+    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two:
+        leader = await two.labs[0].start(*run_words(two.folders[0]))
+        await leader.serves()
+        second = await two.labs[1].start(*run_words(two.folders[1]))
+        assert await second.ended() == 12
+        assert "--standby" in second.text()
+        leader.kill()
+        await leader.ended()
+        again = await two.labs[0].start(*run_words(two.folders[0]))
+        await again.serves()
+        again.kill(signal.SIGINT)
+        assert await again.ended() == 0
+
+
+async def test_standing_by_needs_a_database_that_both_reach(template: Path, tmp_path: Path) -> None:
+    shutil.copytree(template, tmp_path / "run")
+    with coordinators(tmp_path / "a") as lab:
+        process = await lab.start("start", str(tmp_path / "run"), "--standby")
+        assert await process.ended() == 2
+        assert "PostgreSQL" in process.text()

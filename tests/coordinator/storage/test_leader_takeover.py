@@ -1,0 +1,390 @@
+"""The lease on PostgreSQL: one coordinator writes, and one that lost it never does again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import pytest
+import trio
+
+from kits.coordinator.postgresql import Server
+from kits.coordinator.run import put_checkpoint, step, write
+from kits.coordinator.shell_world import make_run
+from swarm_coordinator.admission.book import PeerBanned
+from swarm_coordinator.cli.main import run as cli
+from swarm_coordinator.durability.backup import make_backup
+from swarm_coordinator.durability.journal_audit import check_database
+from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.leader_election import wait_for_turn
+from swarm_coordinator.storage.location import PostgresqlPlace, reading
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.postgresql import (
+    LeaderWatch,
+    connect,
+    copy_to,
+    migrate,
+    open_for_writing,
+    take,
+)
+from swarm_coordinator.storage.postgresql_store import PostgresqlDatabase, PostgresqlStore
+from swarm_coordinator.storage.schema import MIGRATIONS, TABLES
+from swarm_coordinator.storage.sqlite import open_for_writing as open_sqlite
+from swarm_shared.base.errors import LeadershipError, StorageError, UsageError, VersionError
+from swarm_shared.base.types import PeerId
+
+
+@pytest.fixture
+def run(postgresql: Server) -> PostgresqlPlace:
+    return postgresql.place(lease_seconds=60.0)
+
+
+def sql(run: PostgresqlPlace, statement: str) -> None:
+    with psycopg.connect(run.url, autocommit=True) as connection:
+        connection.execute(statement.encode())
+
+
+def expire(run: PostgresqlPlace) -> None:
+    """As time does, without waiting for it."""
+    sql(run, "UPDATE leadership SET expires_at = clock_timestamp() - interval '1 second'")
+
+
+def test_while_one_leads_nobody_else_does(run: PostgresqlPlace) -> None:
+    first, second = PostgresqlStore.open(run), PostgresqlStore.open(run)
+    assert first.leader() is None
+    assert first.next_generation() == 1
+    assert "process" in str(second.leader())
+    with pytest.raises(LeadershipError, match="serves this run; start this one with --standby"):
+        second.next_generation()
+    assert not second.leads
+    first.close()
+    assert second.next_generation() == 2
+    second.close()
+
+
+def test_a_leader_whose_lease_ran_out_and_that_was_succeeded_writes_nothing(
+    run: PostgresqlPlace,
+) -> None:
+    old, new = PostgresqlStore.open(run), PostgresqlStore.open(run)
+    old.next_generation()
+    trio.run(old.write, step(1))
+    expire(run)
+    trio.run(old.write, step(2))  # late, and nobody has taken over
+    assert new.next_generation() == 2
+    with pytest.raises(LeadershipError, match="has taken over"):
+        trio.run(old.write, step(3))
+    with pytest.raises(LeadershipError):
+        trio.run(old.renew)
+    trio.run(new.write, step(3))
+    old.close()
+    assert new.leader() is not None, "what the old one left behind is not its lease"
+    new.close()
+    with reading(run) as connection:
+        assert check_database(connection) == []
+    assert [s.step for s in history(run).steps] == [1, 2, 3]
+
+
+def test_a_leader_in_the_middle_of_a_commit_is_waited_for_and_a_frozen_one_is_not(
+    postgresql: Server,
+) -> None:
+    run = postgresql.place(lease_seconds=1.0)
+    frozen = PostgresqlDatabase(run)
+    store = PostgresqlStore.open(run)
+    store.next_generation()
+    assert store._database is not None
+    frozen.generation = store._database.generation
+    frozen.begin()  # holds the lock, and goes no further: as after SIGSTOP
+    frozen.connection.execute("INSERT INTO notes (text, written_at) VALUES ('half', 1.0)")
+    expire(run)
+    successor = PostgresqlStore.open(run)
+    assert successor.next_generation() == 2  # when the server has ended that session
+    with pytest.raises(psycopg.Error) as failure:
+        frozen.commit()
+    assert isinstance(frozen.explain(failure.value), LeadershipError)
+    assert history(run).notes == ()
+    for one in (successor, store):
+        one.close()
+    frozen.close()
+
+
+def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlPlace) -> None:
+    killed, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
+    killed.next_generation()
+    sql(run, "SELECT pg_terminate_backend(backend) FROM leadership")
+    watch = LeaderWatch(run)
+    while watch.leader() is not None:  # the server ends the session in its own time
+        pass
+    watch.close()
+    assert successor.next_generation() == 2
+    with pytest.raises(LeadershipError):
+        trio.run(killed.write, step(1))
+    killed.close()
+    successor.close()
+
+
+def test_a_leader_that_lost_its_connection_says_what_to_do(run: PostgresqlPlace) -> None:
+    store = PostgresqlStore.open(run)
+    store.next_generation()
+    sql(run, "SELECT pg_terminate_backend(backend) FROM leadership")
+    with pytest.raises(StorageError, match="start again when it is back"):
+        trio.run(store.write, step(1))
+    store.close()
+
+
+def test_a_process_that_slept_asks_before_it_says_another_word(run: PostgresqlPlace) -> None:
+    now = 0.0
+    slept, successor = PostgresqlStore(run, boot=lambda: now)._start(), PostgresqlStore.open(run)
+    slept.next_generation()
+    trio.run(slept.hold)
+    now += 59.0
+    trio.run(slept.hold)
+    now += 2.0
+    trio.run(slept.hold)  # nobody has taken over: it goes on, with a new lease
+    expire(run)
+    successor.next_generation()
+    trio.run(slept.hold)  # within its own lease, of which the server's clock is the judge
+    now += 61.0
+    with pytest.raises(LeadershipError):
+        trio.run(slept.hold)
+    slept.close()
+    successor.close()
+
+
+def test_a_command_writes_without_a_leader_and_not_beside_one(run: PostgresqlPlace) -> None:
+    command = PostgresqlStore.open(run)
+    trio.run(command.write, PeerBanned(PeerId("12D3KooWBert"), "noise"))
+    leader = PostgresqlStore.open(run)
+    leader.next_generation()
+    with pytest.raises(UsageError, match="give the command there"):
+        trio.run(command.write, PeerBanned(PeerId("12D3KooWAnna"), "noise"))
+    assert set(leader.admission().bans) == {"12D3KooWBert"}
+    leader.close()
+    command.close()
+
+
+async def test_a_start_waits_for_a_dead_leaders_lease_and_not_for_a_living_ones(
+    postgresql: Server,
+) -> None:
+    run = postgresql.place(lease_seconds=1.0)
+    leader = PostgresqlStore.open(run)
+    leader.next_generation()
+    await wait_for_turn(run, print, stand_by=False)  # never renewed: it runs out
+    assert leader.leader() is None
+
+    alive = trio.Event()
+
+    async def live() -> None:
+        while True:
+            await leader.renew()
+            alive.set()
+            await trio.sleep(0.1)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(live)
+        await alive.wait()
+        with pytest.raises(LeadershipError):
+            await wait_for_turn(run, print, stand_by=False)
+        nursery.cancel_scope.cancel()
+    leader.close()
+
+
+async def test_a_standby_waits_as_long_as_it_takes_and_says_for_whom(
+    run: PostgresqlPlace,
+) -> None:
+    leader = PostgresqlStore.open(run)
+    leader.next_generation()
+    said: list[str] = []
+    waiting = trio.Event()
+
+    def report(line: str) -> None:
+        said.append(line)
+        waiting.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: wait_for_turn(run, report, stand_by=True))
+        await waiting.wait()
+        await trio.to_thread.run_sync(leader.close)
+    assert len(said) == 1
+    assert "standing by: the coordinator on" in said[0]
+
+
+# ---------------------------------------------------------------- schema, copies, refusals
+
+
+@pytest.mark.parametrize("version", range(len(MIGRATIONS)))
+def test_a_server_with_an_older_format_is_brought_up_to_date(
+    run: PostgresqlPlace, version: int
+) -> None:
+    raw = connect(run)
+    if version:
+        migrate(raw, run, MIGRATIONS[:version])
+        raw.execute("INSERT INTO generations VALUES (4, 10.0)")
+        raw.execute("INSERT INTO peers (peer, first_seen, last_seen) VALUES ('anna', 1.0, 2.0)")
+    raw.close()
+    store = open_store(run)
+    assert store.next_generation() == (5 if version else 1)
+    trio.run(store.write, step(1))
+    store.close()
+    assert [s.step for s in history(run).steps] == [1]
+
+
+def test_a_failing_migration_leaves_the_server_as_it_was(run: PostgresqlPlace) -> None:
+    connection = open_for_writing(run)
+    bad = (*MIGRATIONS, "CREATE TABLE more (id INTEGER); SELECT * FROM nowhere;")
+    with pytest.raises(psycopg.Error):
+        migrate(connection.raw, run, bad)
+    found = connection.raw.execute("SELECT to_regclass('more')").fetchone()
+    connection.close()
+    assert found == (None,)
+    open_store(run).close()
+
+
+def test_a_server_of_a_newer_program_is_refused(run: PostgresqlPlace) -> None:
+    open_store(run).close()
+    sql(run, "UPDATE swarm_format SET number = number + 1")
+    with pytest.raises(VersionError, match="update this program"):
+        open_store(run)
+    with pytest.raises(VersionError, match="update this program"):
+        history(run)
+
+
+def test_a_run_moves_to_a_file_and_back_without_a_difference(
+    run: PostgresqlPlace, postgresql: Server, tmp_path
+) -> None:
+    store = open_store(run)
+    store.next_generation()
+
+    async def main() -> None:
+        for number in (1, 2, 3):
+            await store.write(step(number))
+        await store.write(PeerBanned(PeerId("12D3KooWBert"), "noise"))
+
+    trio.run(main)
+    store.close()
+    copy = tmp_path / "copy.sqlite3"
+    copy_to(run, copy)
+    assert history(copy) == history(run)
+    other = postgresql.place()
+    take(other, copy, force=False)
+    assert history(other) == history(run)
+    with reading(other) as connection:
+        assert check_database(connection) == []
+    with pytest.raises(UsageError, match="--force"):
+        take(other, copy, force=False)
+    take(other, copy, force=True)
+    store = open_store(other)
+    assert store.next_generation() == 2
+    trio.run(store.write, step(4))
+    with pytest.raises(UsageError, match="stop it first"):
+        take(other, copy, force=True)
+    store.close()
+    assert history(other).restored.version == 4
+
+
+def test_both_have_the_same_tables_and_columns(run: PostgresqlPlace, tmp_path) -> None:
+    open_store(run).close()
+    here = open_sqlite(tmp_path / "run.sqlite3")
+    with reading(run) as there:
+        for table in TABLES:
+            columns = [
+                row[0] for row in there.execute(
+                    "SELECT column_name FROM information_schema.columns WHERE table_name = ? "
+                    "ORDER BY ordinal_position", (table,),
+                )
+            ]  # fmt: skip
+            assert columns == [row[1] for row in here.execute(f"PRAGMA table_info({table})")]
+    here.close()
+
+
+def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> None:
+    place = PostgresqlPlace("postgresql://anna:secret@127.0.0.1:1/run")
+    with pytest.raises(StorageError, match="cannot be reached") as failure:
+        open_store(place)
+    assert "secret" not in str(failure.value)
+    assert "secret" not in str(place)
+
+
+def test_a_database_that_is_not_there_says_how_to_make_it(postgresql: Server) -> None:
+    with pytest.raises(StorageError, match="does not exist; make the database"):
+        open_store(PostgresqlPlace(postgresql.url("nowhere")))
+
+
+def test_a_refused_row_is_a_sentence_and_the_writer_lives_on(run: PostgresqlPlace) -> None:
+    store = open_store(run)
+    store.next_generation()
+    trio.run(store.write, step(1))
+    with pytest.raises(StorageError, match="refused a change"):
+        trio.run(store.write, step(1))
+    trio.run(store.write, step(2))
+    store.close()
+
+
+def test_every_commit_waits_for_the_disk_whatever_the_server_prefers(
+    postgresql: Server,
+) -> None:
+    place = postgresql.place()
+    name = place.url.rsplit("/", 1)[1]
+    sql(place, f"ALTER DATABASE {name} SET synchronous_commit = off")
+    raw = connect(place)
+    assert raw.execute("SHOW synchronous_commit").fetchone() == ("on",)
+    raw.close()
+
+
+# ---------------------------------------------------------------- backup and restore
+
+
+@pytest.fixture
+def folder(run: PostgresqlPlace, tmp_path: Path) -> RunFolder:
+    """A run whose database is on the server, with checkpoints in its folder."""
+    made = make_run(tmp_path / "a run", steps=50, coordinator__store=run.url)
+    store = open_store(run)
+    store.next_generation()
+    write(store, step(1), step(2), put_checkpoint(made, 2), step(3))
+    store.close()
+    return made
+
+
+def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
+    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+) -> None:
+    saved = make_backup(folder, tmp_path / "saved")
+    assert (saved.summary.version, saved.summary.checkpoint) == (3, 2)
+    store = open_store(run)
+    store.next_generation(above=2**28)
+    write(store, step(4))
+    with pytest.raises(UsageError, match="stop it first"):
+        restore_backup(saved.path, folder.path, force=True)
+    store.close()
+    with pytest.raises(UsageError, match="--force"):
+        restore_backup(saved.path, tmp_path / "new")
+    done = restore_backup(saved.path, folder.path, force=True)
+    assert done.generation > 2**28 + 1, "what the server knew counts, too"
+    restored = history(run).restored
+    assert (restored.version, restored.generation) == (2, done.generation)
+    assert not folder.database.exists()
+    assert cli(["verify", str(folder.path)]) == 0
+    store = open_store(run)
+    assert store.next_generation() == done.generation + 1
+    write(store, step(3, attempt=9))
+    store.close()
+
+
+def test_a_folder_for_a_standby_is_made_without_touching_the_database(
+    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+) -> None:
+    saved = make_backup(folder, tmp_path / "saved")
+    before = history(run)
+    assert cli(["restore", str(saved.path), str(tmp_path / "standby"), "--files-only"]) == 0
+    assert history(run) == before
+    assert cli(["verify", str(tmp_path / "standby")]) == 0
+
+
+def test_a_changed_row_on_a_server_is_named(
+    folder: RunFolder, run: PostgresqlPlace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sql(run, "UPDATE applied_steps SET loss = 1.0 WHERE step = 2")
+    assert cli(["verify", str(folder.path)]) == 7
+    assert "table applied_steps: row 2 does not say what was written" in capsys.readouterr().err
+    assert cli(["start", str(folder.path)]) == 7

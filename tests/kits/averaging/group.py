@@ -1,0 +1,181 @@
+"""A stage's group on one machine: everything real but the gradients and the coordinator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import trio
+
+from kits.averaging.membership import RUN
+from swarm_client.averaging.all_reduce.codec import dtype_of
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.ipc import shared_memory
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node, open_node
+from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_shared.run.codec_sizes import AverageCodec
+
+LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
+SENTINEL = np.float32(-7)
+NOWHERE = "/ip4/127.0.0.1/tcp/1"
+"""Nobody listens there."""
+
+
+class Peer:
+    """A volunteer as far as averaging goes."""
+
+    def __init__(
+        self, identity: Identity, node: Node, worker: AveragingWorker, elements: int, seed: int
+    ) -> None:
+        self.identity, self.node, self.worker = identity, node, worker
+        self.elements = elements
+        self.roster = RosterView()
+        node.admit_only(lambda peer, protocol: self.roster.knows(peer))
+        self.averager = GroupAverager(worker)
+        self.averager.bind(node, self.roster, RUN)
+        self.averager.stall_seconds = 20.0
+        hint = f"swarm-test-{os.getpid()}"
+        self.segments = [shared_memory.create(hint, 8 * elements) for _ in range(2)]
+        self.gradient = np.random.default_rng(seed).standard_normal(elements, dtype=np.float32)
+        self.use_codec("none")
+
+    def use_codec(self, codec: AverageCodec) -> None:
+        """Average the same gradient so; in whole counts of a millionth where it is exact."""
+        self.averager.codec = codec
+        dtype = dtype_of(codec)
+        self.source, self.result = (
+            each.array(dtype, self.elements).view(dtype) for each in self.segments
+        )
+        self.source[:] = np.rint(self.gradient * 1e6) if codec == "exact" else self.gradient
+        self.result[:] = SENTINEL
+
+    @property
+    def id(self) -> PeerId:
+        return self.identity.peer_id
+
+    def record(self, stage: int = 0, *, carrier: bool = True) -> PeerRecord:
+        return PeerRecord(
+            peer=self.id,
+            stage=StageIndex(stage),
+            addresses=self.node.addresses,
+            certificate="",
+            microbatches_per_second=1.0,
+            carrier=self.carrier if carrier else None,
+        )
+
+    @property
+    def carrier(self) -> CarrierAddress | None:
+        return self.averager.carrier_address(self.identity)
+
+    async def reduce(
+        self, members: Sequence[PeerId], attempt: int, weights: Sequence[int] = ()
+    ) -> None:
+        self.result[:] = SENTINEL
+        holding = SimpleNamespace(
+            stage=StageIndex(0),
+            worker=SimpleNamespace(
+                own_elements=self.elements,
+                tied_elements=0,
+                gradients_name=self.segments[0].name,
+                result_name=self.segments[1].name,
+            ),
+        )
+        reduction = Reduction(part="own", members=tuple(members), weights=tuple(weights))
+        await self.averager.reduce(holding, Step(1), attempt, reduction)  # type: ignore[arg-type]
+
+    def carried(self) -> dict[tuple[PeerId, str], int]:
+        """Bytes sent so far, per remote and route."""
+        return {
+            (peer, route.value): sent for (peer, route), (sent, _) in self.averager._carried.items()
+        }
+
+    def remove(self) -> None:
+        for segment in self.segments:
+            segment.unlink()
+            segment.close()
+
+
+class Group:
+    def __init__(self, peers: list[Peer]) -> None:
+        self.peers = peers
+        self.attempts = 0
+        self.failures: dict[PeerId, AveragingFailed] = {}
+
+    def publish(self, records: Sequence[PeerRecord] | None = None) -> None:
+        """Everybody learns of everybody, as a roster of the coordinator would tell them."""
+        known = tuple(records if records is not None else (peer.record() for peer in self.peers))
+        for peer in self.peers:
+            peer.roster.replace(Roster(serial=1, peers=known))
+
+    async def round(
+        self, members: Sequence[Peer] | None = None, weights: Sequence[int] = ()
+    ) -> dict[PeerId, AveragingFailed]:
+        """One attempt; who failed, and why. `weights` are in the order of the members' names."""
+        taking_part = list(members or self.peers)
+        self.attempts += 1
+        attempt = self.attempts
+        ids = tuple(sorted(peer.id for peer in taking_part))
+        failures: dict[PeerId, AveragingFailed] = {}
+
+        async def one(peer: Peer) -> None:
+            try:
+                await peer.reduce(ids, attempt, weights)
+            except AveragingFailed as failure:
+                failures[peer.id] = failure
+
+        async with trio.open_nursery() as nursery:
+            for peer in taking_part:
+                nursery.start_soon(one, peer)
+        return failures
+
+    def check_exact(self, members: Sequence[Peer] | None = None) -> None:
+        """All hold the float32 sum in group order, to the bit."""
+        ordered = sorted(members or self.peers, key=lambda peer: peer.id)
+        total = ordered[0].source.copy()
+        for peer in ordered[1:]:
+            total += peer.source
+        for peer in ordered:
+            assert peer.result.tobytes() == total.tobytes(), peer.id
+
+    async def under_way(self, peer: Peer) -> None:
+        """Until the first sum has come to `peer`."""
+        while (peer.result == SENTINEL).all():
+            await trio.sleep(0.001)
+
+
+@asynccontextmanager
+async def group(
+    home: Path, hivemind: Sequence[bool], elements: int, relays: Sequence[str] = ()
+) -> AsyncIterator[Group]:
+    """A peer for each entry, with or without hivemind; they know of one another."""
+    async with AsyncExitStack() as stack:
+        nursery = await stack.enter_async_context(trio.open_nursery())
+        peers: list[Peer] = []
+        for index, has_hivemind in enumerate(hivemind):
+            identity = Identity.generate()
+            node = await stack.enter_async_context(open_node(identity, LOOPBACK))
+            options = AveragingOptions(home / str(index), LOOPBACK, trusted_relays=tuple(relays))
+            worker = AveragingWorker(options)
+            if has_hivemind:
+                nursery.start_soon(worker.run)
+            peer = Peer(identity, node, worker, elements, index)
+            stack.callback(peer.remove)
+            nursery.start_soon(peer.averager.run)
+            peers.append(peer)
+        for peer, has_hivemind in zip(peers, hivemind, strict=True):
+            if has_hivemind:
+                assert await peer.worker.settled(), peer.worker.reason
+        made = Group(peers)
+        made.publish()
+        yield made
+        nursery.cancel_scope.cancel()

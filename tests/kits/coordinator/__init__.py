@@ -1,0 +1,1 @@
+"""A coordinator for tests: in process, as a program, with PostgreSQL, behind a browser."""

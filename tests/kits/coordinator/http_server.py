@@ -1,0 +1,158 @@
+"""A run folder as the pages' process finds it, pages over it, and a plain HTTP client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import trio
+import trio.to_thread
+
+from kits.coordinator import run as run_kit
+from kits.coordinator import shell_world
+from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
+from swarm_coordinator.core.events import Note
+from swarm_coordinator.core.state.utilisation import Figures, LastBeat, Rejection, told
+from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.durability.run_files import load_identity
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.types import StageIndex
+
+ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
+LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")
+"""Addresses that the organiser's files hold, and that nobody else may see."""
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"
+
+
+def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
+    return {
+        "peer": peer_id, "name": None, "stage": stage, "phase": "ready", "version": 5,
+        "leaving": False, "device": "CPU", "reachability": "public", "offers_relay": False,
+        "microbatches_per_second": 2.0, "queued": 0, "silent_seconds": 0.3, **changes,
+    }  # fmt: skip
+
+
+def status(**changes: object) -> dict[str, Any]:
+    """As `status.json` has it; `test_http_whole` holds this form against a real coordinator's."""
+    return {
+        "format": 1, "running": True, "pid": 1, "time": time.time(),
+        "addresses": [LEAKED[2]], "coordinator": "12D3KooWself", "run": "a run",
+        "phase": "collecting", "waiting_for": "", "generation": 1, "version": 5, "steps": 9,
+        "step": 6, "cells_done": 1, "cells_total": 4, "loss": 2.5, "tokens_per_second": 64.0,
+        "heldout_loss": None, "work": {"counted": 20, "duplicated": 1, "cleared": 2},
+        "checkpoint_version": 4, "uptime_seconds": 12.5, "healthy": True,
+        "stages": [
+            {"stage": 0, "peers": 1, "microbatches_per_second": 2.0},
+            {"stage": 1, "peers": 1, "microbatches_per_second": 4.0},
+        ],
+        "figures": figures(),
+        "rebalancing": {
+            "rule": "throughput", "period_seconds": 60.0, "decided": 0, "made": 0, "dropped": 0,
+            "bytes_moved": 0, "on_the_way": 0, "decisions": [], "reason": "it is fine",
+        },
+        "peers": [
+            peer(ANNA, 0, name="anna"),
+            peer(BERT, 1, name=HOSTILE, marked_times=1, marked=f"lies from {LEAKED[0]}"),
+        ],
+        "admission": {"mode": "open", "members": 2, "valid_tokens": 0, "bans": []},
+        "sessions": 2, "sessions_ended": {"link closed": 1}, "http": {"restarts": 0},
+        "paths": [
+            {"reporter": ANNA, "remote": BERT, "kind": "direct", "relay": None,
+             "rtt_seconds": 0.001, "bytes_per_second": 10.0},
+        ],
+        "links": [], **changes,
+    }  # fmt: skip
+
+
+def figures() -> dict[str, Any]:
+    """Ten minutes of two stages: the second one waits for half of the time."""
+    made = Figures(2)
+    beats = LastBeat(), LastBeat()
+    for second in range(0, 610, 10):
+        for stage, busy in enumerate((9.0, 5.0)):
+            made.heard(beats[stage], StageIndex(stage), busy, 10, float(second))
+    made.rejected[Rejection.NOT_FINITE] = 3
+    return told(made)
+
+
+def write_status(folder: RunFolder, **changes: object) -> None:
+    made = status(coordinator=load_identity(folder).peer_id, **changes)
+    folder.status.write_text(json.dumps(made))
+
+
+def run_with_pages(path: Path) -> RunFolder:
+    """Five steps in its database, a status, and notes that hold what must not be shown."""
+    folder = run_kit.with_a_past(shell_world.make_run(path, steps=9))
+    run_kit.one_start(
+        folder,
+        *(Note(f"cannot reach {address} of {HOSTILE}") for address in LEAKED),
+        Note("a checkpoint was stored at 12:03:44"),
+    )
+    write_status(folder)
+    return folder
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Client:
+    """Asks in a thread, as a browser somewhere else would."""
+
+    address: HttpAddress
+    pages: Pages
+    folder: RunFolder
+    token: str = field(default="")
+
+    async def get(self, path: str, method: str = "GET", **headers: str) -> Answer:
+        return await trio.to_thread.run_sync(self._get, path, method, headers)
+
+    async def organiser(self, path: str) -> Answer:
+        return await self.get(path, Authorization=f"Bearer {self.token}")
+
+    def _get(self, path: str, method: str, headers: dict[str, str]) -> Answer:
+        connection = HTTPConnection(self.address.host, self.address.port, timeout=30)
+        try:
+            connection.request(method, path, headers=headers)
+            found: HTTPResponse = connection.getresponse()
+            named = {name.lower(): value for name, value in found.getheaders()}
+            return Answer(found.status, named, found.read())
+        finally:
+            connection.close()
+
+    async def connect(self) -> trio.SocketStream:
+        return await trio.open_tcp_stream(self.address.host, self.address.port)
+
+
+@asynccontextmanager
+async def pages_of(folder: RunFolder) -> AsyncIterator[Client]:
+    """The pages of a folder, over a real port of this machine, in the test's own loop."""
+    bound = listen(HttpAddress("127.0.0.1", 0))
+    bound.setblocking(False)
+    pages = Pages(folder)
+    async with trio.open_nursery() as nursery:
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
+        nursery.start_soon(pages.serve, listener)
+        while pages.feed.snapshot is None:
+            await trio.sleep(0.01)
+        yield Client(address_of_socket(bound), pages, folder, folder.dashboard_token())
+        nursery.cancel_scope.cancel()
+
+
+def address_of_socket(bound: socket.socket) -> HttpAddress:
+    return address_of(bound)

@@ -1,0 +1,1 @@
+"""A checkout, a home and a throwaway system for the installers."""

@@ -1,0 +1,1 @@
+"""libp2p nodes of one process."""

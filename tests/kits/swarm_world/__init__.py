@@ -1,0 +1,1 @@
+"""A simulated swarm around the coordinator's core, on a virtual clock."""

@@ -1,0 +1,225 @@
+"""What must hold in the simulated world, at every record, every message and every tick."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from kits.swarm_world.facts import (
+    CERTIFICATE_SECONDS,
+    Violation,
+    heldout_loss,
+    own_squared,
+    tied_squared,
+    train_loss,
+)
+from kits.swarm_world.peer_base import PeerBase
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Broadcast,
+    CheckpointRecord,
+    Command,
+    EvaluationRecord,
+    RolledBack,
+    RunFinished,
+    Send,
+)
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.run.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from kits.swarm_world.world import World
+
+REVOCATION_SECONDS = 5.0
+"""Within these a revocation has reached everybody who is attached."""
+
+
+def one_by_one(commands: list[Command]) -> list[Command]:
+    """What is said to many at once as the words that each of them gets."""
+    found: list[Command] = []
+    for command in commands:
+        if isinstance(command, Broadcast) and not isinstance(command.message, RosterChange):
+            found += [Send(peer, command.message) for peer in command.peers]
+        else:
+            found.append(command)
+    return found
+
+
+def check_batch(commands: list[Command]) -> None:
+    """Nobody is told twice at once what to hold: it would download twice."""
+    assigned = [
+        (c.peer, c.message.version)
+        for c in commands
+        if isinstance(c, Send) and isinstance(c.message, AssignStage)
+    ]
+    if len(assigned) != len(set(assigned)):
+        raise Violation(f"two assignments at once: {commands}")
+
+
+def check_send(world: World, command: Send) -> None:
+    message, run = command.message, world.run_state
+    assert run is not None
+    if isinstance(message, Apply):
+        last = world.store.applied.get(message.step)
+        peer = run.peers.get(command.peer)
+        stage = peer.stage if peer is not None else None
+        if last is None or stage is None or last.attempt_of(stage) != message.attempt:
+            raise Violation(f"{message} is sent before it is durable")
+    elif isinstance(message, Lease):
+        if not run.version < message.step <= run.version + 1 + world.options.staleness:
+            raise Violation(f"{message} at version {run.version}")
+        world.early_leases += message.step > run.version + 1
+        trainer = run.peers.get(command.peer)
+        others = [p for p in run.peers.values() if p.trainer and not p.leaving]
+        if (
+            trainer is not None
+            and trainer.leaving
+            and any(p.phase is PeerPhase.READY for p in others)
+        ):
+            raise Violation(f"{command.peer} is leaving and gets {message}")
+        if trainer is not None and trainer.paused:
+            raise Violation(f"{command.peer} pauses and gets {message}")
+    elif isinstance(message, Roster):
+        check_revoked(world, message)
+        for record in message.peers:
+            peer = run.peers.get(record.peer)
+            rest = [p for p in run.ready_peers(record.stage) if not p.leaving and not p.paused]
+            # While a step is applied the last roster stands, with somebody taken out of it.
+            stands = run.phase is RunPhase.APPLYING
+            if peer is not None and peer.leaving and record.accepts_work and rest and not stands:
+                raise Violation(f"{record.peer} is leaving and is offered as {record}")
+            if peer is not None and peer.paused and record.accepts_work and not stands:
+                raise Violation(f"{record.peer} pauses and is offered as {record}")
+
+
+def check_revoked(world: World, roster: Roster) -> None:
+    """Whoever may not take part is in no roster, and in the list for as long as it matters."""
+    now = world.now
+    banned = {p for p, since in world.banned.items() if now - since < CERTIFICATE_SECONDS}
+    if not banned <= set(roster.revoked):
+        raise Violation(f"{banned} are banned and everybody is told of {roster.revoked}")
+    if offered := [r.peer for r in roster.peers if r.peer in world.banned]:
+        raise Violation(f"{offered} are banned and everybody is offered them")
+
+
+def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
+    """Nobody who hears the coordinator serves a revoked peer for longer than a few seconds."""
+    since = world.banned.get(sender.id)
+    # Who has slept may not know yet that its link was closed meanwhile.
+    hears = peer.attached and peer.link is not None and peer.link.open
+    if since is None or world.run_state is None or not hears:
+        return
+    if world.now - max(since, peer.attached_at, peer.woke_at) > REVOCATION_SECONDS:
+        raise Violation(f"{peer.id} serves {sender.id}, banned at {since}: {world.describe()}")
+
+
+def check_record(world: World, record: object) -> None:
+    if isinstance(record, AppliedStep):
+        check_applied(world, record)
+    elif isinstance(record, RolledBack):
+        newest = max(world.store.checkpoints, default=0)
+        if record.version != newest or record.version >= world.store.version:
+            raise Violation(f"{record} with checkpoint {newest} at {world.store.version}")
+    elif isinstance(record, CheckpointRecord):
+        if record.version > world.store.version:
+            raise Violation(f"{record} is newer than the run at {world.store.version}")
+        for stage, (_, params) in world.disk[record.version].items():
+            if [step for step, _ in params] != list(range(1, record.version + 1)):
+                raise Violation(f"stage {stage} of checkpoint {record.version}: {params}")
+    elif isinstance(record, EvaluationRecord):
+        losses = [heldout_loss(record.version, m) for m in range(world.options.evaluation)]
+        expected = math.fsum(losses) / (4 * len(losses))
+        if not math.isclose(record.heldout_loss, expected, rel_tol=1e-12):
+            raise Violation(f"{record}, expected {expected}")
+    elif isinstance(record, RunFinished):
+        version = world.store.version
+        if record.version != world.options.steps or version not in world.store.checkpoints:
+            raise Violation(f"{record} at {version}, checkpoints {[*world.store.checkpoints]}")
+
+
+def check_applied(world: World, record: AppliedStep) -> None:
+    options, step = world.options, record.step
+    if step != world.store.version + 1:
+        raise Violation(f"step {step} follows version {world.store.version}")
+    used = {record.attempt_of(StageIndex(stage)) for stage in range(options.stages)}
+    if used & world.attempts:
+        raise Violation(f"an attempt of {used} of step {step} was used already")
+    world.attempts |= used
+    tokens = 4 * options.microbatches
+    loss = math.fsum(train_loss(step, m) for m in range(options.microbatches)) / tokens
+    if record.tokens != tokens or not math.isclose(record.loss, loss, rel_tol=1e-12):
+        raise Violation(f"{record}: expected {tokens} tokens and loss {loss}")
+    squared = sum(own_squared(step, s) for s in range(options.stages))
+    squared += tied_squared(step) if options.tied and options.stages > 1 else 0.0
+    if not math.isclose(record.global_norm, math.sqrt(squared), rel_tol=1e-12):
+        raise Violation(f"norm {record.global_norm}, expected {math.sqrt(squared)}")
+    if record.learning_rate != learning_rate(world.manifest.optimizer, options.steps, step):
+        raise Violation(f"learning rate {record.learning_rate}")
+    for stage in range(options.stages):
+        counted = sum(s.microbatches for s in record.shares if s.stage == stage)
+        if counted != options.microbatches:
+            raise Violation(f"stage {stage} counts {counted} microbatches: {record.shares}")
+    run = world.run_state
+    assert run is not None
+    assert run.step is not None
+    assert run.step.closing is not None
+    for member, stage in run.step.closing.members.items():
+        link = world.peers[member].link
+        # One that has just died, or lost its worker, is not heard of yet and applies nothing.
+        if link is not None and link.open:
+            world.peers[member].check_averaged(step, record.attempt_of(stage), stage)
+        if (member, record.attempt_of(stage)) in world.aborted:
+            raise Violation(f"{member} was told to abort {record.attempt_of(stage)}")
+
+
+def check_replicas(world: World, peer: PeerBase) -> None:
+    """All who reach a version hold the same: the same steps, by the same attempts."""
+    holding = peer.holding
+    assert holding is not None
+    steps = [step for step, _ in holding.params]
+    if steps != list(range(1, holding.version + 1)):
+        raise Violation(f"{peer.id} applied the steps {steps}")
+    stage = StageIndex(holding.stage)
+    attempts = [world.store.applied[step].attempt_of(stage) for step in steps]
+    if [attempt for _, attempt in holding.params] != attempts:
+        raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
+
+
+def check_state(world: World) -> None:
+    run = world.run_state
+    if run is None:
+        return
+    step = run.step
+    if run.phase in (RunPhase.COLLECT, RunPhase.CLOSING) and step is not None:
+        for (microbatch, stage), cell in step.table.items():
+            held, averaged = run.peers.get(cell.peer), run.round_of(stage)
+            if averaged is not None and averaged.kept.get(cell.peer) == stage:
+                continue  # its part is in the average already
+            if held is None or held.stage != stage or held.version != run.version:
+                raise Violation(f"{cell} of {microbatch}, {stage} is held by {held}")
+    for (microbatch, stage), cell in run.ahead.table.items() if run.ahead is not None else ():
+        held = run.peers.get(cell.peer)
+        if held is None or held.stage != stage or not run.computes_ahead(held):
+            raise Violation(f"{cell} of {microbatch}, {stage} of the next step is held by {held}")
+    if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and (
+        step is None or step.closing is None
+    ):
+        raise Violation(f"{run.phase} without a close")
+    for peer in run.peers.values():
+        if peer.leaving:
+            since = world.leaving_since.setdefault((peer.peer, peer.session), world.now)
+            if world.now - since > world.options.leave_bound_seconds:
+                raise Violation(f"{peer.peer} cannot leave: {world.describe()}")
+
+
+def check_end(world: World) -> None:
+    """The run is finished, on disk, and whole."""
+    steps = world.options.steps
+    if world.store.finished != steps or sorted(world.store.applied)[-1] != steps:
+        raise Violation(f"not finished: {world.describe()}")
+    files = world.disk[steps]
+    for stage in range(world.options.stages):
+        if [step for step, _ in files[stage][1]] != list(range(1, steps + 1)):
+            raise Violation(f"stage {stage} on disk: {files[stage]}")

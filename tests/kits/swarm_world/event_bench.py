@@ -1,0 +1,325 @@
+"""The coordinator's core on a bench: one event at a time, commands in the open.
+
+For tests that show one rule. What a whole swarm does is in `swarm_world`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from kits.swarm_world.checks import one_by_one
+from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Beat,
+    CheckpointRecord,
+    CheckpointStored,
+    Command,
+    Event,
+    FetchSnapshot,
+    HeartbeatsHeard,
+    LeaseResolved,
+    MessageReceived,
+    PeerAttached,
+    Persist,
+    ReceiptsVerified,
+    Restored,
+    Send,
+    Session,
+    SessionLost,
+    StageShare,
+    StoredStage,
+    Tick,
+)
+from swarm_coordinator.core.state.run import RunPhase, StepState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
+)
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
+    Applied,
+    CarrierAddress,
+    ClientMessage,
+    Close,
+    Heartbeat,
+    Hello,
+    Ready,
+    RoundReport,
+    SnapshotReady,
+    StageRequest,
+)
+from swarm_shared.run.manifest import Manifest
+
+MessageT = TypeVar("MessageT")
+RecordT = TypeVar("RecordT")
+SHA = "a" * 64
+
+
+class Bench:
+    """Two stages, two microbatches a step and no evaluation unless told otherwise."""
+
+    def __init__(
+        self,
+        restored: Restored | None = None,
+        limits: dict[str, float] | None = None,
+        **options: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "microbatches": 2,
+            "evaluation": 0,
+            "checkpoint_steps": 100,
+            "steps": 20,
+        }
+        manifest = manifest_of(Options(**{**defaults, **options}))
+        changed = manifest.limits.model_copy(update=limits or {})
+        self.manifest: Manifest = manifest.model_copy(update={"limits": changed})
+        start = restored or Restored(1, Version(0), None, None, False, None)
+        self.now = 100.0
+        self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
+        if restored is None:
+            self.now += 60.0  # the first minute after a start has rules of its own
+        self.sessions: dict[str, int] = {}
+        self.paused: set[str] = set()
+        self.last: list[Command] = []
+        self.log: list[Command] = []
+
+    # ---- events in
+
+    def event(self, event: Event) -> list[Command]:
+        self.last = one_by_one(transition(self.run, event, self.now))
+        self.log.extend(self.last)
+        return self.last
+
+    def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> list[Command]:
+        """Time passes; everybody's heart beats, but the silent ones'. All commands of that time."""
+        commands: list[Command] = []
+        left = seconds
+        while True:
+            step = min(1.0, left)
+            self.now += step
+            left -= step
+            for peer in [p for p in self.run.peers if p not in silent]:
+                commands += self.beat(peer)
+            commands += self.event(Tick())
+            if left <= 0:
+                self.last = commands
+                return commands
+
+    def beat(self, peer: str) -> list[Command]:
+        paused = peer in self.paused
+        return self.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
+
+    def pause(self, *peers: str) -> list[Command]:
+        self.paused.update(peers)
+        return [command for peer in peers for command in self.beat(peer)]
+
+    def resume(self, peer: str) -> list[Command]:
+        self.paused.discard(peer)
+        return self.beat(peer) + self.event(Tick())
+
+    def attach(self, peer: str, receipts: tuple[Receipt, ...] = (), **hello: Any) -> list[Command]:
+        self.sessions[peer] = self.sessions.get(peer, 0) + 1
+        carrier = CarrierAddress(peer=f"p2pd-{peer}", addresses=("a",), binding="b")
+        defaults: dict[str, Any] = {
+            "run": RunId("run"), "software": "0", "addresses": (), "carrier": carrier,
+            "device": "cpu", "memory_bytes": 1000, "name": peer,
+        }  # fmt: skip
+        return self.event(
+            PeerAttached(
+                self.session(peer), PeerId(peer), Hello(**{**defaults, **hello}), "cert", receipts
+            )
+        )
+
+    def session(self, peer: str) -> Session:
+        return Session(self.sessions[peer])
+
+    def say(self, peer: str, message: ClientMessage) -> list[Command]:
+        if isinstance(message, Heartbeat):
+            return self.event(HeartbeatsHeard((Beat(self.session(peer), PeerId(peer), message),)))
+        return self.event(MessageReceived(self.session(peer), PeerId(peer), message))
+
+    def lose(self, peer: str) -> list[Command]:
+        return self.event(SessionLost(self.session(peer), PeerId(peer)))
+
+    def join(self, peer: str, stage: int, **hello: Any) -> None:
+        """Attach as a newcomer that wants `stage`, and hold it as soon as it is told from where."""
+        self.attach(peer, wanted_stage=stage, **hello)
+        self.say(peer, StageRequest(stage=StageIndex(stage)))
+        self.ready(peer)
+
+    def ready(self, peer: str) -> list[Command]:
+        state = self.run.peers[PeerId(peer)]
+        assert state.stage is not None
+        return self.say(peer, Ready(stage=state.stage, version=state.version, digest="d"))
+
+    def join_all(self, *names: str) -> None:
+        """Names like "a0", "b1": a letter and the stage."""
+        for name in names:
+            self.join(name, int(name[1:]))
+
+    def receipt(self, peer: str, microbatch: int, /, **changes: Any) -> Receipt:
+        state = self.run.peers.get(PeerId(peer))
+        stage = changes.get("stage", state.stage if state is not None else None)
+        last = stage == self.manifest.stage_count - 1
+        step = self.run.version + 1
+        values: dict[str, Any] = {
+            "run": RunId("run"), "generation": Generation(self.run.generation),
+            "step": Step(step), "microbatch": MicrobatchIndex(microbatch), "stage": stage,
+            "peer": PeerId(peer), "samples": 2, "tokens": TOKENS,
+            "loss_sum": train_loss(step, microbatch) if last else None,
+        }  # fmt: skip
+        return Receipt(**{**values, **changes})
+
+    def report(self, peer: str, *microbatches: int) -> list[Command]:
+        """The peer has accumulated these and says so."""
+        receipts = tuple(self.receipt(peer, m) for m in microbatches)
+        return self.event(ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
+
+    def resolve(self, trainer: str, microbatch: int, lease: int, **changes: Any) -> list[Command]:
+        values: dict[str, Any] = {
+            "session": self.session(trainer), "peer": PeerId(trainer),
+            "step": Step(self.run.version + 1), "microbatch": MicrobatchIndex(microbatch),
+            "lease": lease, "ok": True, "reason": "", "receipts": (),
+            "evaluation_loss_sum": None, "evaluation_tokens": 0,
+        }  # fmt: skip
+        return self.event(LeaseResolved(**{**values, **changes}))
+
+    # ---- whole passages
+
+    def resolve_all(self) -> None:
+        """Every trainer has answered every lease."""
+        for microbatch, lease in list(self.step().leases.items()):
+            self.resolve(lease.trainer, microbatch, lease.lease)
+
+    def fill(self) -> list[Command]:
+        """Every microbatch is committed, by the first peer of each stage."""
+        commands: list[Command] = []
+        for stage in self.run.stage_indices:
+            peer = min(p.peer for p in self.run.ready_peers(stage))
+            commands += self.report(peer, *range(self.manifest.training.microbatches_per_step))
+        return commands
+
+    def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:
+        """The peer reports the close that is under way as averaged, or as `changes` say."""
+        step, of = self.step(), self.run.peers.get(PeerId(peer))
+        attempt = step.attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
+        values: dict[str, Any] = {
+            "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
+            "tied_squared": tied,
+        }  # fmt: skip
+        return self.say(peer, RoundReport(**{**values, **changes}))
+
+    def failed(self, peer: str, **changes: Any) -> list[Command]:
+        values: dict[str, Any] = {"ok": False, "reason": "it failed"}
+        commands: list[Command] = self.averaged(peer, 0.0, **{**values, **changes})
+        return commands
+
+    def average_all(self) -> list[Command]:
+        assert self.run.phase is RunPhase.CLOSING, self.run.phase
+        commands: list[Command] = []
+        for peer in self.closing():
+            commands += self.averaged(peer)
+        return commands
+
+    def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> list[Command]:
+        return self.say(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
+
+    def one_step(self) -> list[Command]:
+        """From COLLECT to the next COLLECT, or wherever the run goes from here."""
+        commands = self.fill() + self.average_all()
+        for peer in self.closing():
+            commands += self.apply(peer)
+        return commands
+
+    def save(self, peer: str) -> list[Command]:
+        """The peer has saved the snapshot of its stage at the run's version."""
+        state = self.run.peers[PeerId(peer)]
+        assert state.stage is not None
+        return self.say(
+            peer,
+            SnapshotReady(
+                version=self.run.version, stage=state.stage, item=f"item-{state.stage}", bytes=5,
+                sha256=SHA,
+            ),
+        )  # fmt: skip
+
+    def stored(self, version: int, sha: str = SHA) -> list[Command]:
+        stages = self.checkpoint_of(self.manifest.stage_count, version, sha).stages
+        return self.event(CheckpointStored(Version(version), stages))
+
+    def checkpoint(self) -> list[Command]:
+        """Every holder that was asked saves, the shell fetches and stores."""
+        pending = self.run.pending_checkpoint
+        assert pending is not None
+        for holder in list(pending.holders.values()):
+            self.save(holder)
+        assert self.commands(FetchSnapshot)
+        return self.stored(pending.version)
+
+    # ---- what came out, and what restarts begin from
+
+    def step(self) -> StepState:
+        assert self.run.step is not None
+        return self.run.step
+
+    def closing(self) -> list[PeerId]:
+        closing = self.step().closing
+        assert closing is not None
+        return sorted(closing.members, key=lambda peer: (closing.members[peer], peer))
+
+    def commands(self, kind: type[RecordT], among: list[Command] | None = None) -> list[RecordT]:
+        found = self.last if among is None else among
+        return [c for c in found if isinstance(c, kind)]
+
+    def sent(
+        self, peer: str, kind: type[MessageT], among: list[Command] | None = None
+    ) -> list[MessageT]:
+        """Messages of a kind to a peer, among the last event's commands unless told otherwise."""
+        return [
+            c.message
+            for c in self.commands(Send, among)
+            if c.peer == peer and isinstance(c.message, kind)
+        ]
+
+    def records(self, kind: type[RecordT], among: list[Command] | None = None) -> list[RecordT]:
+        return [
+            c.record
+            for c in self.commands(Persist, self.log if among is None else among)
+            if isinstance(c.record, kind)
+        ]
+
+    def close_of(self, peer: str) -> Close:
+        return self.sent(peer, Close, self.log)[-1]
+
+    @staticmethod
+    def checkpoint_of(stages: int, version: int, sha: str = SHA) -> CheckpointRecord:
+        return CheckpointRecord(
+            Version(version),
+            tuple(
+                StoredStage(StageIndex(s), f"checkpoint/{version}/{s}", 5, sha)
+                for s in range(stages)
+            ),
+        )
+
+    @staticmethod
+    def applied_step(step: int, attempt: int) -> AppliedStep:
+        share = StageShare(PeerId("a0"), StageIndex(0), 2, 8)
+        return AppliedStep(Step(step), attempt, 2.0, 8, 1.0, 3.0, 0.1, (share,))
+
+    @classmethod
+    def restarted(
+        cls, version: int, attempt: int = 7, checkpoint: int | None = None, **options: Any
+    ) -> Bench:
+        """A coordinator that comes back, in its second generation, at `version`."""
+        record = None
+        if checkpoint is not None:
+            record = cls.checkpoint_of(options.get("stages", 2), checkpoint)
+        last = cls.applied_step(version, attempt) if version else None
+        return cls(Restored(2, Version(version), last, record, False, None), **options)

@@ -1,0 +1,444 @@
+"""A swarm in one thread: virtual clock, seeded chance, the real `transition`, simulated peers.
+
+Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint
+folder), faults, and what must hold at every durable record. Peers are in `swarm_peer`. A world
+is a pure function of (options, seed, faults): the same three give the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kits.swarm_world.checks import check_batch, check_record, check_send, check_state, one_by_one
+from kits.swarm_world.facts import (
+    CERTIFICATE_SECONDS,
+    COORDINATOR,
+    Fault,
+    Options,
+    Violation,
+    checkpoint_item,
+    manifest_of,
+    moves_of,
+)
+from kits.swarm_world.network import Network
+from kits.swarm_world.peer import SimPeer
+from kits.swarm_world.peer_base import Link, Round
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Broadcast,
+    CheckpointFailed,
+    CheckpointRecord,
+    CheckpointStored,
+    CloseSession,
+    Command,
+    EvaluationRecord,
+    Event,
+    FetchSnapshot,
+    Note,
+    PeerAttached,
+    PeersReinstated,
+    PeersRevoked,
+    Persist,
+    Restored,
+    RolledBack,
+    RunFinished,
+    Send,
+    Session,
+    SessionLost,
+    Stopped,
+    StopRequested,
+    StoredStage,
+    Tick,
+)
+from swarm_coordinator.core.state.moves import RebalancingRule
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import AbortRound, Refused, Roster
+
+TICK_SECONDS = 0.25
+
+
+@dataclass
+class SimStore:
+    """The durable records, and what a restart reads from them (as `records.read_restored`)."""
+
+    records: list[object] = field(default_factory=list)
+    applied: dict[int, AppliedStep] = field(default_factory=dict)
+    checkpoints: dict[int, CheckpointRecord] = field(default_factory=dict)
+    heldout_loss: float | None = None
+    finished: int | None = None
+    base: int = 0
+    rolled_back: bool = False
+
+    @property
+    def version(self) -> int:
+        return max([self.base, *self.applied])
+
+    def write(self, record: object) -> None:
+        self.records.append(record)
+        if isinstance(record, AppliedStep):
+            self.applied[record.step] = record
+        elif isinstance(record, CheckpointRecord):
+            self.checkpoints[record.version] = record
+        elif isinstance(record, EvaluationRecord):
+            self.heldout_loss = record.heldout_loss
+        elif isinstance(record, RunFinished):
+            self.finished = record.version
+        elif isinstance(record, RolledBack):
+            self.base, self.rolled_back = record.version, True
+            for table in (self.applied, self.checkpoints):
+                for number in [n for n in table if n > record.version]:
+                    del table[number]
+            self.heldout_loss, self.finished = None, None
+
+    def restore(self, generation: int) -> Restored:
+        newest = max(self.checkpoints, default=None)
+        since = [step for number, step in self.applied.items() if number > self.base]
+        return Restored(
+            generation=generation,
+            version=Version(self.version),
+            last_applied=self.applied[max(self.applied)] if self.applied else None,
+            checkpoint=None if newest is None else self.checkpoints[newest],
+            finished=self.finished is not None,
+            heldout_loss=self.heldout_loss,
+            rolled_back=self.rolled_back,
+            on_branch=frozenset(share.peer for step in since for share in step.shares)
+            if self.rolled_back else frozenset(),
+        )  # fmt: skip
+
+
+class World(Network):
+    """Build it, `run` it; `violations` end it at once as an exception."""
+
+    def __init__(self, options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> None:
+        self.options, self.rng, self.now = options, random.Random(seed), 0.0
+        self.manifest = manifest_of(options)
+        self.store = SimStore()
+        self.disk: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
+        self.run_state: RunState | None = None
+        self.generation = 0
+        self.peers: dict[PeerId, SimPeer] = {}
+        self.current: dict[PeerId, Link] = {}
+        self.rounds: dict[object, Round] = {}
+        self.blocked: set[frozenset[PeerId]] = set()
+        self.broken_carriers: set[PeerId] = set()
+        self.aborted: set[tuple[PeerId, int]] = set()
+        """Who was told to abort which attempt."""
+        self.attempts: set[int] = set()
+        self.stopped = False
+        self.notes: list[str] = []
+        self.roster_changes = 0
+        self.whole_rosters: dict[int, Roster] = {}
+        """What a changed roster must be, by its number."""
+        self.sent: list[tuple[float, PeerId, object]] = []
+        self.banned: dict[PeerId, float] = {}
+        """And since when: durable, as in the run's database."""
+        self.early_leases = 0
+        """Leases of a step before the step before it was applied."""
+        self.hedges = 0
+        """Microbatches that were sent to a second peer while the first one had them."""
+        self.turned_away = 0
+        """Requests of revoked peers that were refused."""
+        self.disk_full_until = -1.0
+        self.crash_countdown: int | None = None
+        self.fetched: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
+        self.leaving_since: dict[tuple[PeerId, int], float] = {}
+        self.aborts = 0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._sessions = itertools.count(1)
+        self._names = itertools.count()
+        self.start_coordinator()
+        for _ in range(options.peers):
+            self.join()
+        at = 0.0
+        for fault in faults:
+            at += fault.wait
+            self.later(at, lambda f=fault: self.inject(f))
+        self.calm_at = at
+        self._tick()
+
+    # ---- clock
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._order), action))
+
+    def delay(self) -> float:
+        """Seconds a message takes: mostly little, sometimes much."""
+        chance = self.rng.random()
+        return 0.3 * self.rng.random() if chance < 0.03 else 0.005 + 0.04 * chance
+
+    def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
+        """Until the coordinator has stopped (or `until`); a Violation when that takes too long."""
+        end = self.now + limit_seconds
+        while not (until() if until else self.stopped):
+            if not self._queue or self._queue[0][0] > end:
+                raise Violation(f"no end by {self.now:.0f} s: {self.describe()}")
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+
+    def _tick(self) -> None:
+        self.deliver(Tick())
+        check_state(self)
+        self.later(TICK_SECONDS, self._tick)
+
+    # ---- the coordinator and its shell
+
+    def start_coordinator(self) -> None:
+        if self.run_state is not None and not self.stopped:
+            return
+        self.generation += 1
+        restored = self.store.restore(self.generation)
+        revoked = {peer: since + CERTIFICATE_SECONDS for peer, since in self.banned.items()}
+        self.run_state = begin(
+            self.manifest, "manifest", COORDINATOR, restored, self.now, revoked,
+            moves_of(self.options),
+        )  # fmt: skip
+        self.stopped = False
+
+    def crash(self, back_after: float | None = 2.0) -> None:
+        """The coordinator's memory is gone; what it had persisted is not."""
+        self.run_state, self.crash_countdown = None, None
+        links, self.current = self.current, {}
+        self.fetched.clear()
+        self.leaving_since.clear()
+        for link in links.values():
+            link.open = False
+            link.peer.later(self.delay(), lambda link=link: link.peer.link_lost(link))
+        if back_after is not None:
+            self.later(back_after, self.start_coordinator)
+
+    def deliver(self, event: Event) -> None:
+        if self.run_state is None or self.stopped:
+            return
+        commands = one_by_one(transition(self.run_state, event, self.now))
+        check_batch(commands)
+        for command in commands:
+            if self.crash_countdown is not None:
+                self.crash_countdown -= 1
+                if self.crash_countdown < 0:
+                    self.crash()
+                    return
+            self._execute(command)
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Send):
+            self._send(command)
+        elif isinstance(command, Broadcast):
+            assert self.run_state is not None
+            assert self.run_state.published is not None
+            self.roster_changes += 1
+            whole = self.whole_rosters[self.run_state.roster_serial] = self.run_state.published
+            for peer in command.peers:
+                check_send(self, Send(peer, whole))
+                self._send(Send(peer, command.message))
+        elif isinstance(command, Persist):
+            check_record(self, command.record)
+            self.store.write(command.record)
+        elif isinstance(command, Note):
+            self.notes.append(f"{self.now:8.2f} {command.text}")
+        elif isinstance(command, CloseSession):
+            link = self.current.pop(command.peer, None)
+            if link is not None:
+                self._to_client(link, lambda: self._close(link))
+        elif isinstance(command, FetchSnapshot):
+            generation = self.generation
+            self.later(
+                0.2 + self.rng.random(),
+                lambda: generation == self.generation and self._fetch(command),
+            )
+        elif isinstance(command, Stopped):
+            self.stopped = True
+
+    def _close(self, link: Link) -> None:
+        link.open = False
+        link.peer.link_lost(link)
+        # The shell tells the core of every stream's end; this one it knows already.
+        self.later(0.01, lambda: self.deliver(SessionLost(Session(link.number), link.peer.id)))
+
+    def _send(self, command: Send) -> None:
+        message = command.message
+        self.sent.append((self.now, command.peer, message))
+        if isinstance(message, AbortRound):
+            self.aborted.add((command.peer, message.attempt))
+            self.aborts += 1
+        check_send(self, command)
+        link = self.current.get(command.peer)
+        if link is not None:
+            self._to_client(link, lambda: link.peer.on_message(link, message))
+
+    def _to_client(self, link: Link, action: Callable[[], None]) -> None:
+        """In order, like a stream; nothing arrives on a broken one."""
+        link.down_at = max(link.down_at + 1e-6, self.now + self.delay())
+        link.peer.later(link.down_at - self.now, lambda: link.open and action())
+
+    def to_coordinator(self, link: Link, event: Event) -> None:
+        link.up_at = max(link.up_at + 1e-6, self.now + self.delay())
+        generation = self.generation
+
+        def arrive() -> None:
+            if link.open and generation == self.generation:
+                self.deliver(event)
+
+        self.later(link.up_at - self.now, arrive)
+
+    def attach(self, peer: SimPeer) -> None:
+        """A peer says Hello on a new stream, or finds nobody there."""
+        link = Link(next(self._sessions), peer)
+        hello, receipts = peer.hello()
+        generation = self.generation
+
+        def arrive() -> None:
+            if self.run_state is None or self.stopped or generation != self.generation:
+                link.open = False
+                peer.later(0.1, lambda: peer.link_lost(link))
+                return
+            if peer.id in self.banned:
+                refused = Refused(code="admission", reason="banned")
+                self._to_client(link, lambda: peer.on_message(link, refused))
+                self._to_client(link, lambda: self._close(link))
+                return
+            older = self.current.get(peer.id)
+            if older is not None:
+                older.open = False
+            self.current[peer.id] = link
+            self.deliver(PeerAttached(Session(link.number), peer.id, hello, "cert", receipts))
+
+        peer.link = link
+        self.later(self.delay(), arrive)
+
+    def cut(self, link: Link) -> None:
+        """The connection breaks: both ends notice, each in its own time."""
+        link.open = False
+        if self.current.get(link.peer.id) is link:
+            del self.current[link.peer.id]
+        lost = SessionLost(Session(link.number), link.peer.id)
+        generation = self.generation
+        self.later(
+            3 * self.rng.random() * self.delay(),
+            lambda: generation == self.generation and self.deliver(lost),
+        )
+        link.peer.later(self.delay(), lambda: link.peer.link_lost(link))
+
+    def _fetch(self, command: FetchSnapshot) -> None:
+        """The shell fetches one stage of a checkpoint from its holder into the run folder."""
+        snapshot, holder = command.snapshot, self.peers[command.holder.peer]
+        found = holder.snapshots.get(snapshot.item) if holder.alive else None
+        if found is None or found[0] != snapshot.sha256 or self.now < self.disk_full_until:
+            self.fetched.pop(snapshot.version, None)
+            self.deliver(CheckpointFailed(snapshot.version, "not to be had"))
+            return
+        files = self.fetched.setdefault(snapshot.version, {})
+        files[snapshot.stage] = found
+        if len(files) == self.options.stages:
+            self.disk[snapshot.version] = self.fetched.pop(snapshot.version)
+            stages = tuple(
+                StoredStage(StageIndex(s), checkpoint_item(snapshot.version, s), 1, sha)
+                for s, (sha, _) in sorted(files.items())
+            )
+            self.deliver(CheckpointStored(snapshot.version, stages))
+
+    # ---- people and faults
+
+    def join(self, memory_bytes: int = 1000) -> SimPeer:
+        peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
+        peer.memory_bytes = memory_bytes
+        if self.options.moves is not RebalancingRule.NONE:
+            peer.speed = self.rng.choice([0.5, 1.0, 1.0, 3.0])
+            if self.rng.random() < 0.3:
+                peer.memory_bytes = 150  # one stage fits, two do not
+        self.peers[peer.id] = peer
+        peer.start()
+        return peer
+
+    def stop(self) -> None:
+        self.deliver(StopRequested())
+
+    def ban(self, peer: SimPeer, seconds: float) -> None:
+        """By the organiser, whether the coordinator runs or not; after `seconds` it may return."""
+        if peer.id in self.banned:
+            return
+        self.banned[peer.id] = self.now
+        until = self.now + CERTIFICATE_SECONDS
+        self.deliver(PeersRevoked((peer.id,), "banned", until))
+        self.later(seconds, lambda: self._unban(peer))
+
+    def _unban(self, peer: SimPeer) -> None:
+        del self.banned[peer.id]
+        self.deliver(PeersReinstated((peer.id,)))
+        if peer.alive and peer.gone and not peer.leaving:
+            peer.kill()
+        if not peer.alive and not peer.leaving:
+            peer.gone = False
+            peer.start()
+
+    def inject(self, fault: Fault) -> None:
+        alive = [p for p in self.peers.values() if p.alive]
+        if fault.kind == "join":
+            self.join()
+        elif fault.kind == "small":
+            self.join(memory_bytes=50)
+        elif fault.kind == "crash":
+            self.crash(fault.seconds)
+        elif fault.kind == "crash_between":
+            self.crash_countdown = fault.target
+        elif fault.kind == "disk":
+            self.disk_full_until = self.now + fault.seconds
+        elif fault.kind == "leave":
+            staying = [p for p in alive if not p.leaving]
+            if staying:
+                staying[fault.target % len(staying)].leave()
+        elif fault.kind == "revoke":
+            if alive:
+                self.ban(alive[fault.target % len(alive)], fault.seconds)
+        elif fault.kind == "block":
+            if len(alive) < 2:
+                return
+            one, other = alive[fault.target % len(alive)], alive[(fault.target + 1) % len(alive)]
+            pair = frozenset((one.id, other.id))
+            self.blocked.add(pair)
+            self.later(fault.seconds, lambda: self.blocked.discard(pair))
+        elif fault.kind == "carrier":
+            if alive:
+                self.broken_carriers.add(alive[fault.target % len(alive)].id)
+        elif alive:
+            victim = alive[fault.target % len(alive)]
+            getattr(victim, fault.kind)(fault.seconds)
+
+    def calm(self) -> None:
+        """Faults are over, and just as many volunteers come and stay as the run cannot do without:
+        one each for what has been trained, and what the organiser wants for a beginning."""
+        self.crash_countdown = None
+        if self.run_state is None:
+            self.later(0.1, self.start_coordinator)
+        each = 1 if self.store.version > 0 else self.options.starting
+        staying = [p for p in self.peers.values() if self._stays(p)]
+        for _ in range(each * self.options.stages - len(staying)):
+            self.join()
+
+    def _stays(self, peer: SimPeer) -> bool:
+        """Whether a run can count on it, now that nothing befalls anybody any more."""
+        fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
+        return (
+            peer.alive
+            and not peer.leaving
+            and not peer.gone
+            and fits
+            and (peer.id not in self.banned)
+        )
+
+    def describe(self) -> str:
+        run = self.run_state
+        tail = "\n".join(self.notes[-25:])
+        if run is None:
+            return f"no coordinator\n{tail}"
+        peers = "\n".join(f"  {p}" for p in run.peers.values())
+        return (
+            f"version {run.version} {run.phase} waiting={run.waiting_reason!r} "
+            f"checkpoint={run.checkpoint} step={run.step}\n{peers}\n{tail}"
+        )
