@@ -11,7 +11,7 @@ TWO = -n 2 --dist loadfile
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
-        check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
+        check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement \
@@ -30,6 +30,7 @@ help:
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
 	@echo "make format   put the formatting right"
+	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
@@ -97,6 +98,12 @@ check: setup-dev
 format: setup-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+# The preferences page holds a measured table; readme_figures puts it back.
+docs: setup-dev
+	$(PY) tools/command_reference.py
+	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md
+	$(PY) -m benchmarks.readme_figures benchmarks/results/yielding.json
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)
