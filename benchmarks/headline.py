@@ -61,9 +61,9 @@ def _faults(document: Document) -> str:
     noticed = {kind: [one["noticed_seconds"] for one in single[kind]] for kind in single}
     recovered = {kind: [one["recovery_seconds"] for one in single[kind]] for kind in single}
     return (
-        f"{100 * killed['share']:.0f} % of the survivors' rate while one of {peers} is killed every "
-        f"{killed['every_seconds']:g} s; longest time (number of faults) until a killed peer is "
-        f"noticed {longest(noticed['kill'])} and the full rate is back "
+        f"{100 * killed['share']:.0f} % of the survivors' rate while one of {peers} is killed "
+        f"every {killed['every_seconds']:g} s; longest time (number of faults) until a killed "
+        f"peer is noticed {longest(noticed['kill'])} and the full rate is back "
         f"{longest(recovered['kill'] + killed['recovery_seconds'])}, for a frozen peer "
         f"{longest(noticed['freeze'])} and {longest(recovered['freeze'])}"
     )

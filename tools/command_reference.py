@@ -53,9 +53,9 @@ shows them. `-h` and `--help` work for every command, `--version` for both progr
 - `--json` prints a JSON document; those of `swarm-client` have a `version` field, and fields are
   only added within a version.
 - `--home DIR` (or the environment variable `SWARM_CLIENT_HOME`) selects the home of a volunteer.
-  Commands reach the daemon over a socket in it; [control-api.md](control-api.md) describes that API.
-- `RUN_DIR` is the folder of a run. Commands that change a run work whether its coordinator runs or
-  not, unless the text says otherwise.
+  Commands reach the daemon over a socket in it; [control-api.md](control-api.md) describes its API.
+- `RUN_DIR` is the folder of a run. `token`, `allow`, `ban` and `unban` work whether its coordinator
+  runs or not.
 - [preferences.md](preferences.md) lists the preferences of `swarm-client config`,
   [top.md](top.md) describes both `top` commands.
 """
