@@ -44,7 +44,7 @@ FLAT_FOLDERS_BEFORE_THE_MOVE = {
 """Modules of folders that exceed the limit until the move into rooms removes them from here."""
 
 PERSON_WORDS = re.compile(r"\b(?:nobody|somebody|anybody|everybody|whoever|whom)\b", re.I)
-MOST_PERSON_WORDS = {"client": 113, "coordinator": 150, "shared": 78, "docs": 35}
+MOST_PERSON_WORDS = {"client": 113, "coordinator": 150, "shared": 78, "docs": 20}
 """Counted on 2026-11-23, before the rewrite of the prose; to be lowered with it, to nearly zero.
 
 Docstrings of each product package; `docs` is README.md and docs/*.md.
