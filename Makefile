@@ -61,7 +61,7 @@ setup-dev:
 	@sh tools/setup.sh dev
 
 demo: setup
-	@$(PY) -m swarm_coordinator.cli demo $(ARGS)
+	@$(PY) -m swarm_coordinator demo $(ARGS)
 
 test: setup-dev
 	@$(PY) -m pytest $(TWO) $(ARGS)

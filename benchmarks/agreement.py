@@ -22,13 +22,13 @@ import click
 
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import RunData
-from swarm_coordinator.history import HistoryStep
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children
-from swarm_coordinator.reference import StepRecord, train_reference
-from swarm_coordinator.summary import table
-from swarm_shared.manifest import CodecsConfig
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.offline.reference import StepRecord, train_reference
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.storage.history import HistoryStep
+from swarm_shared.run.manifest import CodecsConfig
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "hivemind")

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarm_client.averaging.codec import decode_piece, encode_piece
-from swarm_client.averaging.plan import PIECE_ELEMENTS
-from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
+from swarm_client.averaging.all_reduce.codec import decode_piece, encode_piece
+from swarm_client.averaging.all_reduce.plan import PIECE_ELEMENTS
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 PIECES = 8
 STRETCH_ELEMENTS = 4096

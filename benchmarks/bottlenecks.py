@@ -29,8 +29,8 @@ from benchmarks.quality import (
     opened,
     small_run,
 )
-from swarm_shared.codecs.sizes import ActivationCodec
-from swarm_shared.manifest import narrowed
+from swarm_shared.run.codec_sizes import ActivationCodec
+from swarm_shared.run.manifest import narrowed
 
 WAYS: tuple[tuple[int, ActivationCodec], ...] = (
     (0, "none"),

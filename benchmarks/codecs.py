@@ -27,11 +27,11 @@ from torch import Tensor
 
 from benchmarks.average_codecs import RoundTrip, gradients, hivemind_averages, our_averages
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
 from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost
-from swarm_shared.codecs.sizes import GRADIENT_CODECS, CodecName, encoded_bytes
 from swarm_shared.codecs.tensors import decode, encode
-from swarm_shared.model_config import preset
+from swarm_shared.run.codec_sizes import GRADIENT_CODECS, CodecName, encoded_bytes
+from swarm_shared.run.model_config import preset
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "hivemind")

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.run_data import TimedStep, read_steps
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, failure_text, module_command, run_to_end
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children, failure_text, module_command, run_to_end
+from swarm_shared.base.errors import SwarmError
 
 LIMIT_SECONDS = 3600.0
 

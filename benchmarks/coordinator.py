@@ -35,28 +35,28 @@ from typing import Any
 import click
 import trio
 
-import swarm_coordinator.server as server
-import swarm_coordinator.starting as starting
-import swarm_coordinator.transition as core
+import swarm_coordinator.core.transition as core
+import swarm_coordinator.server.coordinator as server
+import swarm_coordinator.server.startup as starting
 from benchmarks.coordinator_sockets import STAMP_PROTOCOL
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
 from benchmarks.dedicated_clock import DedicatedCoreClock
 from benchmarks.loop_holds import LoopHolds
 from benchmarks.machine import describe_machine
-from swarm_coordinator.events import Command, Event, HeartbeatsHeard
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.service import Service
-from swarm_coordinator.state import RunState
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_identity, load_settings
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.clock import Clock
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
+from swarm_coordinator.core.events import Command, Event, HeartbeatsHeard
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.durability.run_files import load_identity, load_settings
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.context import Service
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import Clock
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import open_node
-from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 JOINS_AT_ONCE = 50

@@ -2,7 +2,8 @@
 
 A volunteer of a large run speaks with the others of its stage and with those of the stages beside
 it; all of these links count on, and delays and rates of their paths are never the same. What of
-that a heartbeat says is `swarm_client.telling`'s: beats are made here beforehand, with the first
+that a heartbeat says is `swarm_client.volunteer.heartbeat`'s: beats are made here beforehand, with
+the first
 word of a session first, since on the core that is measured nothing should be made but words.
 """
 
@@ -11,17 +12,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from swarm_client.telling import Present, Telling
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
-    STAGE_PROTOCOL,
-    Heartbeat,
-    LinkBytes,
-    LinkPath,
-    PathKind,
-    encode,
-)
-from swarm_shared.types import PeerId
+from swarm_client.volunteer.heartbeat import Present, Telling
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import STAGE_PROTOCOL, Heartbeat, LinkBytes, LinkPath, PathKind, encode
 
 REMOTES = 200
 """A hundred and fifty of its stage, and some of the stages beside it."""

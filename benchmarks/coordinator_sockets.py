@@ -20,14 +20,14 @@ import trio
 
 from benchmarks.coordinator_heartbeats import Heart
 from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_for_ever
-from swarm_shared.errors import NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import CONTROL_PROTOCOL, LinkBytes
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, watch
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.network import FramedStream, FrameLimits, Node, change_watch, open_node
+from swarm_shared.protocol import CONTROL_PROTOCOL, LinkBytes
+from swarm_shared.run.manifest import Manifest
 
 STAMP_PROTOCOL = "stamp"
 JOIN_SECONDS = 0.5
@@ -105,7 +105,7 @@ async def main(
     manifest = Manifest.model_validate_json(Path(manifest_path).read_bytes())
     world = World(run_id_of(manifest), manifest, step_seconds, OwnTime(), members)
     everybody: list[SocketVolunteer] = []
-    setattr(watch, "LOOK_SECONDS", LOOK_SECONDS)  # noqa: B010
+    setattr(change_watch, "LOOK_SECONDS", LOOK_SECONDS)  # noqa: B010
     async with contextlib.AsyncExitStack() as stack, trio.open_nursery() as nursery:
         nursery.start_soon(world.act)
         nursery.start_soon(beat_for_ever, everybody)

@@ -20,11 +20,20 @@ from typing import Any, Protocol
 import trio
 
 from benchmarks.coordinator_heartbeats import Heart, hearts
-from swarm_shared.credentials import Receipt, sign_receipt
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
+)
+from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     Applied,
     Hello,
@@ -36,9 +45,8 @@ from swarm_shared.messages import (
     StageRequest,
     encode,
 )
-from swarm_shared.model_config import FrozenModel
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
-from swarm_shared.wire import Frame
+from swarm_shared.protocol.framing import Frame
+from swarm_shared.run.manifest import Manifest
 
 STEP_AND_ATTEMPT = re.compile(rb'"step":(\d+),"attempt":(\d+)')
 CLOSE_SECONDS = 1.0

@@ -1,7 +1,8 @@
 """What faults cost: `make bench-faults`.
 
 A real run of 2 stages x 4 peers on this machine. Each peer is slowed down to the rate of a small
-device (a plan of `swarm_client.faults` makes its worker wait), so that what is measured is the
+device (a plan of `swarm_client.fault_injection.faults` makes its worker wait), so that what is
+measured is the
 swarm's doing and not the fight of eight processes for the processor.
 
     throughput     one peer is killed every 30 s, and comes back as a new one; tokens of applied
@@ -32,11 +33,11 @@ import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
-from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Child, Children, wait_until
-from swarm_coordinator.summary import table
+from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Child, Children, wait_until
+from swarm_coordinator.run_creation.initialise import initialise_run
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")

@@ -20,10 +20,10 @@ import torch
 from benchmarks.gpu_flops import layer_training_flops_per_token, peak_tflops
 from benchmarks.gpu_stage import StageAtWork, Timed, layers_that_fit, stage_manifest
 from benchmarks.outcome import result_head, write_result
-from swarm_client.worker.compiling import BACKENDS
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
-from swarm_shared.model_config import PRESETS
+from swarm_client.stage.worker.compiling import BACKENDS
+from swarm_coordinator.demo.run_summary import table
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.model_config import PRESETS
 
 OUT = Path(__file__).parent / "results" / "gpu.json"
 PACKAGES = ("torch", "swarmtrain")

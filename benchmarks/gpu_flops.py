@@ -8,7 +8,7 @@ are two FLOPs. Norms, rotations and activation functions are left out, as usual.
 
 from __future__ import annotations
 
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig
 
 PEAK_TFLOPS = {
     "H200": 989.0,

@@ -13,14 +13,14 @@ from itertools import pairwise
 import torch
 
 from benchmarks.counts.world import manifest as any_manifest
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.steps import StepRunner
-from swarm_shared.errors import CapacityError
-from swarm_shared.manifest import Manifest, StageRange
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model.profile import profile_layers
-from swarm_shared.model_config import ComputeDtype, ModelConfig, Preset
-from swarm_shared.partition import ModelProfile, stage_memory_bytes
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import Manifest, StageRange
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset
+from swarm_shared.run.stage_cut import ModelProfile, stage_memory_bytes
 
 MIDDLE = StageIndex(1)
 MEMORY_SHARE = 0.8

@@ -28,7 +28,7 @@ from benchmarks.quality import (
     opened,
     small_run,
 )
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
 """The first is that of `benchmarks.quality`."""

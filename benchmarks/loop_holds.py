@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import trio
 
-from swarm_shared.clock import Clock
+from swarm_shared.base.clock import Clock
 
 LONG_SECONDS = 0.005
 SHOWN = 15

@@ -20,7 +20,7 @@ from benchmarks.net_join import PRESET, make_template, seconds_to_first_receipt
 from benchmarks.net_links import FRAME_BYTES, SIZE_BYTES, link_lab
 from benchmarks.outcome import result_head, work_folder, write_result
 from network_lab import LabError, Nat, why_not_here
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
 
 RESULT = Path(__file__).parent / "results" / "net.json"
 PACKAGES = ("libp2p", "hivemind", "trio", "swarmtrain")

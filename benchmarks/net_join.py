@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 from network_lab import Lab, Nat
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, wait_until
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children, wait_until
+from swarm_coordinator.run_creation.initialise import initialise_run
 
 PRESET = "tiny"
 LIMIT_SECONDS = 180.0

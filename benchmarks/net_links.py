@@ -17,7 +17,7 @@ from benchmarks.net_p2pd import P2pdProcess
 from network_lab import Host, Lab, Nat
 from network_lab.node_process import NodeProcess
 from network_lab.told_process import ToldProcess
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 PAIRS = 8
 SIZE_BYTES = 256 * 10**6

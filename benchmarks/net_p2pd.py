@@ -8,7 +8,7 @@ from pathlib import Path
 
 from network_lab import Host
 from network_lab.told_process import ToldProcess
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 SLOT_SECONDS = 30.0
 

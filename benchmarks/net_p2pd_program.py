@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from network_lab.told_process import obey, say
-from swarm_client.averaging.hivemind_carrier import P2pdStreams
-from swarm_client.averaging.hivemind_door import Hivemind, open_door
-from swarm_client.averaging.location import Location
-from swarm_client.averaging.p2pd import ensure_identity, running_p2pd
-from swarm_client.averaging.protocol import Configure
-from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import SwarmError
+from swarm_client.averaging.all_reduce.incoming import IncomingHub
+from swarm_client.averaging.protocol.messages import Configure
+from swarm_client.averaging.worker.hivemind_imports import Hivemind, open_door
+from swarm_client.averaging.worker.location import Location
+from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
+from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_shared.base.errors import SwarmError
 
 SINK = "/lab/sink/1"
 WRITE_BYTES = 64 * 2**10

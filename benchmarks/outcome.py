@@ -16,8 +16,8 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import SwarmError
 
 
 @contextmanager

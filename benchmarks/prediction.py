@@ -3,7 +3,8 @@
     make bench-prediction
 
 A coordinator and volunteers on this machine, real programs over loopback, each worker paced to a
-speed of its own (`swarm_client.worker.pace`), so that machines of unlike speeds share the cores.
+speed of its own (`swarm_client.stage.worker.pace`), so that machines of unlike speeds share the
+cores.
 The simulator gets the same manifest, speeds and stages and follows every microbatch. Compared is
 the median time of a step once all are there. Nothing else should run meanwhile: a core that is
 not there for a paced worker makes it slower than its pace. Writes
@@ -25,16 +26,16 @@ import click
 
 from benchmarks.machine import describe_machine
 from benchmarks.run_data import PLAIN_BORDERS
-from swarm_client.worker.pace import PACE_VARIABLE
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children
-from swarm_coordinator.simulator.hardware import GIBIBYTE, Hardware
-from swarm_coordinator.simulator.microbatches import MicrobatchPlane
+from swarm_client.stage.worker.pace import PACE_VARIABLE
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.simulator.fleet import GIBIBYTE, Hardware
+from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
 from swarm_coordinator.simulator.trace import Change
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.run.manifest import Manifest
 
 RESULTS = Path(__file__).parent / "results" / "prediction.json"
 LOOPBACK_BYTES_PER_SECOND = 250e6

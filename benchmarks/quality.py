@@ -30,18 +30,18 @@ import click
 
 from benchmarks.outcome import result_head, write_result
 from benchmarks.run_data import PLAIN_BORDERS, RunData
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.reference import StepRecord, evaluate, train_reference
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.codecs import quality as shipped
 from swarm_shared.codecs.choice import Pair
 from swarm_shared.codecs.choice import pair_name as name_of
 from swarm_shared.codecs.quality import QualityTable
-from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import TokenStream, open_shards
-from swarm_shared.manifest import CodecsConfig, Manifest
+from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
+from swarm_shared.run.manifest import CodecsConfig, Manifest
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGE_FILE = Path(shipped.__file__).with_name(shipped.FILE_NAME)

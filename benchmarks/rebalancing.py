@@ -25,10 +25,9 @@ import click
 from benchmarks.machine import describe_machine
 from benchmarks.simulator_scenarios import manifest_of
 from benchmarks.trace_formats import convert
-from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
-from swarm_coordinator.simulator.churn import churn_model
-from swarm_coordinator.simulator.fluid import FluidPlane
-from swarm_coordinator.simulator.hardware import (
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.simulator.churn_models import churn_model
+from swarm_coordinator.simulator.fleet import (
     GIBIBYTE,
     HOME,
     FleetFile,
@@ -36,12 +35,13 @@ from swarm_coordinator.simulator.hardware import (
     HardwareClass,
     make_fleet,
 )
-from swarm_coordinator.simulator.outcome import outcome_document
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
+from swarm_coordinator.simulator.report import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
 from swarm_coordinator.simulator.trace import Change
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import Manifest
-from swarm_shared.placement import MovePolicy
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement import MovePolicy
 
 RESULTS = Path(__file__).parent / "results" / "rebalancing.json"
 RULES: tuple[tuple[RebalancingRule, float], ...] = (

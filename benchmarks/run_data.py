@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.data.sampler import Int64, microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 PLAIN_BORDERS = {"codecs.activation": "none", "codecs.gradient": "none"}
 """Settings of a run whose tensors cross uncompressed: what plain torch computes, too."""

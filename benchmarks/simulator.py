@@ -25,17 +25,17 @@ import click
 from benchmarks.machine import describe_machine
 from benchmarks.pictures import pyplot
 from benchmarks.simulator_scenarios import manifest_of
-from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
-from swarm_coordinator.rebalancing import rebalancing_of
-from swarm_coordinator.simulator.churn import churn_model
-from swarm_coordinator.simulator.fluid import FluidPlane
-from swarm_coordinator.simulator.hardware import FleetFile, HardwareClass, make_fleet
-from swarm_coordinator.simulator.outcome import outcome_document
+from swarm_coordinator.core.rules.rebalancing import rebalancing_of
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.simulator.churn_models import churn_model
+from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
+from swarm_coordinator.simulator.report import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.manifest import LimitsConfig, Manifest
-from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.run.manifest import LimitsConfig, Manifest
+from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
 
 RESULTS = Path(__file__).parent / "results" / "simulator.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "simulator-growth.png"

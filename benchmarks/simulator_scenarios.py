@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swarm_shared.manifest import (
+from swarm_shared.model.profile import profile_layers
+from swarm_shared.run.manifest import (
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -10,9 +11,8 @@ from swarm_shared.manifest import (
     ShardInfo,
     TrainingConfig,
 )
-from swarm_shared.model.profile import profile_layers
-from swarm_shared.model_config import preset
-from swarm_shared.partition import plan_stages, stage_flops, stage_memory_bytes
+from swarm_shared.run.model_config import preset
+from swarm_shared.run.stage_cut import plan_stages, stage_flops, stage_memory_bytes
 
 
 def manifest_of(

@@ -22,9 +22,9 @@ import click
 from benchmarks.contenders import CONTENDERS, Contender, run_contender
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS, TimedStep
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.summary import table
-from swarm_shared.model_config import PRESETS
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_shared.run.model_config import PRESETS
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")

@@ -27,12 +27,12 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.gradients import FlatLayout, bind_gradients, squared_norm
+from swarm_client.stage.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
+from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.optimizer import AdamW, apply_step, make_optimizer
-from swarm_shared.schedule import clip_factor, learning_rate
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.schedule import clip_factor, learning_rate
 
 
 class PacedStage(PipelineStage):

@@ -1,4 +1,4 @@
-"""Contender: the run in one plain torch process (`swarm_coordinator.reference`).
+"""Contender: the run in one plain torch process (`swarm_coordinator.offline.reference`).
 
 python -m benchmarks.torch_single RUN_DIR --steps 6 --threads 2 --out FILE
 """
@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.worker.pace import pace_from_environment
-from swarm_coordinator.reference import StepRecord, train_reference
+from swarm_client.stage.worker.pace import pace_from_environment
+from swarm_coordinator.offline.reference import StepRecord, train_reference
 
 
 @click.command()

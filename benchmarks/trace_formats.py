@@ -23,7 +23,7 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.simulator.trace import Change, write_trace
-from swarm_shared.errors import DataError
+from swarm_shared.base.errors import DataError
 
 FORMATS = ("events", "counts", "hours", "gaps", "sessions")
 HOUR_SECONDS = 3600.0

@@ -34,18 +34,18 @@ import psutil
 
 from benchmarks.faults import SETTINGS, SLOW_SECONDS
 from benchmarks.outcome import result_head, work_folder, write_result
-from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import (
+from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
     Children,
     module_command,
     wait_until,
 )
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")

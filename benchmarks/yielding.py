@@ -30,11 +30,11 @@ from swarm_client.control.client import ask
 from swarm_client.governor.governor import LOOK_SECONDS
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.preferences import Preferences
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, wait_until
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Children, wait_until
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_shared.base.errors import SwarmError
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "psutil", "swarmtrain")
@@ -88,7 +88,7 @@ class Volunteer:
         """Of its stage worker, the one of its workers that has computed."""
         if self._worker is None:
             children = psutil.Process(self._pid).children()
-            workers = [c for c in children if "swarm_client.worker" in c.cmdline()]
+            workers = [c for c in children if "swarm_client.stage.worker" in c.cmdline()]
             self._worker = max(workers, key=lambda c: sum(c.cpu_times()[:2]))
         times = self._worker.cpu_times()
         return float(times.user + times.system)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import click
 
-from swarm_client.cli import swarm_client
-from swarm_coordinator.cli import cli as swarm_coordinator
+from swarm_client.cli.main import swarm_client
+from swarm_coordinator.cli.main import cli as swarm_coordinator
 
 PAGE = Path(__file__).parents[1] / "docs" / "commands.md"
 
@@ -40,7 +40,7 @@ EXIT_CODES = {
     13: "no daemon runs in this home, or it does not answer",
     130: "interrupted (Ctrl-C)",
 }
-"""Meaning of every exit code of both programs; `swarm_shared.errors` assigns them."""
+"""Meaning of every exit code of both programs; `swarm_shared.base.errors` assigns them."""
 
 _HEAD = """\
 # Commands

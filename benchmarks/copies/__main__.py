@@ -15,8 +15,8 @@ import click
 
 from benchmarks.copies.counting import build
 from benchmarks.outcome import result_head, write_result
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.demo.run_summary import table
+from swarm_shared.base.errors import SwarmError
 
 ROOT = Path(__file__).parents[2]
 OUT = Path(__file__).parents[1] / "results" / "copies.json"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.errors import CapacityError, SwarmError
+from swarm_shared.base.errors import CapacityError, SwarmError
 
 SOURCE = Path(__file__).with_name("interpose.c")
 

@@ -14,11 +14,11 @@ from dataclasses import asdict
 import trio
 
 from benchmarks.copies.counting import Counter
-from swarm_client.shared_memory import create
-from swarm_shared.identity import Identity
-from swarm_shared.messages import STAGE_PROTOCOL
+from swarm_client.ipc.shared_memory import create
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.types import PeerId
+from swarm_shared.protocol import STAGE_PROTOCOL
 
 LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**26)
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"

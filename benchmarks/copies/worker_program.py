@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.copies.counting import Copied, Counter
 from benchmarks.counts.world import manifest as large_manifest
-from swarm_client.worker.client import open_worker
-from swarm_client.worker.sizes import stage_sizes
-from swarm_client.worker.transfer import PayloadCodec
-from swarm_shared.manifest import Manifest, StageRange
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_client.stage.handle.worker_handle import open_worker
+from swarm_client.stage.protocol.slot_sizes import stage_sizes
+from swarm_client.stage.worker.payloads import PayloadCodec
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import Manifest, StageRange
 
 STAGE = StageIndex(1)
 """In the middle: activations come in and go out."""

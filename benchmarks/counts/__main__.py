@@ -15,8 +15,8 @@ from benchmarks.counts.exchange import exchange_bytes
 from benchmarks.counts.messages import message_bytes
 from benchmarks.counts.workloads import workload_costs
 from benchmarks.machine import describe_machine
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.demo.run_summary import table
+from swarm_shared.base.errors import SwarmError
 
 BASELINE = Path(__file__).with_name("baseline.json")
 PACKAGES = ("libp2p", "pydantic", "trio")

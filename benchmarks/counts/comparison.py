@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.counts.instructions import Cost
-from swarm_shared.errors import StorageError
+from swarm_shared.base.errors import StorageError
 
 TOLERANCE = 0.03
 """Of instructions and calls. The same code counts the same every time (a test holds it to that);

@@ -25,11 +25,11 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from benchmarks.counts.instructions import Cost, Meter
 from benchmarks.counts.messages import backward, forward
 from benchmarks.counts.world import identity
-from swarm_shared.messages import STAGE_PROTOCOL, Backward, Forward, encode
 from swarm_shared.network import FramedStream, FrameLimits
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
 from swarm_shared.network.traffic import TrafficCounter
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.network.yamux_stream import YamuxStream
+from swarm_shared.protocol import STAGE_PROTOCOL, Backward, Forward, encode
 
 STAGE = 1
 LIMITS = FrameLimits(max_header_bytes=2**19, max_payload_bytes=2**24)

@@ -15,7 +15,9 @@ from benchmarks.counts.world import (
     manifest,
     record,
 )
-from swarm_shared.messages import (
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Applied,
     Apply,
@@ -38,9 +40,7 @@ from swarm_shared.messages import (
     StageRefused,
     encode,
 )
-from swarm_shared.messages.stage import RefusalReason
-from swarm_shared.model_config import FrozenModel
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.protocol.stage import RefusalReason
 
 NEIGHBOURS = 8
 """Peers that one volunteer has links to."""

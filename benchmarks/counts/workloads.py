@@ -19,16 +19,22 @@ from benchmarks.counts.world import (
     identity,
     receipt,
 )
-from swarm_client.engine.receipts import ReceiptBook
-from swarm_coordinator.control import ReceiptChecker
-from swarm_coordinator.events import Beat, HeartbeatsHeard, LeaseResolved, ReceiptsVerified, Tick
-from swarm_shared.messages import client_messages, encode, parse, stage_answers, stage_requests
-from swarm_shared.network.send_queue import SendQueue
-from swarm_shared.network.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header
-from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
-from swarm_shared.routing import Observation, ShortestExpectedDelay
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
-from swarm_shared.wire import FrameDecoder, encode_frame
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_coordinator.core.events import (
+    Beat,
+    HeartbeatsHeard,
+    LeaseResolved,
+    ReceiptsVerified,
+    Tick,
+)
+from swarm_coordinator.server.control_protocol import ReceiptChecker
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.network.libp2p.send_queue import SendQueue
+from swarm_shared.network.libp2p.yamux_frames import MAX_FRAME_PAYLOAD_BYTES, data_header
+from swarm_shared.protocol import client_messages, encode, parse, stage_answers, stage_requests
+from swarm_shared.protocol.framing import FrameDecoder, encode_frame
+from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_moves
+from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
 Prepare = Callable[[], Callable[[], object]]
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 from functools import cache
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Command,
     Event,
     MessageReceived,
@@ -15,20 +15,25 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
-from swarm_coordinator.state import RunState
-from swarm_coordinator.transition import begin, transition
-from swarm_shared.credentials import MembershipCertificate, Receipt, sign_certificate, sign_receipt
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import (
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
 )
-from swarm_shared.messages import (
+from swarm_shared.identity.credentials import (
+    MembershipCertificate,
+    Receipt,
+    sign_certificate,
+    sign_receipt,
+)
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     CarrierAddress,
     Hello,
@@ -38,8 +43,16 @@ from swarm_shared.messages import (
     Ready,
     StageRequest,
 )
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+from swarm_shared.run.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import ModelConfig
 
 STAGES, PEERS_PER_STAGE = 4, 16
 MICROBATCHES = 256

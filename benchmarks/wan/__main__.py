@@ -2,7 +2,8 @@
 
 Every contender gets the same model, data, machines and lines; the lines are checked with iperf3 and
 ping first; repetitions take turns, so that a machine that slows down slows everybody down. All
-machines share this one's cores: they compute at a pace of their own (`swarm_client.worker.pace`),
+machines share this one's cores: they compute at a pace of their own
+(`swarm_client.stage.worker.pace`),
 slow enough that the cores carry all of them (`busy cores` in the table tells). Nothing else should
 run meanwhile. docs/benchmarks.md says what is compared and how.
 """
@@ -26,7 +27,7 @@ from benchmarks.wan.mixes import MIXES, read_mixes
 from benchmarks.wan.report import render
 from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from network_lab import LabError
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")

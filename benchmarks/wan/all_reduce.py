@@ -33,11 +33,11 @@ from benchmarks.wan.mixes import MIXES, Link, read_mixes
 from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.templates import parameter_counts
 from network_lab import LabError
-from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children
-from swarm_shared.codecs.sizes import AverageCodec
+from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_shared.run.codec_sizes import AverageCodec
 
 RESULT = Path(__file__).parents[1] / "results" / "all-reduce.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")

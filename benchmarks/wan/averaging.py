@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.wan.mixes import Link
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 
 def step_seconds(processes: Sequence[Sequence[Sequence[Any]]], step: int, members: int) -> float:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.wan.fleet import Sizes
-from swarm_coordinator.history import History
-from swarm_shared.messages import STAGE_PROTOCOL
+from swarm_coordinator.storage.history import History
+from swarm_shared.protocol import STAGE_PROTOCOL
 
 
 def border_table(

@@ -12,9 +12,9 @@ from typing import Any
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Network
 from network_lab import Host
-from swarm_coordinator.processes import wait_until
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import wait_until
+from swarm_shared.base.errors import SwarmError
 
 SECONDS = 3.0
 WARM_UP_SECONDS = 2

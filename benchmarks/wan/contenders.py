@@ -14,11 +14,11 @@ from typing import Any
 from benchmarks.run_data import TimedStep, read_steps
 from benchmarks.wan.borders import border_table
 from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for_all
-from swarm_client.equal_shares import EQUAL_SHARES_VARIABLE
-from swarm_client.worker.pace import PACE_VARIABLE
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children, module_command
-from swarm_shared.codecs.sizes import ActivationCodec
+from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
+from swarm_client.stage.worker.pace import PACE_VARIABLE
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Children, module_command
+from swarm_shared.run.codec_sizes import ActivationCodec
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ import click
 import torch
 
 from benchmarks.run_data import RunData, TimedStep, write_steps
-from swarm_client.worker.pace import pace_from_environment
-from swarm_shared.manifest import Manifest
+from swarm_client.stage.worker.pace import pace_from_environment
 from swarm_shared.model.initialise import build_whole
+from swarm_shared.run.manifest import Manifest
 
 MATCHMAKING_SECONDS = 3.0
 """The least that hivemind recommends."""

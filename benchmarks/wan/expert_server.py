@@ -29,13 +29,13 @@ import torch.nn.functional as F  # noqa: N812 (the field's own name)
 from torch import Tensor, nn
 
 from benchmarks.run_data import RunData
-from swarm_client.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.gradients import FlatLayout, bind_gradients, squared_norm
+from swarm_client.stage.worker.pace import FORWARD_SHARE, Pace, pace_from_environment
+from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients, squared_norm
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, make_optimizer
-from swarm_shared.schedule import clip_factor, learning_rate
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.schedule import clip_factor, learning_rate
 
 HANDLERS = 4
 """Processes that take requests; hivemind recommends four per expert."""

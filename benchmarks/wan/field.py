@@ -9,10 +9,10 @@ from benchmarks.wan.fleet import Member, Sizes
 from benchmarks.wan.network import Network
 from benchmarks.wan.templates import Templates
 from network_lab import Host
-from swarm_client.worker.pace import PACE_VARIABLE
-from swarm_coordinator.processes import Child, Children, failure_text, wait_until
-from swarm_shared.codecs.sizes import ActivationCodec
-from swarm_shared.errors import SwarmError
+from swarm_client.stage.worker.pace import PACE_VARIABLE
+from swarm_coordinator.demo.subprocesses import Child, Children, failure_text, wait_until
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.codec_sizes import ActivationCodec
 
 COORDINATOR = "coordinator"
 """A machine with a good line, for whoever needs one that holds no stage."""

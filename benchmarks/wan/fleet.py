@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.wan.mixes import Mix, Peer
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import Manifest
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.run.manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

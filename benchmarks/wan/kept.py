@@ -13,8 +13,8 @@ from typing import Any
 from benchmarks.wan.contenders import CONTENDERS
 from benchmarks.wan.page import times
 from benchmarks.wan.report import compare
-from swarm_shared.errors import UsageError
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.base.errors import UsageError
+from swarm_shared.run.model_config import ModelConfig
 
 _SAME = (
     "preset", "changes", "model", "stages", "steps", "warmup_steps", "cooldown_steps",

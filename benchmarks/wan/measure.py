@@ -21,7 +21,7 @@ from benchmarks.wan.network import Network, wide_area_network
 from benchmarks.wan.report import mix_document, result_row
 from benchmarks.wan.templates import Templates, parameter_counts
 from benchmarks.wan.traffic import Recorder
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 STAGES = 4
 CHECKS = 3

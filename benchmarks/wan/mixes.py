@@ -12,8 +12,8 @@ from typing import Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.frozen_model import FrozenModel
 
 MIXES = Path(__file__).parent / "mixes.toml"
 MBIT = 1e6 / 8

@@ -28,7 +28,7 @@ import psutil
 from benchmarks.wan.forwarder import DEVICE, READY
 from benchmarks.wan.mixes import Link
 from network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
-from swarm_coordinator.processes import Child, Children, last_lines, module_command
+from swarm_coordinator.demo.subprocesses import Child, Children, last_lines, module_command
 
 YARDSTICK = "yardstick"
 """A machine without limits or delay, which the lines are measured against."""

@@ -12,7 +12,7 @@ from benchmarks.wan.fleet import Member, Sizes, compute_bound, minimum_bytes, pi
 from benchmarks.wan.mixes import Mix
 from benchmarks.wan.network import Sample
 from benchmarks.wan.traffic import busy_cores, bytes_between
-from swarm_coordinator.summary import table
+from swarm_coordinator.demo.run_summary import table
 
 LOSS_TOLERANCE = 1e-4
 """Relative; contenders that compute the same differ by the order of float32 additions only."""

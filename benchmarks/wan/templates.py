@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_shared.codecs.sizes import ActivationCodec
-from swarm_shared.manifest import Manifest
-from swarm_shared.model.gradients import FlatLayout
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_stage
+from swarm_shared.run.codec_sizes import ActivationCodec
+from swarm_shared.run.manifest import Manifest
 
 PRESET = "tiny"
 CHANGES = {

@@ -19,15 +19,15 @@ from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
 from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
-from swarm_coordinator.history import History
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Children
-from swarm_coordinator.stored_run import load_manifest
-from swarm_coordinator.summary import table
-from swarm_shared.errors import SwarmError
-from swarm_shared.manifest import Manifest
-from swarm_shared.model_config import PRESETS
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.storage.history import History
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
 
 OUT = Path(__file__).parents[1] / "results" / "wire-bytes.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "swarmtrain")

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.inside import run_inside, wrapped
-from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 from swarm_shared.network import FramedStream
-from swarm_shared.network.noise_channel import NoiseChannel, _transport
-from swarm_shared.network.tcp import BufferedTcpStream
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.wire import PREFIX_BYTES, payload_parts
+from swarm_shared.network.libp2p.noise_channel import NoiseChannel, _transport
+from swarm_shared.network.libp2p.tcp import BufferedTcpStream
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
+from swarm_shared.protocol.framing import PREFIX_BYTES, payload_parts
 
 NAMES = {CONTROL_PROTOCOL: "control", STAGE_PROTOCOL: "stage", TRANSFER_PROTOCOL: "transfer"}
 

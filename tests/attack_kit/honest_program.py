@@ -11,8 +11,8 @@ import sys
 
 import trio
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.identity import Identity
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FrameLimits, open_node
 
 HELLO = "/test/hello/1"

@@ -12,17 +12,19 @@ from dataclasses import dataclass, field
 import trio
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
-from swarm_shared.credentials import (
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import (
     MembershipCertificate,
     Receipt,
     sign_certificate,
     sign_receipt,
 )
-from swarm_shared.errors import SwarmError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import open_manifest
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
     SOFTWARE_VERSION,
     STAGE_PROTOCOL,
@@ -45,9 +47,7 @@ from swarm_shared.messages import (
     stage_answers,
     transfer_messages,
 )
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
-from swarm_shared.signed_manifest import open_manifest
-from swarm_shared.types import PeerId
+from swarm_shared.run.manifest import Manifest
 
 LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=64 * 2**20)
 TOKEN_BYTES = 4

@@ -25,9 +25,9 @@ from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_PROTOCOL
 from libp2p.transport.upgrader import TransportUpgrader
 
-from swarm_shared.identity import Identity
-from swarm_shared.network.noise_channel import MAX_PLAINTEXT_BYTES, NoiseChannel
-from swarm_shared.network.tcp import BufferedTcpStream
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES, NoiseChannel
+from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 DATA, WINDOW_UPDATE, PING, GO_AWAY = range(4)
 SYN, ACK, FIN, RST = 1, 2, 4, 8

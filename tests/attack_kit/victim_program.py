@@ -12,7 +12,7 @@ import sys
 
 import trio
 
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, RelayLimits, open_node
 
 HELLO, ECHO = "/test/hello/1", "/test/echo/1"

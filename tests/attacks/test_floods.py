@@ -28,13 +28,13 @@ from attack_kit.raw import (
     yamux_frame,
 )  # fmt: skip
 from attack_kit.victim import ECHO, HELLO, MEGABYTE, Victim, a_victim
-from swarm_shared.identity import Identity
-from swarm_shared.network.host import (
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network.inbound import STRANGERS_STREAMS
+from swarm_shared.network.libp2p.host import (
     MAX_CONNECTIONS_PER_ADDRESS,
     MAX_PENDING_PER_ADDRESS,
     MAX_STRANGERS_PER_ADDRESS,
 )
-from swarm_shared.network.inbound import STRANGERS_STREAMS
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(240)]
 

@@ -12,18 +12,18 @@ import numpy as np
 import trio
 
 from averaging_lab.membership import RUN
-from swarm_client import shared_memory
-from swarm_client.averager import GroupAverager
-from swarm_client.averaging.codec import dtype_of
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_client.engine.roster import RosterView
-from swarm_client.engine.rounds import AveragingFailed
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.identity import Identity
-from swarm_shared.messages import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_client.averaging.all_reduce.codec import dtype_of
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.ipc import shared_memory
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_shared.protocol import CarrierAddress, PeerRecord, Reduction, Roster
+from swarm_shared.run.codec_sizes import AverageCodec
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)

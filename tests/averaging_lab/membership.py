@@ -6,15 +6,15 @@ import base64
 import time
 from dataclasses import dataclass, field
 
-from swarm_client.averaging.protocol import ShowMembership
-from swarm_shared.credentials import (
+from swarm_client.averaging.protocol.messages import ShowMembership
+from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.identity.credentials import (
     CarrierBinding,
     MembershipCertificate,
     sign_carrier_binding,
     sign_certificate,
 )
-from swarm_shared.identity import Identity
-from swarm_shared.types import Generation, PeerId, RunId
+from swarm_shared.identity.keys import Identity
 
 RUN = RunId("ab" * 32)
 

@@ -6,9 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_client.absence import LOOK_SECONDS, Absence, AbsenceWatch, awake_or_asleep, duration_text
-from swarm_client.control.documents import Word
-from swarm_client.control.word import Facts, say
+from swarm_client.control.status_document import Word
+from swarm_client.control.status_sentence import Facts, say
+from swarm_client.daemon.sleep_watch import (
+    LOOK_SECONDS,
+    Absence,
+    AbsenceWatch,
+    awake_or_asleep,
+    duration_text,
+)
 
 
 class Clocks:

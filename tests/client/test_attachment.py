@@ -10,10 +10,10 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from swarm_client import attachment
-from swarm_client.attachment import Attachment, Party
-from swarm_shared.errors import NetworkError
-from swarm_shared.invite import Invite
+from swarm_client.volunteer import reconnect
+from swarm_client.volunteer.reconnect import Attachment, Party
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
 
 FOUND_SECONDS = 10.0
@@ -47,7 +47,7 @@ def test_who_waits_for_a_coordinator_knocks_again_within_ten_seconds_of_its_retu
             raise NetworkError("nobody is there")
             yield
 
-        monkeypatch.setattr(attachment, "attach", attach)
+        monkeypatch.setattr(reconnect, "attach", attach)
         said: list[str] = []
         waiting = Attachment(
             cast(Party, Nobody()), cast(Node, None), cast(Invite, FakeInvite()), said.append

@@ -21,16 +21,16 @@ import pytest
 import trio
 
 from averaging_lab.group import LOOPBACK, NOWHERE, Group, Peer, group
-from swarm_client.averaging import restart_policy, supervisor
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.routes import Route
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_client.engine.rounds import AveragingFailed
-from swarm_shared.codecs.sizes import AverageCodec
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PeerRecord, Roster
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.handle import restart_policy, supervisor
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, RelayLimits, open_node
-from swarm_shared.types import PeerId
+from swarm_shared.protocol import PeerRecord, Roster
+from swarm_shared.run.codec_sizes import AverageCodec
 
 pytestmark = pytest.mark.integration
 
@@ -273,7 +273,7 @@ async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_w
 async def test_a_frozen_worker_is_ended_and_its_rounds_fail_instead_of_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_client.averaging.supervisor.PING_SECONDS", 0.2)
+    monkeypatch.setattr("swarm_client.averaging.handle.supervisor.PING_SECONDS", 0.2)
     async with group(tmp_path, [True, True], SMALL) as g:
         _, victim = g.peers
         frozen = victim.worker.pid

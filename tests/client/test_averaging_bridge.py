@@ -17,9 +17,13 @@ from typing import Any
 import pytest
 import trio
 
-from swarm_client.averaging import bridge as bridge_module
-from swarm_client.averaging.bridge import PIECE_BYTES, Bridge
-from swarm_client.averaging.bridge_messages import (
+from averaging_lab.memory_carrier import MemoryChannel
+from swarm_client.averaging.all_reduce.carrier import Incoming
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Hello
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.handle import bridge as bridge_module
+from swarm_client.averaging.handle.bridge import PIECE_BYTES, Bridge
+from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
     HEAD_LENGTH,
     WORKER_SOCKET,
@@ -31,12 +35,8 @@ from swarm_client.averaging.bridge_messages import (
     encode_head,
     open_answers,
 )
-from swarm_client.averaging.carrier import Incoming
-from swarm_client.averaging.frames import HELLO_BYTES, Hello
-from swarm_client.averaging.memory_carrier import MemoryChannel
-from swarm_client.averaging.routes import Route
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 REMOTE = PeerId("remote")
 BYTES = bytes(range(256)) * 20_000

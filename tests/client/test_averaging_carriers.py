@@ -23,23 +23,23 @@ import psutil
 import pytest
 import trio
 
-from swarm_client import shared_memory
-from swarm_client.averaging import supervisor
-from swarm_client.averaging.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.frames import Hello
-from swarm_client.averaging.hivemind_carrier import PROTOCOL as HIVEMIND_PROTOCOL
-from swarm_client.averaging.libp2p_carrier import PROTOCOL, Libp2pAveraging
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
-from swarm_client.averaging.protocol import Member, StartRound
-from swarm_client.averaging.reduce import all_reduce
-from swarm_client.averaging.routes import Route
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.frames import Hello
+from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.reduce import all_reduce
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.handle import supervisor
+from swarm_client.averaging.handle.host_carrier import PROTOCOL, Libp2pAveraging
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.protocol.messages import Member, StartRound
+from swarm_client.averaging.worker.p2pd_carrier import PROTOCOL as HIVEMIND_PROTOCOL
+from swarm_client.ipc import shared_memory
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.types import PeerId
-from swarm_shared.wire import FrameLimits
+from swarm_shared.protocol.framing import FrameLimits
 
 pytestmark = pytest.mark.integration
 
@@ -479,7 +479,7 @@ def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
 PARENT = """
     import sys, trio
     from pathlib import Path
-    from swarm_client.averaging.options import AveragingOptions
+    from swarm_client.averaging.handle.options import AveragingOptions
     from swarm_client.averaging.supervisor import AveragingWorker
 
     async def main():
@@ -516,7 +516,7 @@ def test_a_killed_daemon_leaves_no_process_behind_and_nothing_on_the_terminal(
 
 def test_the_door_to_hivemind_opens_without_torch() -> None:
     code = (
-        "import sys; from swarm_client.averaging.hivemind_door import open_door;"
+        "import sys; from swarm_client.averaging.worker.hivemind_imports import open_door;"
         "door = open_door(); assert door.p2pd_binary.is_file();"
         "print(door.version, door.DHTNode.__name__, 'torch' in sys.modules)"
     )

@@ -18,13 +18,13 @@ import pytest
 import trio
 
 from averaging_lab.membership import Organiser
-from swarm_client.averaging.authorizer import RunAuthorizer
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_shared.credentials import CLOCK_SKEW_SECONDS
-from swarm_shared.errors import NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.types import PeerId, RunId
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.worker.authorizer import RunAuthorizer
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
+from swarm_shared.identity.keys import Identity
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.averaging.codec import (
+from swarm_client.averaging.all_reduce.codec import (
     EncodedPiece,
     NotFiniteError,
     decode_piece,
@@ -16,7 +16,7 @@ from swarm_client.averaging.codec import (
     payload_sizes,
     reduce_piece,
 )
-from swarm_client.averaging.exact_codec import BLOCK, blocks
+from swarm_client.averaging.all_reduce.exact_codec import BLOCK, blocks
 
 unhurried = settings(max_examples=80, deadline=None)
 LARGEST = 2**53 - 1

@@ -10,8 +10,8 @@ import trio
 import trio.testing
 
 from averaging_lab.group import LOOPBACK, group
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
 
 pytestmark = pytest.mark.integration
 

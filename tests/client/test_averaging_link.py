@@ -6,11 +6,11 @@ import anyio
 import trio
 import trio.testing
 
-from swarm_client.averaging.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.link import Link, RoundState
-from swarm_client.averaging.plan import RoundSpec, round_tag
-from swarm_client.averaging.routes import Route
-from swarm_shared.types import PeerId
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.member_link import Link, RoundState
+from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_shared.base.types import PeerId
 
 
 class SilentChannel:

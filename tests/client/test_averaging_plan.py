@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.averaging.codec import (
+from swarm_client.averaging.all_reduce.codec import (
     INT8_BLOCK,
     NotFiniteError,
     check_finite,
@@ -23,12 +23,12 @@ from swarm_client.averaging.codec import (
     payload_sizes,
     reduce_piece,
 )
-from swarm_client.averaging.errors import RoundFailure
-from swarm_client.averaging.frames import HEADER_BYTES, Abort, Header, Hello, Kind
-from swarm_client.averaging.plan import RoundSpec, partition, plan_digest
-from swarm_shared.codecs.sizes import AVERAGE_CODECS, AverageCodec
-from swarm_shared.errors import FrameError, ProtocolError
-from swarm_shared.types import PeerId
+from swarm_client.averaging.all_reduce.errors import RoundFailure
+from swarm_client.averaging.all_reduce.frames import HEADER_BYTES, Abort, Header, Hello, Kind
+from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest
+from swarm_shared.base.errors import FrameError, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 
 # Two cores, shared with other work: examples are not timed.
 unhurried = settings(deadline=None, max_examples=60)

@@ -13,20 +13,27 @@ import numpy as np
 import pytest
 import trio.testing
 
-from swarm_client.averaging.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.frames import HEADER_BYTES, HELLO_BYTES, Abort, Header, Hello, Kind
-from swarm_client.averaging.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
-from swarm_client.averaging.plan import RoundSpec, plan_digest, round_tag
-from swarm_client.averaging.reduce import RoundReport, all_reduce
-from swarm_client.averaging.waiting_room import (
+from averaging_lab.memory_carrier import MemoryCarrier, MemoryChannel, MemoryNetwork
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.frames import (
+    HEADER_BYTES,
+    HELLO_BYTES,
+    Abort,
+    Header,
+    Hello,
+    Kind,
+)
+from swarm_client.averaging.all_reduce.incoming import (
     MAX_PARKED,
     MAX_PARKED_PER_REMOTE,
     MAX_STRANGERS,
     STRANGER_SECONDS,
     IncomingHub,
 )
-from swarm_shared.errors import LinkClosed
-from swarm_shared.types import PeerId
+from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.reduce import RoundReport, all_reduce
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import PeerId
 
 Vectors = dict[PeerId, np.ndarray]
 A, B, C, D = (PeerId(name) for name in ("A", "B", "C", "D"))
@@ -401,7 +408,7 @@ def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is turned away after that, and the test waits for it in real time.
-    monkeypatch.setattr("swarm_client.averaging.waiting_room.STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr("swarm_client.averaging.all_reduce.incoming.STRANGER_SECONDS", 0.2)
     group = Group((A, B), 5_000)
     mallory = PeerId("mallory")
 

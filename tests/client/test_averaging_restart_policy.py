@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.averaging.restart_policy import (
+from swarm_client.averaging.handle.restart_policy import (
     INTERVAL_SECONDS,
     LONGEST_LOST_RELAY_SECONDS,
     LOST_RELAY_SECONDS,

@@ -12,16 +12,9 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.averaging.addresses import AddressBytes, through_relays, without_owner
-from swarm_client.averaging.errors import RouteAbsentError
-from swarm_client.averaging.memory_carrier import MemoryChannel
-from swarm_client.averaging.opening import (
-    HEAD_START_SECONDS,
-    LONGEST_OPENING_SECONDS,
-    ROUTE_SECONDS,
-    Opening,
-)
-from swarm_client.averaging.routes import (
+from averaging_lab.memory_carrier import MemoryChannel
+from swarm_client.averaging.all_reduce.errors import RouteAbsentError
+from swarm_client.averaging.all_reduce.routes import (
     FIRST_REST_SECONDS,
     LONGEST_REST_SECONDS,
     Route,
@@ -29,8 +22,16 @@ from swarm_client.averaging.routes import (
     RouteMemory,
     possible_routes,
 )
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.types import PeerId
+from swarm_client.averaging.all_reduce.stream_race import (
+    HEAD_START_SECONDS,
+    LONGEST_OPENING_SECONDS,
+    ROUTE_SECONDS,
+    Opening,
+)
+from swarm_client.averaging.protocol.addresses import through_relays, without_owner
+from swarm_client.averaging.worker.packed_address import AddressBytes
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
 
 A, B = PeerId("A"), PeerId("B")
 ALL = list(Route)

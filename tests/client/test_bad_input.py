@@ -22,8 +22,8 @@ import pytest
 from client.test_cli_client import invite
 from swarm_client.control.client import ask, is_running
 from swarm_client.control.messages import API_VERSION, Refusal, other_version
-from swarm_client.home import Home
-from swarm_shared.errors import (
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import (
     ConfigurationError,
     DaemonError,
     StorageError,
@@ -31,8 +31,8 @@ from swarm_shared.errors import (
     UsageError,
     VersionError,
 )
-from swarm_shared.identity import Identity
-from swarm_shared.version import SOFTWARE_VERSION
+from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared.identity.keys import Identity
 
 pytestmark = pytest.mark.attacks  # some forty programs are started: with the other slow tests
 
@@ -40,7 +40,7 @@ GOOD = "# mine\ncpu_percent = 50\n"
 FULL_DISK = "ulimit -f 0"
 """Files can be made and cannot grow, in this shell and what it starts."""
 
-PROGRAM = (sys.executable, "-m", "swarm_client.cli")
+PROGRAM = (sys.executable, "-m", "swarm_client")
 
 
 def types(

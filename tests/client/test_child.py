@@ -16,7 +16,7 @@ import pytest
 import trio
 from pydantic import Field, TypeAdapter
 
-from swarm_client.child import (
+from swarm_client.ipc.child_process import (
     MAX_MESSAGE_BYTES,
     MessageFramer,
     SyncLink,
@@ -24,8 +24,8 @@ from swarm_client.child import (
     encode_frame,
     start_child,
 )
-from swarm_shared.errors import FrameError, LinkClosed
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
 
 
 class Ping(FrozenModel):
@@ -47,8 +47,8 @@ ECHO_CHILD = """
 import os, sys, time
 from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
-from swarm_client.child import become_child, inherited_link
-from swarm_shared.model_config import FrozenModel
+from swarm_client.ipc.child_process import become_child, inherited_link
+from swarm_shared.run.model_config import FrozenModel
 
 class Ping(FrozenModel):
     kind: Literal["ping"] = "ping"
@@ -208,8 +208,8 @@ PARENT = """
 import sys, trio
 from pathlib import Path
 from pydantic import TypeAdapter
-from swarm_client.child import start_child
-from swarm_shared.model_config import FrozenModel
+from swarm_client.ipc.child_process import start_child
+from swarm_shared.run.model_config import FrozenModel
 
 class Ping(FrozenModel):
     kind: str = "ping"

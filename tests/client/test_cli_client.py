@@ -10,10 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.cli import main
-from swarm_shared.errors import CapacityError, InviteError, NetworkError, StorageError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
+from swarm_client.cli.main import main
+from swarm_shared.base.errors import (
+    CapacityError,
+    InviteError,
+    NetworkError,
+    StorageError,
+    UsageError,
+)
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 
 Run = Callable[..., tuple[int, str]]
 
@@ -85,7 +91,7 @@ def test_a_home_that_cannot_be_made_is_told_with_another_way(run: Run, tmp_path:
 
 
 def test_a_second_client_in_the_same_home_is_refused(run: Run, tmp_path: Path) -> None:
-    from swarm_client.home import Home
+    from swarm_client.machine.home import Home
 
     with Home.at(tmp_path / "h").locked():
         code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cpu")
@@ -116,7 +122,7 @@ def test_a_missing_argument_and_an_unknown_command_are_usage_errors(run: Run) ->
 
 def test_the_daemon_and_its_command_line_import_neither_torch_nor_hivemind() -> None:
     script = (
-        "import sys, json, swarm_client.cli, swarm_client.daemon;"
+        "import sys, json, swarm_client.cli.main, swarm_client.daemon.daemon;"
         "print(json.dumps([m for m in ('torch', 'hivemind', 'textual') if m in sys.modules]))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 
 def config(*words: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "swarm_client.cli", "config", *words, "--home", str(home)]
+    command = [sys.executable, "-m", "swarm_client", "config", *words, "--home", str(home)]
     own = {name: value for name, value in os.environ.items() if name != "SWARM_NICE"}
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**own, **environment}
@@ -60,6 +60,6 @@ def test_mistakes_are_one_sentence_and_an_exit_code(tmp_path: Path) -> None:
 def test_validate_and_schema_change_nothing(tmp_path: Path) -> None:
     assert config("validate", home=tmp_path).returncode == 0
     assert list(tmp_path.iterdir()) == []
-    command = [sys.executable, "-m", "swarm_client.cli", "config", "schema"]
+    command = [sys.executable, "-m", "swarm_client", "config", "schema"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "cpu_percent" in json.loads(done.stdout)["properties"]

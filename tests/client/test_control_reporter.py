@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from client.test_volunteer_admission import Scene, certificate, scene
-from swarm_client.control.diary import Diary
-from swarm_client.control.documents import MachineView, Status, SuspendReason, Word
-from swarm_client.control.reporter import DaemonFacts, Reporter
-from swarm_client.control.word import Stopped
-from swarm_client.crew import Crew
-from swarm_shared.identity import Identity
-from swarm_shared.messages import NewsRow, PeerRecord, Roster, RunNews
-from swarm_shared.types import StageIndex, Version
+from swarm_client.control.contribution_log import Diary
+from swarm_client.control.status_document import MachineView, Status, SuspendReason, Word
+from swarm_client.control.status_sentence import Stopped
+from swarm_client.daemon.status_builder import DaemonFacts, Reporter
+from swarm_client.volunteer.device_group import Crew
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import NewsRow, PeerRecord, Roster, RunNews
 
 
 def look(s: Scene, reporter: Reporter, moment: float = 0.0) -> Status:

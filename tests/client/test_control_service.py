@@ -17,15 +17,15 @@ import pytest
 import trio
 
 from swarm_client.control.client import NoDaemon, ask, is_running, stream
-from swarm_client.control.documents import API_VERSION, Status, Word
 from swarm_client.control.known_runs import RunBook
 from swarm_client.control.known_runs import write as write_runs
 from swarm_client.control.messages import JoinArguments, problem_of
-from swarm_client.control.service import Service
-from swarm_client.daemon import Daemon, DaemonOptions, run_daemon
-from swarm_client.home import Home
-from swarm_shared import errors
-from swarm_shared.errors import (
+from swarm_client.control.server import Service
+from swarm_client.control.status_document import API_VERSION, Status, Word
+from swarm_client.daemon.daemon import Daemon, DaemonOptions, run_daemon
+from swarm_client.machine.home import Home
+from swarm_shared.base import errors
+from swarm_shared.base.errors import (
     ConfigurationError,
     DaemonError,
     InviteError,
@@ -34,7 +34,7 @@ from swarm_shared.errors import (
     UsageError,
     VersionError,
 )
-from swarm_shared.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_server import LocalLines, serve_lines
 
 ROOT = Path(__file__).parents[2]
 
@@ -322,7 +322,7 @@ def test_commands_that_only_ask_import_nothing_heavy(tmp_path: Path, words: list
     home = ["--home", str(tmp_path / "h")] if words else []
     script = (
         "import sys, json\n"
-        "from swarm_client.cli import main\n"
+        "from swarm_client.cli.main import main\n"
         f"sys.argv = ['swarm-client', *{[*words, *home]!r}]\n"
         "try:\n    main()\n"
         "except SystemExit:\n    pass\n"

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.commands.base import count_text, seconds_of
-from swarm_client.commands.words import status_text
-from swarm_client.control import diary, known_runs
-from swarm_client.control.diary import Diary
-from swarm_client.control.documents import LeaderboardRow, Status, SuspendReason, Word
+from swarm_client.cli.options import count_text, seconds_of
+from swarm_client.cli.text import status_text
+from swarm_client.control import contribution_log, known_runs
+from swarm_client.control.contribution_log import Diary
 from swarm_client.control.known_runs import RunBook, StoredPause
 from swarm_client.control.messages import JoinArguments
-from swarm_client.control.word import SENTENCES, Facts, Stopped, clock_text, say
-from swarm_client.suspension import Suspension
-from swarm_shared.errors import StorageError, UsageError
+from swarm_client.control.status_document import LeaderboardRow, Status, SuspendReason, Word
+from swarm_client.control.status_sentence import SENTENCES, Facts, Stopped, clock_text, say
+from swarm_client.control.suspension import Suspension
+from swarm_shared.base.errors import StorageError, UsageError
 
 NOON = datetime.datetime(2026, 11, 21, 12, 0).timestamp()
 AT_WORK = Facts(attached=True, stage=3, working=True)
@@ -133,12 +133,12 @@ def given_on(*ages: int, credit: float = 100.0) -> Diary:
 
 
 def test_recent_credit_halves_in_seven_days() -> None:
-    week_old = diary.recent_credit(given_on(7).days, DAY)
-    assert week_old == pytest.approx(diary.recent_credit(given_on(0).days, DAY) / 2)
+    week_old = contribution_log.recent_credit(given_on(7).days, DAY)
+    assert week_old == pytest.approx(contribution_log.recent_credit(given_on(0).days, DAY) / 2)
 
 
 def test_recent_credit_of_a_steady_giver_is_what_it_gives_a_day() -> None:
-    assert diary.recent_credit(given_on(*range(400)).days, DAY) == pytest.approx(100.0)
+    assert contribution_log.recent_credit(given_on(*range(400)).days, DAY) == pytest.approx(100.0)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +147,17 @@ def test_recent_credit_of_a_steady_giver_is_what_it_gives_a_day() -> None:
 def test_a_streak_is_not_broken_by_a_day_that_has_only_begun(
     ages: tuple[int, ...], days: int
 ) -> None:
-    assert diary.streak(given_on(*ages).days, DAY) == days
+    assert contribution_log.streak(given_on(*ages).days, DAY) == days
 
 
 def test_a_diary_keeps_its_sums_when_it_forgets_days(tmp_path: Path) -> None:
-    kept = given_on(*range(diary.KEPT_DAYS + 50))
-    assert len(kept.days) == diary.KEPT_DAYS
-    assert kept.credit == pytest.approx(100.0 * (diary.KEPT_DAYS + 50))
+    kept = given_on(*range(contribution_log.KEPT_DAYS + 50))
+    assert len(kept.days) == contribution_log.KEPT_DAYS
+    assert kept.credit == pytest.approx(100.0 * (contribution_log.KEPT_DAYS + 50))
     path = tmp_path / "contribution.json"
-    assert diary.read(path) == Diary()
-    diary.write(path, kept)
-    assert diary.read(path) == kept
+    assert contribution_log.read(path) == Diary()
+    contribution_log.write(path, kept)
+    assert contribution_log.read(path) == kept
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 9, "ages": 1}', '{"days": {"x": 1}}'])
@@ -165,7 +165,7 @@ def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path: Path, content: str)
     path = tmp_path / "a file"
     path.write_text(content)
     with pytest.raises(StorageError, match="a file"):
-        diary.read(path)
+        contribution_log.read(path)
     if "days" not in content:
         with pytest.raises(StorageError, match="a file"):
             known_runs.read(path)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from swarm_client.contribution import Contribution
-from swarm_client.control.documents import DeviceView, SuspendReason, Word
-from swarm_client.control.word import together
-from swarm_client.home import Home
-from swarm_client.stay import listen_address, owned
-from swarm_shared.credentials import open_owner_binding
-from swarm_shared.identity import Identity
-from swarm_shared.messages import Hello, client_messages, encode, parse
-from swarm_shared.types import RunId
+from swarm_client.control.status_document import DeviceView, SuspendReason, Word
+from swarm_client.control.status_sentence import together
+from swarm_client.daemon.participation import listen_address, owned
+from swarm_client.machine.home import Home
+from swarm_client.volunteer.contribution import Contribution
+from swarm_shared.base.types import RunId
+from swarm_shared.identity.credentials import open_owner_binding
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import Hello, client_messages, encode, parse
 
 RUN = RunId("a" * 32)
 

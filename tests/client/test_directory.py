@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm_client.directory import DIRECTORY_DOMAIN, Directory, DirectoryRecord
-from swarm_shared.credentials import MembershipCertificate, sign_certificate
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PeerRecord
-from swarm_shared.signing import sign_message
+from swarm_client.volunteer.peer_directory import DIRECTORY_DOMAIN, Directory, DirectoryRecord
+from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import sign_message
+from swarm_shared.protocol import PeerRecord
 
 RUN = "ab" * 32
 

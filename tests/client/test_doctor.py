@@ -17,24 +17,19 @@ import psutil
 import pytest
 import trio
 
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.connectivity.reachability import Finding
 from swarm_client.doctor import checkup as checkup_module
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
 from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
-from swarm_client.port_mapping import PortMapper
-from swarm_client.reachability import Finding
-from swarm_shared.errors import (
-    AdmissionError,
-    InviteError,
-    NetworkError,
-    VersionError,
-)
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import DoctorHello, Neighbour, Reachability
+from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, VersionError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
 from swarm_shared.network import Node, open_node
-from swarm_shared.probe import ProbeLimits, Verdict, member_judge, serve_probe
-from swarm_shared.types import PeerId, RunId
-from swarm_shared.visitor_pass import sign_visitor_pass
+from swarm_shared.probe.server import ProbeLimits, Verdict, member_judge, serve_probe
+from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)
@@ -272,7 +267,7 @@ async def test_a_check_that_hangs_or_breaks_costs_no_other(
 
 def doctor(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "swarm_client.cli", "doctor", *words],
+        [sys.executable, "-m", "swarm_client", "doctor", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0,
     )  # fmt: skip
 

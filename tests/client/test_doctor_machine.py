@@ -11,18 +11,18 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm_client.device import Device
 from swarm_client.doctor import machine
 from swarm_client.doctor.report import State
-from swarm_client.home import Home
-from swarm_shared.errors import (
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,
     StorageError,
     SwarmError,
     UsageError,
 )
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 
 GIB = 2**30
 CPU: dict[str, Any] = {

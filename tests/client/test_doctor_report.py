@@ -21,7 +21,7 @@ from swarm_client.doctor.report import (
     table,
     warning,
 )
-from swarm_shared.errors import CapacityError, InviteError, NetworkError
+from swarm_shared.base.errors import CapacityError, InviteError, NetworkError
 
 
 def report(*checks: Check) -> Report:

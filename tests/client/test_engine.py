@@ -17,19 +17,20 @@ import pytest
 import trio
 import trio.testing
 
-from swarm_client.engine.downstream import Downstream, Parcel
-from swarm_client.engine.errors import MicrobatchAbandoned
-from swarm_client.engine.gate import Gate
-from swarm_client.engine.hedging import Latency
-from swarm_client.engine.holding import Holding
-from swarm_client.engine.receipts import ReceiptBook
-from swarm_client.engine.roster import RosterView
-from swarm_client.engine.stage_server import StageServer
-from swarm_client.worker.output import Output
-from swarm_shared.credentials import MembershipCertificate, open_receipt, sign_certificate
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
+from swarm_client.membership.admission_gate import Gate
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.hedging import Latency
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.stage_server import StageServer
+from swarm_client.stage.handle.slots import Output
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.identity.credentials import MembershipCertificate, open_receipt, sign_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     Backward,
     Forward,
@@ -42,7 +43,6 @@ from swarm_shared.messages import (
     parse,
     stage_answers,
 )
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 
 RUN = "ab" * 32
 LIMITS = FrameLimits(max_header_bytes=2**16, max_payload_bytes=2**16)
@@ -560,7 +560,7 @@ async def test_who_sends_more_than_it_was_granted_is_cut_off() -> None:
 async def test_who_does_not_read_its_answers_gives_its_places_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swarm_client.engine.stage_server.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("swarm_client.pipeline.stage_server.STALL_SECONDS", 0.5)
     big = 4 * 2**20
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         w.manifest.tokens_per_microbatch = w.manifest.activation_bytes = big

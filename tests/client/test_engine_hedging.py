@@ -7,13 +7,8 @@ import trio
 import trio.testing
 
 from client.test_engine import Peer, parcel, world
-from swarm_client.engine.errors import MicrobatchAbandoned
-from swarm_client.engine.hedging import (
-    LEAST_SECONDS,
-    PER_STAGE_SECONDS,
-    UNKNOWN_SECONDS,
-    Latency,
-)
+from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.hedging import LEAST_SECONDS, PER_STAGE_SECONDS, UNKNOWN_SECONDS, Latency
 
 SOON = 0.1
 

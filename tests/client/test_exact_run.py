@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from client.test_worker_compute import CPU, PLENTY, make_manifest, tokens_of
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.steps import StepRunner
-from swarm_coordinator.reference import StepRecord, train_reference
-from swarm_shared.manifest import CodecsConfig, Manifest
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_coordinator.offline.reference import StepRecord, train_reference
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.model import global_norm
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import CodecsConfig, Manifest
+from swarm_shared.run.schedule import learning_rate
 
 STEPS = 4
 PEERS = 3

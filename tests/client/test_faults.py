@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client import faults
-from swarm_client.faults import PLAN_VARIABLE, Action, Phase, fired_path
-from swarm_shared.errors import ConfigurationError
+from swarm_client.fault_injection import faults
+from swarm_client.fault_injection.faults import PLAN_VARIABLE, Action, Phase, fired_path
+from swarm_shared.base.errors import ConfigurationError
 
 
 @pytest.fixture

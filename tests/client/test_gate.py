@@ -6,13 +6,13 @@ import base64
 
 import pytest
 
-from swarm_client.engine.gate import FENCE_SECONDS, Gate
-from swarm_client.engine.roster import RosterView
-from swarm_shared.credentials import MembershipCertificate, sign_certificate
-from swarm_shared.errors import AdmissionError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PeerRecord, Roster, TransferHello
-from swarm_shared.types import Generation, PeerId, RunId, StageIndex
+from swarm_client.membership.admission_gate import FENCE_SECONDS, Gate
+from swarm_client.membership.roster import RosterView
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
+from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import PeerRecord, Roster, TransferHello
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, ANNA = Identity.from_seed(b"o" * 32), Identity.from_seed(b"a" * 32)

@@ -12,18 +12,24 @@ import pytest
 import trio
 
 from client.started_program import wait_until_it_is
-from swarm_client.control.documents import DeviceView, Status, SuspendReason, TrafficView, Word
-from swarm_client.device import Device
+from swarm_client.control.status_document import (
+    DeviceView,
+    Status,
+    SuspendReason,
+    TrafficView,
+    Word,
+)
+from swarm_client.control.suspension import Suspension
 from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
 from swarm_client.governor.probes.all import MachineProbes
-from swarm_client.holder import WorkerLimits
-from swarm_client.home import Home
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import set_preference
-from swarm_client.suspension import Suspension
-from swarm_shared.errors import StorageError
+from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
-from swarm_shared.types import RunId
 
 OWN_RUN = RunId("f" * 32)
 PAUSED = DeviceView(

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.device import choose_device, choose_devices
-from swarm_client.governor.binding import ProcessBinding, chosen_cores, threads
-from swarm_client.governor.disk import make_room, missing_bytes
-from swarm_client.governor.ledger import SAVE_SECONDS, TransferLedger
-from swarm_client.governor.offer import most_memory, usable_devices
+from swarm_client.governor.device_offer import most_memory, usable_devices
+from swarm_client.governor.disk_space import make_room, missing_bytes
 from swarm_client.governor.policy import GIB
 from swarm_client.governor.probes.machine import FAMILY_SECONDS, Family
-from swarm_client.home import Home
+from swarm_client.governor.process_limits import ProcessBinding, chosen_cores, threads
+from swarm_client.governor.transfer_quota import SAVE_SECONDS, TransferLedger
+from swarm_client.machine.devices import choose_device, choose_devices
+from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
-from swarm_client.worker.duty import LONGEST_REST, DutyCycle
-from swarm_shared.errors import CapacityError, SwarmError, UsageError
-from swarm_shared.types import RunId
+from swarm_client.stage.worker.duty_cycle import LONGEST_REST, DutyCycle
+from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
+from swarm_shared.base.types import RunId
 
 TODAY = date(2026, 11, 21)
 

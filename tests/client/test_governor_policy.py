@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.control.documents import SuspendReason as Reason
+from swarm_client.control.status_document import SuspendReason as Reason
 from swarm_client.governor.hysteresis import OFF, Band, Switch
 from swarm_client.governor.policy import (
     CPU_BUSY_SECONDS,
@@ -24,7 +24,7 @@ from swarm_client.governor.policy import (
     Verdict,
     decide,
 )
-from swarm_client.governor.readings import GpuReading, Readings
+from swarm_client.governor.probes.readings import GpuReading, Readings
 from swarm_client.preferences import Preferences
 
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm_client.line_share import LEAST_SHARE, LineShare
+from swarm_client.pipeline.uplink_share import LEAST_SHARE, LineShare
 
 
 class Peer:

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 
 import trio
 
-from swarm_client.engine.holding import Holding
-from swarm_client.engine.receipts import ReceiptBook
-from swarm_client.engine.rounds import AveragingFailed
-from swarm_client.moving_rounds import MovingRounds
-from swarm_client.worker.errors import WorkerDied
-from swarm_shared.identity import Identity
-from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.stage_move import MovingRounds
+from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.stage.protocol.errors import WorkerDied
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
 
 @dataclass

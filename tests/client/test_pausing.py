@@ -9,11 +9,11 @@ import trio
 
 from client.test_engine import parcel, world
 from client.test_volunteer_admission import scene
-from swarm_client.control.documents import SuspendReason
-from swarm_client.engine.trainer import Trainer
-from swarm_client.suspension import GRACE_SECONDS, Suspension
-from swarm_shared.messages import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
-from swarm_shared.types import MicrobatchIndex, Step
+from swarm_client.control.status_document import SuspendReason
+from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.pipeline.trainer import Trainer
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
 
 async def test_a_paused_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (

@@ -17,8 +17,15 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.port_mapping import Gateway, Mapping, PortMapper, gateway, nat_pmp, upnp
-from swarm_shared.errors import FrameError, LinkTimeout, NetworkError
+from swarm_client.connectivity.port_mapping import (
+    Gateway,
+    Mapping,
+    PortMapper,
+    gateway,
+    nat_pmp,
+    upnp,
+)
+from swarm_shared.base.errors import FrameError, LinkTimeout, NetworkError
 
 LOOPBACK = ipaddress.IPv4Address("127.0.0.1")
 HOME = ipaddress.IPv4Address("192.168.1.1")

@@ -23,7 +23,7 @@ from swarm_client.preferences.layers import (
 from swarm_client.preferences.model import GROUPS, GpuPreferences, Preferences
 from swarm_client.preferences.reference_page import page
 from swarm_client.tui.settings import value_text
-from swarm_shared.errors import ConfigurationError, StorageError, VersionError
+from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,8 +15,8 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.port_mapping import Mapping, PortMapper
-from swarm_client.reachability import (
+from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_client.connectivity.reachability import (
     Finding,
     Observer,
     PeerObserver,
@@ -26,14 +26,14 @@ from swarm_client.reachability import (
     judge,
     member_observers,
 )
-from swarm_shared.endpoint import Endpoint, IpAddress
-from swarm_shared.errors import AdmissionError, NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import SOFTWARE_VERSION, DoctorHello, PeerRecord, Reachability
+from swarm_shared.base.endpoint import Endpoint, IpAddress
+from swarm_shared.base.errors import AdmissionError, NetworkError
+from swarm_shared.base.types import PeerId, RunId, StageIndex
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
-from swarm_shared.probe import Verdict, serve_probe
-from swarm_shared.probe_client import ProbeBusy
-from swarm_shared.types import PeerId, RunId, StageIndex
+from swarm_shared.probe.client import ProbeBusy
+from swarm_shared.probe.server import Verdict, serve_probe
+from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, PeerRecord, Reachability
 
 PORT = 4001
 OUTSIDE = ipaddress.ip_address("1.2.3.4")

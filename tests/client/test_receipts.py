@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import base64
 
-from swarm_client.engine.receipts import ReceiptBook
-from swarm_shared.credentials import open_receipt
-from swarm_shared.identity import Identity
-from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import open_receipt
+from swarm_shared.identity.keys import Identity
 
 
 def book_of(*held: tuple[int, int]) -> ReceiptBook:

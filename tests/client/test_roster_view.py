@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_client.engine.roster import RosterView
-from swarm_shared.errors import ProtocolError
-from swarm_shared.messages import PeerRecord, Roster, RosterChange
-from swarm_shared.types import PeerId, StageIndex
+from swarm_client.membership.roster import RosterView
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import PeerRecord, Roster, RosterChange
 
 
 def record(peer: str, stage: int = 0, rate: float = 1.0) -> PeerRecord:

@@ -13,13 +13,13 @@ from types import SimpleNamespace
 import pytest
 import trio
 
-from swarm_client.engine.holding import Holding
-from swarm_client.engine.receipts import ReceiptBook
-from swarm_client.engine.rounds import MOST_ORDERS, AveragingFailed, Rounds
-from swarm_client.worker.errors import RequestFailed
-from swarm_shared.errors import ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import AbortRound, Applied, Apply, Close, Reduction, RoundReport
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.step_close import MOST_ORDERS, AveragingFailed, Rounds
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
 
 @dataclass

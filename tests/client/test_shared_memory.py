@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm_client import shared_memory
-from swarm_shared.errors import CapacityError, StorageError
+from swarm_client.ipc import shared_memory
+from swarm_shared.base.errors import CapacityError, StorageError
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm_client.home import Home
-from swarm_client.sync import fetch_data
-from swarm_shared.credentials import MembershipCertificate, sign_certificate
-from swarm_shared.errors import NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import DataConfig, ShardInfo
+from swarm_client.machine.home import Home
+from swarm_client.volunteer.dataset import fetch_data
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
-from swarm_shared.transfer import Source, certificate_check, serve_transfers
+from swarm_shared.run.manifest import DataConfig, ShardInfo
+from swarm_shared.transfer.transfer import Source, certificate_check, serve_transfers
 
 RUN = "ab" * 32
 TOKENS = bytes(range(200)) * 50

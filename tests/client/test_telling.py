@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm_client.telling import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
-from swarm_shared.messages import Heartbeat, LinkBytes, LinkPath, PathKind, encode
-from swarm_shared.types import PeerId
+from swarm_client.volunteer.heartbeat import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Heartbeat, LinkBytes, LinkPath, PathKind, encode
 
 SMALL_RUN, LARGE_RUN = 4, 10_000
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from swarm_client.control.documents import Status
+from swarm_client.control.status_document import Status
 from swarm_client.tui.socket_source import SocketSource
-from swarm_shared.errors import ConfigurationError, ProtocolError, VersionError
+from swarm_shared.base.errors import ConfigurationError, ProtocolError, VersionError
 from swarm_shared.tui.source import Away, Event, Logged, Seen
 from tui_kit import START
 from tui_kit.client import status
@@ -228,7 +228,7 @@ def test_a_daemon_of_another_form_ends_the_view_with_a_sentence(
 def test_the_view_loads_nothing_heavy_before_its_first_frame() -> None:
     """It has to be on the screen in less than a second; what reads documents comes after that."""
     program = (
-        "import sys, swarm_client.cli, swarm_client.tui.command, swarm_client.tui.app\n"
+        "import sys, swarm_client.cli.main, swarm_client.tui.command, swarm_client.tui.app\n"
         "import swarm_client.tui.socket_source\n"
         "heavy = {'pydantic', 'trio', 'libp2p', 'cryptography', 'torch', 'numpy', 'psutil'}\n"
         "print(sorted(heavy & set(sys.modules)))\n"

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from textual.pilot import Pilot
 
-from swarm_client.control.documents import Status, SuspendReason, Word
+from swarm_client.control.status_document import Status, SuspendReason, Word
 from swarm_client.preferences.control import PreferenceDesk
 from swarm_client.preferences.model import GROUPS
 from swarm_client.tui.app import ClientView
-from swarm_shared.errors import ConfigurationError, DataError
-from swarm_shared.tui.look import Look, ThemeName
+from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.tui.source import LogEntry
+from swarm_shared.tui.terminal_style import Look, ThemeName
 from tui_kit import (
     ASCII,
     FORMS,

@@ -14,27 +14,21 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_client.averager import GroupAverager
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_client.device import Device
-from swarm_client.home import Home
-from swarm_client.volunteer import Volunteer
-from swarm_client.volunteer_options import VolunteerOptions
-from swarm_shared.credentials import MembershipCertificate, sign_certificate
-from swarm_shared.errors import AdmissionError, NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import (
-    DataConfig,
-    LimitsConfig,
-    Manifest,
-    OptimizerConfig,
-    ShardInfo,
-    StageRange,
-    TrainingConfig,
-)
-from swarm_shared.messages import (
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.options import VolunteerOptions
+from swarm_client.volunteer.volunteer import Volunteer
+from swarm_shared.base.errors import AdmissionError, NetworkError
+from swarm_shared.base.types import Generation, PeerId, StageIndex
+from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
     CertificateRenewed,
     CoordinatorMessage,
@@ -50,11 +44,17 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
-from swarm_shared.signed_manifest import run_id_of, sign_manifest
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import Generation, PeerId, StageIndex
+from swarm_shared.run.manifest import (
+    DataConfig,
+    LimitsConfig,
+    Manifest,
+    OptimizerConfig,
+    ShardInfo,
+    StageRange,
+    TrainingConfig,
+)
+from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.transfer.transfer import Source, fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
 ORGANISER = Identity.from_seed(b"o" * 32)

@@ -19,13 +19,13 @@ from client.test_worker_compute import (
     tokens_of,
     wire,
 )
-from swarm_client.engine.stage_server import stage_limits
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_coordinator.reference import put_borders
-from swarm_shared.codecs.sizes import ACTIVATION_CODECS, GRADIENT_CODECS
-from swarm_shared.manifest import CodecsConfig, Manifest, StageRange
+from swarm_client.pipeline.stage_server import stage_limits
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_coordinator.offline.reference import put_borders
+from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.model import build_whole
-from swarm_shared.types import MicrobatchIndex, StageIndex
+from swarm_shared.run.codec_sizes import ACTIVATION_CODECS, GRADIENT_CODECS
+from swarm_shared.run.manifest import CodecsConfig, Manifest, StageRange
 
 PAIRS = [
     *((codec, codec) for codec in ACTIVATION_CODECS if codec != "none"),

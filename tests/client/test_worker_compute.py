@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.errors import RequestFailed
-from swarm_client.worker.loop import _device
-from swarm_client.worker.steps import StepRunner
-from swarm_shared.manifest import (
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.compute_loop import _device
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.model import FlatLayout, build_whole
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -21,9 +23,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model import FlatLayout, build_whole
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.model_config import ModelConfig
 
 PLENTY = 2**30
 STEP = Step(1)

@@ -19,14 +19,14 @@ from client.test_worker_compute import (
     tokens_of,
     wire,
 )
-from swarm_client.worker.compute import BackwardResult, ForwardResult, StageRunner
-from swarm_client.worker.errors import RequestFailed
-from swarm_client.worker.steps import StepRunner
-from swarm_coordinator.reference import train_reference
-from swarm_shared.manifest import Manifest
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_coordinator.offline.reference import train_reference
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import FlatLayout, global_norm, open_state
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.schedule import learning_rate
 
 MICROBATCHES = 3
 STATE_OF_STAGE_0 = "61ddec0e440299a2774c302503f028a130e5cb51e758d70a8f0d586a3e18a831"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import trio
 import trio.testing
 
-from swarm_client.worker.liveness import (
+from swarm_client.stage.handle.liveness import (
     HUNG_SECONDS,
     HUNG_TIMES,
     LOOK_SECONDS,

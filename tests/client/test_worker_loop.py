@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from swarm_client.child import SyncLink, encode_frame
-from swarm_client.worker import protocol
-from swarm_client.worker.compute import StageRunner
-from swarm_client.worker.loop import ComputeLoop, _answer, serve
-from swarm_client.worker.memory import WorkerMemory
-from swarm_client.worker.steps import StepRunner
-from swarm_shared.manifest import (
+from swarm_client.ipc.child_process import SyncLink, encode_frame
+from swarm_client.stage.protocol import messages
+from swarm_client.stage.worker.compute_loop import ComputeLoop, _answer, serve
+from swarm_client.stage.worker.shared_buffers import WorkerMemory
+from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -26,8 +28,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import FrozenModel, ModelConfig
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.run.model_config import ModelConfig
 
 SLOTS = 4
 
@@ -67,8 +68,8 @@ class Rig:
         ours, theirs = socket.socketpair()
         ours.settimeout(30)
         self.socket = ours
-        self.link = SyncLink(ours, protocol.worker_answers)
-        self._child_link = SyncLink(theirs, protocol.worker_requests)
+        self.link = SyncLink(ours, messages.worker_answers)
+        self._child_link = SyncLink(theirs, messages.worker_requests)
         loop = ComputeLoop(self._child_link, self.runner, StepRunner(self.runner), self.memory)
         self.loop = loop
         self._thread = threading.Thread(target=loop.run)
@@ -78,11 +79,11 @@ class Rig:
         """All in one write, so that the loop sees them all before it computes."""
         self.socket.sendall(b"".join(encode_frame(request) for request in requests))
 
-    def forward(self, number: int, slot: int, step: int = 1) -> protocol.Forward:
+    def forward(self, number: int, slot: int, step: int = 1) -> messages.Forward:
         nbytes = self.runner.sizes.input_bytes
         ids = np.random.default_rng(number).integers(0, 64, nbytes // 4, dtype=np.uint32)
         self.memory.slot(slot, nbytes)[:] = ids.tobytes()
-        return protocol.Forward(
+        return messages.Forward(
             request=number, step=Step(step), microbatch=MicrobatchIndex(number), accumulate=True,
             slot=slot, nbytes=nbytes,
         )  # fmt: skip
@@ -132,31 +133,31 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     rig.ask(rig.forward(1, slot=0))
     assert halfway.reached.wait(30)
     rig.ask(
-        protocol.Accumulated(request=7, step=Step(1)),
-        protocol.Discard(request=1),
+        messages.Accumulated(request=7, step=Step(1)),
+        messages.Discard(request=1),
         rig.forward(2, slot=1),
     )
     halfway.go_on.set()
     given_up, accumulated, done = rig.link.receive(), rig.link.receive(), rig.link.receive()
-    assert isinstance(given_up, protocol.Failed)
+    assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (1, "discarded")
-    assert isinstance(accumulated, protocol.AccumulatedAre)
-    assert isinstance(done, protocol.ForwardDone), "what came meanwhile is not lost"
+    assert isinstance(accumulated, messages.AccumulatedAre)
+    assert isinstance(done, messages.ForwardDone), "what came meanwhile is not lost"
 
     # The backward pass of the other one: nothing of it is added.
     nbytes = rig.runner.sizes.output_bytes
     rig.memory.slot(2, nbytes)[:] = bytes(nbytes)
     halfway = Halfway(rig, passes=1)
-    rig.ask(protocol.Backward(request=3, forward=2, slot=2, nbytes=nbytes))
+    rig.ask(messages.Backward(request=3, forward=2, slot=2, nbytes=nbytes))
     assert halfway.reached.wait(30)
-    rig.ask(protocol.Discard(request=99), protocol.Discard(request=3))
+    rig.ask(messages.Discard(request=99), messages.Discard(request=3))
     halfway.go_on.set()
     given_up = rig.link.receive()
-    assert isinstance(given_up, protocol.Failed)
+    assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (3, "discarded")
-    rig.ask(protocol.Accumulated(request=8, step=Step(1)))
+    rig.ask(messages.Accumulated(request=8, step=Step(1)))
     told = rig.link.receive()
-    assert isinstance(told, protocol.AccumulatedAre)
+    assert isinstance(told, messages.AccumulatedAre)
     assert told.microbatches == ()
 
 
@@ -170,16 +171,16 @@ def test_a_daemon_that_goes_while_something_is_computed_ends_the_loop_after_it(r
 
 def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig: Rig) -> None:
     rig.ask(rig.forward(1, slot=0))
-    assert isinstance(rig.link.receive(), protocol.ForwardDone)
+    assert isinstance(rig.link.receive(), messages.ForwardDone)
     nbytes = rig.runner.sizes.output_bytes
     rig.memory.slot(1, nbytes)[:] = bytes(nbytes)
     rig.ask(
         rig.forward(2, slot=2),
         rig.forward(3, slot=3),
-        protocol.Backward(request=4, forward=1, slot=1, nbytes=nbytes),
-        protocol.Discard(request=2),
-        protocol.Evaluate(request=5, slot=0, nbytes=3),
-        protocol.Accumulated(request=6, step=Step(1)),
+        messages.Backward(request=4, forward=1, slot=1, nbytes=nbytes),
+        messages.Discard(request=2),
+        messages.Evaluate(request=5, slot=0, nbytes=3),
+        messages.Accumulated(request=6, step=Step(1)),
     )
     answers = [rig.link.receive() for _ in range(5)]
     assert [type(answer).__name__ for answer in answers] == [
@@ -187,11 +188,11 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
     ]  # fmt: skip
     assert [answer.request for answer in answers if answer] == [2, 6, 4, 3, 5]
     discarded, accumulated, _, _, misfit = answers
-    assert isinstance(discarded, protocol.Failed)
+    assert isinstance(discarded, messages.Failed)
     assert discarded.code == "discarded"
-    assert isinstance(accumulated, protocol.AccumulatedAre)
+    assert isinstance(accumulated, messages.AccumulatedAre)
     assert accumulated.microbatches == ()
-    assert isinstance(misfit, protocol.Failed)
+    assert isinstance(misfit, messages.Failed)
     assert misfit.code == "bad_input"
 
 
@@ -203,11 +204,11 @@ def test_the_next_input_goes_to_the_device_while_another_computes_and_nothing_el
         misfit = requests[0].model_copy(update={"request": 9, "nbytes": 4})
         rig.ask(*requests[:2], misfit, requests[2])
         answers = [rig.link.receive() for _ in range(4)]
-        assert isinstance(answers[2], protocol.Failed)
+        assert isinstance(answers[2], messages.Failed)
         assert (answers[2].request, answers[2].code) == (9, "bad_input")
-        done = [answer for answer in answers if isinstance(answer, protocol.ForwardDone)]
+        done = [answer for answer in answers if isinstance(answer, messages.ForwardDone)]
         assert [answer.request for answer in done] == [0, 1, 2]
-        rig.ask(protocol.ResetAccumulator(request=10, step=Step(1)))
+        rig.ask(messages.ResetAccumulator(request=10, step=Step(1)))
         rig.link.receive()
         return [bytes(rig.memory.slot(answer.request, answer.nbytes)) for answer in done]
 
@@ -231,7 +232,7 @@ def test_slots_that_are_not_there_are_refused(rig: Rig) -> None:
     )
     for _ in range(2):
         answer = rig.link.receive()
-        assert isinstance(answer, protocol.Failed)
+        assert isinstance(answer, messages.Failed)
         assert answer.code == "bad_input"
 
 
@@ -240,25 +241,25 @@ def test_the_output_lies_where_the_input_was(rig: Rig) -> None:
     ids = bytes(rig.memory.slot(1, request.nbytes))
     rig.ask(request)
     answer = rig.link.receive()
-    assert isinstance(answer, protocol.ForwardDone)
+    assert isinstance(answer, messages.ForwardDone)
     seen = torch.frombuffer(rig.memory.slot(1, answer.nbytes), dtype=torch.float32)
     ids_BT = torch.frombuffer(bytearray(ids), dtype=torch.uint32).long().view(1, -1)
     assert torch.equal(seen.view(1, 8, 16), rig.runner.stage(ids_BT).detach())
 
 
 def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
-    request = protocol.Accumulated(request=3, step=Step(1))
+    request = messages.Accumulated(request=3, step=Step(1))
 
-    def too_much(_: protocol.Accumulated) -> protocol.Numbered:
+    def too_much(_: messages.Accumulated) -> messages.Numbered:
         torch.empty(2**50)
         raise AssertionError("there is no such memory")
 
-    def bug(_: protocol.Accumulated) -> protocol.Numbered:
+    def bug(_: messages.Accumulated) -> messages.Numbered:
         torch.zeros(2) + torch.zeros(3)
         raise AssertionError("these shapes do not fit")
 
     answer = _answer(request, too_much)
-    assert isinstance(answer, protocol.Failed)
+    assert isinstance(answer, messages.Failed)
     assert (answer.request, answer.code) == (3, "out_of_memory")
     with pytest.raises(RuntimeError, match="size"):
         _answer(request, bug)
@@ -269,7 +270,7 @@ def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
 )
 def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reason: str) -> None:
     torch.set_num_threads(1)
-    configure = protocol.Configure(
+    configure = messages.Configure(
         request=1, manifest_json=make_manifest().model_dump_json(), stage=StageIndex(0),
         device="cpu", threads=1, graph_budget_bytes=0, kept_budget_bytes=0, slot_bytes=2**20,
         slot_count=2, namespace=f"test-{uuid.uuid4().hex[:12]}",
@@ -277,24 +278,24 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(encode_frame(configure))
-        serve(SyncLink(theirs, protocol.worker_requests))
-        daemon = SyncLink(ours, protocol.worker_answers)
-        assert isinstance(daemon.receive(), protocol.Awake)
+        serve(SyncLink(theirs, messages.worker_requests))
+        daemon = SyncLink(ours, messages.worker_answers)
+        assert isinstance(daemon.receive(), messages.Awake)
         answer = daemon.receive()
-    assert isinstance(answer, protocol.Failed)
+    assert isinstance(answer, messages.Failed)
     assert answer.code == "bad_input"
     assert reason in answer.message
 
 
 def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig) -> None:
-    rig.ask(protocol.Limit(request=1, duty_cycle=0.05, threads=1))
-    assert isinstance(rig.link.receive(), protocol.Limited)
+    rig.ask(messages.Limit(request=1, duty_cycle=0.05, threads=1))
+    assert isinstance(rig.link.receive(), messages.Limited)
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1))
     begun = time.monotonic()
     first = rig.link.receive()
-    assert isinstance(first, protocol.ForwardDone)
+    assert isinstance(first, messages.ForwardDone)
     # The rest is some milliseconds long; what is asked meanwhile does not wait for its end.
-    rig.ask(protocol.Accumulated(request=4, step=Step(1)))
+    rig.ask(messages.Accumulated(request=4, step=Step(1)))
     answers = {
         answer.request: answer for answer in (rig.link.receive(), rig.link.receive()) if answer
     }
@@ -304,7 +305,7 @@ def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig
 
 
 def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
-    rig.ask(protocol.Limit(request=1, duty_cycle=1e-9, threads=1))
+    rig.ask(messages.Limit(request=1, duty_cycle=1e-9, threads=1))
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1), rig.forward(4, slot=2))
     assert [answer.request for answer in (rig.link.receive(), rig.link.receive()) if answer] == [
         1,
@@ -312,8 +313,8 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
     ]
     # It would rest for weeks.
     rig.ask(
-        protocol.Accumulated(request=5, step=Step(1)),
-        protocol.Limit(request=6, duty_cycle=1, threads=4),
+        messages.Accumulated(request=5, step=Step(1)),
+        messages.Limit(request=6, duty_cycle=1, threads=4),
     )
     answers = [rig.link.receive() for _ in range(4)]
     assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]
@@ -326,36 +327,36 @@ def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
     nbytes = rig.runner.sizes.output_bytes
     rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
     rig.ask(rig.forward(1, slot=0), rig.forward(2, slot=1, step=2))
-    assert all(isinstance(rig.link.receive(), protocol.ForwardDone) for _ in range(2))
-    rig.ask(protocol.Backward(request=3, forward=1, slot=3, nbytes=nbytes))
-    assert isinstance(rig.link.receive(), protocol.BackwardDone)
+    assert all(isinstance(rig.link.receive(), messages.ForwardDone) for _ in range(2))
+    rig.ask(messages.Backward(request=3, forward=1, slot=3, nbytes=nbytes))
+    assert isinstance(rig.link.receive(), messages.BackwardDone)
     rig.memory.result.fill_(1.0)
     rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
     rig.ask(
-        protocol.Backward(request=4, forward=2, slot=3, nbytes=nbytes),
-        protocol.PrepareRound(request=5, step=Step(1)),
-        protocol.Norm(request=6, step=Step(1), step_tokens=8),
-        protocol.Apply(request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1),
-        protocol.ResetAccumulator(request=8, step=Step(1)),
-        protocol.Accumulated(request=9, step=Step(3)),
+        messages.Backward(request=4, forward=2, slot=3, nbytes=nbytes),
+        messages.PrepareRound(request=5, step=Step(1)),
+        messages.Norm(request=6, step=Step(1), step_tokens=8),
+        messages.Apply(request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1),
+        messages.ResetAccumulator(request=8, step=Step(1)),
+        messages.Accumulated(request=9, step=Step(3)),
     )
     answers = [rig.link.receive() for _ in range(6)]
     # Control goes first; nothing of the step that closes is touched by the other, or the reverse.
     prepared, norm, applied, over, empty, done = answers
-    assert isinstance(prepared, protocol.RoundPrepared)
+    assert isinstance(prepared, messages.RoundPrepared)
     assert prepared.microbatches == (1,)
-    assert isinstance(norm, protocol.NormDone)
-    assert isinstance(applied, protocol.Applied)
+    assert isinstance(norm, messages.NormDone)
+    assert isinstance(applied, messages.Applied)
     assert applied.version == 1
-    assert isinstance(over, protocol.Failed)
+    assert isinstance(over, messages.Failed)
     assert over.code == "wrong_step"
-    assert isinstance(empty, protocol.AccumulatedAre)
+    assert isinstance(empty, messages.AccumulatedAre)
     assert empty.microbatches == ()
-    assert isinstance(done, protocol.BackwardDone)
+    assert isinstance(done, messages.BackwardDone)
     assert done.added
-    rig.ask(protocol.Accumulated(request=10, step=Step(2)))
+    rig.ask(messages.Accumulated(request=10, step=Step(2)))
     told = rig.link.receive()
-    assert isinstance(told, protocol.AccumulatedAre)
+    assert isinstance(told, messages.AccumulatedAre)
     assert told.microbatches == (2,)
 
 
@@ -363,9 +364,9 @@ def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
     rig = stale_rig
     nbytes = rig.runner.sizes.output_bytes
 
-    def backward(number: int, of: int, slot: int) -> protocol.Backward:
+    def backward(number: int, of: int, slot: int) -> messages.Backward:
         rig.memory.slot(slot, nbytes)[:] = bytes(nbytes)
-        return protocol.Backward(request=number, forward=of, slot=slot, nbytes=nbytes)
+        return messages.Backward(request=number, forward=of, slot=slot, nbytes=nbytes)
 
     steps = {1: 2, 2: 2, 3: 1, 4: 1}
     rig.ask(*(rig.forward(number, number - 1, step) for number, step in steps.items()))

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from swarm_client.worker.pace import PACE_VARIABLE, Pace, pace_from_environment
-from swarm_shared.errors import ConfigurationError
+from swarm_client.stage.worker.pace import PACE_VARIABLE, Pace, pace_from_environment
+from swarm_shared.base.errors import ConfigurationError
 
 
 class Time:

@@ -17,10 +17,12 @@ import torch
 import trio
 import trio.testing
 
-from swarm_client import shared_memory
-from swarm_client.worker.client import StageWorker, open_worker
-from swarm_client.worker.errors import RequestFailed, WorkerDied
-from swarm_shared.manifest import (
+from swarm_client.ipc import shared_memory
+from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
+from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
+from swarm_shared.run.manifest import (
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -29,9 +31,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model import FlatLayout, build_stage, build_whole, global_norm
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.run.model_config import ModelConfig
 
 pytestmark = pytest.mark.integration
 
@@ -394,8 +394,8 @@ def test_a_worker_whose_device_is_missing_says_so(namespace: str, tmp_path: Path
 PARENT = """
 import sys, trio
 from pathlib import Path
-from swarm_client.worker.client import open_worker
-from swarm_shared.manifest import Manifest
+from swarm_client.stage.handle.worker_handle import open_worker
+from swarm_shared.run.manifest import Manifest
 
 async def main():
     manifest = Manifest.model_validate_json(sys.argv[1])

@@ -17,7 +17,7 @@ if FOLDER not in sys.path:
 
 import postgresql_kit  # noqa: E402
 
-from swarm_coordinator.places import Place  # noqa: E402
+from swarm_coordinator.storage.location import Place  # noqa: E402
 
 
 @pytest.fixture(scope="session")

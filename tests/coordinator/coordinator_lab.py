@@ -15,16 +15,16 @@ from pathlib import Path
 import trio
 from shell_world import Volunteer
 
-from swarm_coordinator.places import Place, reading
-from swarm_coordinator.records import read_restored
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.verification import Shape, check_database
-from swarm_shared.errors import NetworkError, ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import Apply, ClientMessage, CoordinatorMessage
-from swarm_shared.types import StageIndex
+from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.records import read_restored
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import Apply, ClientMessage, CoordinatorMessage
+from swarm_shared.run.manifest import Manifest
 
 PROGRAM = Path(__file__).with_name("kill_program.py")
 

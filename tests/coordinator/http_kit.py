@@ -17,13 +17,13 @@ import shell_world
 import trio
 import trio.to_thread
 
-from swarm_coordinator.events import Note
-from swarm_coordinator.figures import Figures, LastBeat, Rejection, told
-from swarm_coordinator.http.listener import HttpAddress, address_of, listen
-from swarm_coordinator.http.process import Pages
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_identity
-from swarm_shared.types import StageIndex
+from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
+from swarm_coordinator.core.events import Note
+from swarm_coordinator.core.state.utilisation import Figures, LastBeat, Rejection, told
+from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.durability.run_files import load_identity
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.types import StageIndex
 
 ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
 LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")

@@ -29,8 +29,7 @@ from swarm_checks import check_end
 from swarm_facts import Fault, Options, Violation
 from swarm_world import SimStore, World
 
-from swarm_coordinator import store as store_module
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
     Command,
@@ -42,12 +41,13 @@ from swarm_coordinator.events import (
     RolledBack,
     RunFinished,
 )
-from swarm_coordinator.journal import Decision
-from swarm_coordinator.records import read_restored
-from swarm_coordinator.sql import Connection
-from swarm_coordinator.store import Store
-from swarm_coordinator.verification import Shape, check_database, read_decision
-from swarm_shared.errors import LeadershipError
+from swarm_coordinator.durability.journal_audit import Shape, check_database, read_decision
+from swarm_coordinator.storage import store as store_module
+from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.journal import Decision
+from swarm_coordinator.storage.records import read_restored
+from swarm_coordinator.storage.store import Store
+from swarm_shared.base.errors import LeadershipError
 
 LONGEST_SECONDS = 0.05
 """A decision that took longer was held up by something else, and tells nothing."""

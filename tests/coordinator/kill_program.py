@@ -15,8 +15,8 @@ import sys
 from collections import Counter
 from typing import Any
 
-from swarm_coordinator import server, store  # noqa: F401 (imported before the fork)
-from swarm_coordinator.cli import run
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.storage import store
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from swarm_coordinator.places import PostgresqlPlace
+from swarm_coordinator.storage.location import PostgresqlPlace
 
 _NUMBERS = count(1)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import trio
 
-from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.events import AppliedStep, CheckpointRecord, StageShare
-from swarm_coordinator.records import Record
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.store import SqliteStore, Store
-from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_coordinator.core.events import AppliedStep, CheckpointRecord, StageShare
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.records import Record
+from swarm_coordinator.storage.store import SqliteStore, Store
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.identity.signed_manifest import run_id_of
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 STAGES, MICROBATCHES = 2, 2

@@ -16,19 +16,21 @@ from pathlib import Path
 
 import trio
 
-from swarm_coordinator.history import history
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.server import serve
-from swarm_coordinator.service import Service
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_identity, load_manifest, load_settings
-from swarm_shared.credentials import Receipt, sign_receipt
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.coordinator import serve
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.identity.credentials import Receipt, sign_receipt
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
     SOFTWARE_VERSION,
     Applied,
@@ -54,10 +56,8 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.transfer import certificate_check, serve_transfers
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer.transfer import certificate_check, serve_transfers
 
 LIMITS = FrameLimits(max_header_bytes=2**24)
 LINK = "/test/link/1"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from swarm_checks import one_by_one
 from swarm_facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     Beat,
     CheckpointRecord,
@@ -32,11 +32,19 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.state import RunPhase, StepState
-from swarm_coordinator.transition import begin, transition
-from swarm_shared.credentials import Receipt
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_coordinator.core.state.run import RunPhase, StepState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_shared.base.types import (
+    Generation,
+    MicrobatchIndex,
+    PeerId,
+    RunId,
+    StageIndex,
+    Step,
+    Version,
+)
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
     Applied,
     CarrierAddress,
     ClientMessage,
@@ -48,7 +56,7 @@ from swarm_shared.messages import (
     SnapshotReady,
     StageRequest,
 )
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step, Version
+from swarm_shared.run.manifest import Manifest
 
 MessageT = TypeVar("MessageT")
 RecordT = TypeVar("RecordT")

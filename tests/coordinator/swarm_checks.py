@@ -15,7 +15,7 @@ from swarm_facts import (
 )
 from swarm_peer_base import PeerBase
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
     CheckpointRecord,
@@ -25,10 +25,10 @@ from swarm_coordinator.events import (
     RunFinished,
     Send,
 )
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import Apply, AssignStage, Lease, Roster, RosterChange
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import StageIndex
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Roster, RosterChange
+from swarm_shared.run.schedule import learning_rate
 
 if TYPE_CHECKING:
     from swarm_world import World

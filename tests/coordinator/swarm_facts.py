@@ -9,8 +9,10 @@ import hashlib
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
-from swarm_shared.manifest import (
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import PeerRecord
+from swarm_shared.run.manifest import (
     DataConfig,
     LimitsConfig,
     Manifest,
@@ -19,10 +21,8 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.messages import PeerRecord
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.placement import MovePolicy
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.scheduling.placement import MovePolicy
 
 TOKENS = 4
 """Tokens of a microbatch."""

@@ -12,19 +12,10 @@ from swarm_facts import (
 )
 from swarm_peer_base import Answer, Holding, Parcel, PeerBase
 
-from swarm_coordinator.events import (
-    LeaseResolved,
-    Session,
-)
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import (
-    Lease,
-    LeasedMicrobatch,
-    MaskRequest,
-    NotFinite,
-    PeerRecord,
-)
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_coordinator.core.events import LeaseResolved, Session
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, LeasedMicrobatch, MaskRequest, NotFinite, PeerRecord
 
 LATE_SECONDS = 1.0
 """Less than any real sender waits: hedges are what is tested here."""

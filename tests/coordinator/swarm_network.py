@@ -10,7 +10,7 @@ from swarm_facts import (
 )
 from swarm_peer_base import REQUEST_SECONDS, Answer, Parcel, PeerBase, Round, RoundFailure
 
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
 
 
 class Network:

@@ -12,13 +12,11 @@ from swarm_microbatches import Computing
 from swarm_peer_base import Answer, Holding, Link, Params, Parcel
 from swarm_rounds import Averaging
 
-from swarm_coordinator.events import (
-    ReceiptsVerified,
-    Session,
-)
-from swarm_shared.credentials import Receipt
-from swarm_shared.errors import CapacityError
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import ReceiptsVerified, Session
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import RunId, StageIndex, Version
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
@@ -43,8 +41,7 @@ from swarm_shared.messages import (
     Welcome,
     Whereabouts,
 )
-from swarm_shared.placement import most_underserved_stage
-from swarm_shared.types import RunId, StageIndex, Version
+from swarm_shared.scheduling.placement import most_underserved_stage
 
 
 class SimPeer(Averaging, Computing):

@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_facts import CERTIFICATE_SECONDS
 
-from swarm_coordinator.events import (
-    Beat,
-    Event,
-    HeartbeatsHeard,
-    MessageReceived,
-    Session,
-)
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import Beat, Event, HeartbeatsHeard, MessageReceived, Session
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import (
     AssignStage,
     ClientMessage,
     Close,
@@ -30,7 +25,6 @@ from swarm_shared.messages import (
     LeasedMicrobatch,
     Roster,
 )
-from swarm_shared.types import PeerId
 
 if TYPE_CHECKING:
     from swarm_world import World

@@ -14,15 +14,8 @@ from swarm_facts import (
 )
 from swarm_peer_base import Holding, PeerBase, RoundFailure
 
-from swarm_shared.messages import (
-    AbortRound,
-    Applied,
-    Apply,
-    Close,
-    Reduction,
-    RoundReport,
-)
-from swarm_shared.types import MicrobatchIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.protocol import AbortRound, Applied, Apply, Close, Reduction, RoundReport
 
 
 class Averaging(PeerBase):

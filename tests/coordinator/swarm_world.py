@@ -28,7 +28,7 @@ from swarm_network import Network
 from swarm_peer import SimPeer
 from swarm_peer_base import Link, Round
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
     CheckpointFailed,
@@ -55,11 +55,11 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.moving import RebalancingRule
-from swarm_coordinator.state import RunState
-from swarm_coordinator.transition import begin, transition
-from swarm_shared.messages import AbortRound, Refused, Roster
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_coordinator.core.state.moves import RebalancingRule
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import AbortRound, Refused, Roster
 
 TICK_SECONDS = 0.25
 

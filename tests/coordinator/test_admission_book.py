@@ -11,7 +11,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_coordinator.admission_book import (
+from swarm_coordinator.admission.book import (
     AdmissionBook,
     AdmissionRecord,
     MemberAdmitted,
@@ -24,12 +24,16 @@ from swarm_coordinator.admission_book import (
     TokenState,
     hash_of,
 )
-from swarm_coordinator.admission_records import insert_admission, read_admission, read_seen_since
-from swarm_coordinator.database import migrate, open_for_writing
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import AdmissionError
-from swarm_shared.types import PeerId
+from swarm_coordinator.storage.admission_rows import (
+    insert_admission,
+    read_admission,
+    read_seen_since,
+)
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.sqlite import migrate, open_for_writing
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import PeerId
 
 NOW = 1_900_000_000.0
 ANNA, BERT, CARL = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert"), PeerId("12D3KooWCarl")

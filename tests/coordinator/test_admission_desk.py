@@ -16,8 +16,8 @@ import pytest
 import trio
 from shell_world import Client, client, hello_for, make_run, served
 
-from swarm_coordinator import control
-from swarm_coordinator.administration import (
+from swarm_coordinator.admission.authority import CERTIFICATE_SECONDS, REVOKED_SECONDS
+from swarm_coordinator.admission.requests import (
     Allow,
     BanPeer,
     CreateToken,
@@ -26,15 +26,16 @@ from swarm_coordinator.administration import (
     RevokeToken,
     UnbanPeer,
 )
-from swarm_coordinator.admission import CERTIFICATE_SECONDS, REVOKED_SECONDS
-from swarm_coordinator.commands_admission import decide
-from swarm_coordinator.local_socket import ask
-from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.credentials import check_certificate
-from swarm_shared.errors import NetworkError, StorageError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_coordinator.cli.admission import decide
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server import control_protocol
+from swarm_coordinator.server.admin_socket import ask
+from swarm_shared.base.errors import NetworkError, StorageError, UsageError
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     AssignStage,
     CertificateRenewed,
     CoordinatorMessage,
@@ -49,8 +50,7 @@ from swarm_shared.messages import (
     Welcome,
     Whereabouts,
 )
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.transfer.transfer import Source, fetch
 
 WITHIN_SECONDS = 5.0
 """In which a revocation has to reach everybody."""
@@ -298,14 +298,14 @@ async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
 ) -> None:
     """The certificate is made, the ban is decided, and only then the core hears of the peer."""
     arrived, go_on = trio.Event(), trio.Event()
-    check = control.ReceiptChecker.check
+    check = control_protocol.ReceiptChecker.check
 
-    async def slowly(self: control.ReceiptChecker, envelopes: Any) -> Any:
+    async def slowly(self: control_protocol.ReceiptChecker, envelopes: Any) -> Any:
         arrived.set()
         await go_on.wait()
         return await check(self, envelopes)
 
-    monkeypatch.setattr(control.ReceiptChecker, "check", slowly)
+    monkeypatch.setattr(control_protocol.ReceiptChecker, "check", slowly)
     async with served(open_run) as run, client(run.invite) as one:
         await one.send(hello_for(run.invite))
         await arrived.wait()
@@ -530,7 +530,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
 def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
     open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.commands_admission.REACH_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
         decide(open_run, BanPeer(peer=Identity.generate().peer_id))
 

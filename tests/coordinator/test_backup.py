@@ -16,15 +16,15 @@ import trio
 from run_kit import flip_byte, one_start, put_checkpoint, step, with_a_past
 from shell_world import make_run
 
-from swarm_coordinator import restore
-from swarm_coordinator.backup import make_backup, remembered, verify_backup
-from swarm_coordinator.cli import run
-from swarm_coordinator.generations import LARGEST_GENERATION, generation_floor
-from swarm_coordinator.history import history
-from swarm_coordinator.restore import restore_backup
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import StorageError, UsageError
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.durability import restore
+from swarm_coordinator.durability.backup import make_backup, remembered, verify_backup
+from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.generations import LARGEST_GENERATION, generation_floor
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.errors import StorageError, UsageError
 
 DAY_UNIX_SECONDS = 1_800_000_000.0
 

@@ -8,14 +8,14 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from swarm_coordinator.chart import (
+from swarm_coordinator.offline.loss_plot import (
     DOTS_PER_INCH,
     HEIGHT_INCHES,
     SERIES_COLOR,
     WIDTH_INCHES,
     draw_loss_curve,
 )
-from swarm_shared.errors import StorageError
+from swarm_shared.base.errors import StorageError
 
 STEPS = list(range(1, 31))
 LOSSES = [5.5 * math.exp(-step / 12) + 1.5 for step in STEPS]

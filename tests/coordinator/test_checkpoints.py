@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator.checkpoints import SUMMARY_NAME, CheckpointFolder, item_name
-from swarm_coordinator.events import CheckpointRecord
-from swarm_shared.errors import StorageError
-from swarm_shared.types import RunId, StageIndex, Version
+from swarm_coordinator.core.events import CheckpointRecord
+from swarm_coordinator.run_dir.checkpoint_files import SUMMARY_NAME, CheckpointFolder, item_name
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId, StageIndex, Version
 
 RUN = RunId("ab" * 32)
 

@@ -15,14 +15,14 @@ import trio
 from click.testing import CliRunner
 from shell_world import make_run
 
-from swarm_coordinator.cli import cli, run
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_identity, read_book
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.types import PeerId
+from swarm_coordinator.cli.main import cli, run
+from swarm_coordinator.durability.run_files import load_identity, read_book
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 
 ANNA = Identity.from_seed(b"a" * 32).peer_id
 
@@ -297,7 +297,7 @@ def test_a_peer_is_banned_and_unbanned_by_the_end_of_its_id_as_status_shows_it(
 def test_the_end_of_several_ids_names_them_all(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.commands_admission.SHORTEST_SUFFIX", 1)
+    monkeypatch.setattr("swarm_coordinator.cli.admission.SHORTEST_SUFFIX", 1)
     crowd = [Identity.generate().peer_id for _ in range(60)]
     ends: dict[str, list[PeerId]] = {}
     for peer in crowd:
@@ -333,7 +333,7 @@ class Started:
 
     def __enter__(self) -> Started:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "swarm_coordinator.cli", "start", str(self.folder.path)],
+            [sys.executable, "-m", "swarm_coordinator", "start", str(self.folder.path)],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []

@@ -18,21 +18,26 @@ import trio
 from click.testing import CliRunner
 from shell_world import make_run
 
-from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.cli import cli, run
-from swarm_coordinator.commands_model import compared
-from swarm_coordinator.events import AppliedStep, CheckpointRecord, EvaluationRecord, RunFinished
-from swarm_coordinator.history import HistoryStep
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.invite import Invite
-from swarm_shared.manifest import CodecsConfig
+from swarm_coordinator.cli.main import cli, run
+from swarm_coordinator.cli.model import compared
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    CheckpointRecord,
+    EvaluationRecord,
+    RunFinished,
+)
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import HistoryStep
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import StageIndex, Step, Version
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.model.initialise import build_stage
 from swarm_shared.model.optimizer import make_optimizer
 from swarm_shared.model.state import save_state, state_to_tensors
-from swarm_shared.signed_manifest import run_id_of
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_shared.run.manifest import CodecsConfig
 
 
 @pytest.fixture
@@ -174,7 +179,7 @@ def test_a_bug_of_ours_is_one_sentence_that_names_the_log(
     def fail(path: Path) -> None:
         raise ZeroDivisionError("the bug")
 
-    monkeypatch.setattr("swarm_coordinator.commands_run.history", fail)
+    monkeypatch.setattr("swarm_coordinator.cli.run.history", fail)
     code, sentence = complains(capsys, "history", folder.path)
     log = folder.log / "coordinator-error.log"
     assert code == 1
@@ -189,7 +194,7 @@ def test_ctrl_c_in_a_command_exits_with_130(
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("swarm_coordinator.commands_run.history", interrupt)
+    monkeypatch.setattr("swarm_coordinator.cli.run.history", interrupt)
     assert run(["history", str(folder.path)]) == 130
 
 
@@ -332,7 +337,7 @@ class Started:
 
     def __init__(self, folder: RunFolder, code: str | None = None) -> None:
         words = ["-c", code, str(folder.path)] if code else [
-            "-m", "swarm_coordinator.cli", "start", str(folder.path)
+            "-m", "swarm_coordinator", "start", str(folder.path)
         ]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -415,7 +420,7 @@ def test_the_service_runs_without_heavy_libraries_and_status_follows_it(
 def test_a_pipe_that_closes_early_is_no_error(folder: RunFolder) -> None:
     write(folder, *(applied(number) for number in range(1, 400)))
     done = subprocess.run(
-        f"'{sys.executable}' -m swarm_coordinator.cli history '{folder.path}' | head -1",
+        f"'{sys.executable}' -m swarm_coordinator history '{folder.path}' | head -1",
         shell=True, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "loss" in done.stdout
@@ -425,7 +430,7 @@ def test_a_pipe_that_closes_early_is_no_error(folder: RunFolder) -> None:
 def test_a_database_in_use_by_a_stranger_is_named(
     folder: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.database.BUSY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr("swarm_coordinator.storage.sqlite.BUSY_TIMEOUT_SECONDS", 0.1)
     write(folder, applied(1))
     stranger = sqlite3.connect(folder.database)
     stranger.execute("PRAGMA locking_mode = EXCLUSIVE")

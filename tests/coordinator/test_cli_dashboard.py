@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from shell_world import make_run
 
-from swarm_coordinator.cli import run
-from swarm_coordinator.http.listener import HttpAddress, address_of, listen
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.status import read_status
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.status_file import read_status
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ class Started:
 
     def __init__(self, folder: RunFolder, *words: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "swarm_coordinator.cli", "start", str(folder.path), *words],
+            [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path), *words],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 

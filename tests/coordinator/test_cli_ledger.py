@@ -12,17 +12,17 @@ import run_kit
 from click.testing import CliRunner
 from shell_world import make_run
 
-from swarm_client.cli import swarm_client
-from swarm_coordinator.cli import run
-from swarm_coordinator.events import RolledBack
-from swarm_coordinator.history import history
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_identity, load_manifest
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.errors import ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.types import Version
+from swarm_client.cli.main import swarm_client
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.core.events import RolledBack
+from swarm_coordinator.durability.run_files import load_identity, load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.keys import Identity
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,26 @@ import pytest
 from click.testing import CliRunner
 from shell_world import make_run
 
-from swarm_coordinator.cli import cli
-from swarm_coordinator.codec_choice import SAMPLE_ELEMENTS, measure_costs, with_codecs_chosen
-from swarm_coordinator.initialise_run import load_manifest, refresh_manifest
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.settings import RunSettings, default_settings, parse_codec, parse_run_toml
-from swarm_coordinator.settings_file import render_run_toml
-from swarm_coordinator.stored_run import changed_settings, load_settings
+from swarm_coordinator.cli.main import cli
+from swarm_coordinator.configuration.run_settings import (
+    RunSettings,
+    default_settings,
+    parse_codec,
+    parse_run_toml,
+)
+from swarm_coordinator.configuration.template import render_run_toml
+from swarm_coordinator.durability.run_files import changed_settings, load_settings
+from swarm_coordinator.run_creation.codec_selection import (
+    SAMPLE_ELEMENTS,
+    measure_costs,
+    with_codecs_chosen,
+)
+from swarm_coordinator.run_creation.initialise import load_manifest, refresh_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import QualityTable, quality_table
-from swarm_shared.codecs.sizes import GRADIENT_CODECS, encoded_bytes
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import CodecsConfig
+from swarm_shared.run.codec_sizes import GRADIENT_CODECS, encoded_bytes
+from swarm_shared.run.manifest import CodecsConfig
 
 AUTO = {"codecs.activation": "auto", "codecs.gradient": "auto"}
 

@@ -22,9 +22,9 @@ from coordinator_lab import (
 from kill_lab import BOUNDARIES
 from shell_world import make_run
 
-from swarm_coordinator.history import history
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
 
 pytestmark = pytest.mark.durability
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_coordinator import corpus as corpus_module
-from swarm_coordinator.corpus import (
+from swarm_coordinator.run_creation import corpus as corpus_module
+from swarm_coordinator.run_creation.corpus import (
     Document,
     ReadyShards,
     TextCorpus,
@@ -17,7 +17,7 @@ from swarm_coordinator.corpus import (
     sampled,
     split_documents,
 )
-from swarm_shared.errors import DataError
+from swarm_shared.base.errors import DataError
 
 
 def text_corpus(source: Path | str) -> TextCorpus:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator import demo
-from swarm_coordinator.cli import run
-from swarm_coordinator.processes import (
+from swarm_coordinator.cli.main import run
+from swarm_coordinator.demo import command as demo
+from swarm_coordinator.demo.subprocesses import (
     COORDINATOR_MODULE,
     Child,
     Children,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarm_coordinator.demo_progress import (
+from swarm_coordinator.demo.progress_line import (
     PLAIN_INTERVAL_SECONDS,
     Progress,
     ProgressDisplay,
@@ -14,8 +14,8 @@ from swarm_coordinator.demo_progress import (
     progress_line,
     recent_tokens_per_second,
 )
-from swarm_coordinator.history import HistoryStep
-from swarm_shared.types import Step
+from swarm_coordinator.storage.history import HistoryStep
+from swarm_shared.base.types import Step
 
 
 def steps(seconds: Sequence[float]) -> list[HistoryStep]:

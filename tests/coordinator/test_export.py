@@ -12,10 +12,14 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm_coordinator.export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_coordinator.offline.hf_export import bytes_tokenizer, export_huggingface, merge_stages
+from swarm_shared.base.errors import ConfigurationError, StorageError
 from swarm_shared.data.tokenizer import BytesTokenizer, train_bpe
-from swarm_shared.errors import ConfigurationError, StorageError
-from swarm_shared.manifest import (
+from swarm_shared.model.flat_gradients import FlatLayout
+from swarm_shared.model.initialise import build_stage, build_whole
+from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.model.state import open_state, save_state, state_to_tensors
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -23,11 +27,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model.gradients import FlatLayout
-from swarm_shared.model.initialise import build_stage, build_whole
-from swarm_shared.model.optimizer import apply_step, make_optimizer
-from swarm_shared.model.state import open_state, save_state, state_to_tensors
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig
 
 TEXT = "def f(x):\n\treturn 'ä😀' + \"\\x00\"  # two  spaces\r\n"
 

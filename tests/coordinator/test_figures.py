@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import ReceiptsVerified
-from swarm_coordinator.figures import (
+from swarm_coordinator.core.events import ReceiptsVerified
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.utilisation import (
     BOUNDS,
     MOST_UNUSED_SECONDS,
     Figures,
@@ -17,9 +18,8 @@ from swarm_coordinator.figures import (
     quantile,
     told,
 )
-from swarm_coordinator.run_status import status_of
-from swarm_shared.messages import Heartbeat, NotFinite
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Heartbeat, NotFinite
 
 ZERO = StageIndex(0)
 WITHIN = 2**0.5 - 1

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_coordinator.database import open_read_only
-from swarm_coordinator.events import AppliedStep, StageShare
-from swarm_coordinator.history import HistoryStep, history, steps_document
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.store import SqliteStore
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.storage.history import HistoryStep, history, steps_document
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.sqlite import open_read_only
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import PeerId, StageIndex, Step
 
 
 def write(path: Path, steps: int) -> None:

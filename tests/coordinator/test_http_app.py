@@ -12,13 +12,13 @@ import run_kit
 import trio
 from http_kit import ANNA, BERT, LEAKED, Client, pages_of, run_with_pages, write_status
 
-from swarm_coordinator.events import Note, RolledBack
-from swarm_coordinator.http.app import MAX_PAGE
-from swarm_coordinator.http.guard import Guard, is_organiser
-from swarm_coordinator.http.page import FILES
-from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.rate_limit import RateLimit
-from swarm_shared.types import Version
+from swarm_coordinator.core.events import Note, RolledBack
+from swarm_coordinator.dashboard.app import MAX_PAGE
+from swarm_coordinator.dashboard.middleware import Guard, is_organiser
+from swarm_coordinator.dashboard.page import FILES
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.rate_limit import RateLimit
+from swarm_shared.base.types import Version
 
 PUBLIC = (
     "/api/v1/run", "/api/v1/health", "/api/v1/stages", "/api/v1/peers", "/api/v1/steps",

@@ -18,11 +18,16 @@ import trio
 import trio.to_thread
 from shell_world import crew_of, make_run, served, train_to_the_end
 
-from swarm_coordinator.http.companion import Companion
-from swarm_coordinator.http.listener import HttpAddress, address_of, listen, parse_address
-from swarm_coordinator.http.process import Pages
-from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.errors import ConfigurationError, NetworkError
+from swarm_coordinator.configuration.http_address import (
+    HttpAddress,
+    address_of,
+    listen,
+    parse_address,
+)
+from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.dashboard_process import Companion
+from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
 
@@ -129,9 +134,9 @@ async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
 async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:
     program = (
         "import sys, trio; from pathlib import Path\n"
-        "from swarm_coordinator.http.companion import Companion\n"
-        "from swarm_coordinator.http.listener import HttpAddress\n"
-        "from swarm_coordinator.run_folder import RunFolder\n"
+        "from swarm_coordinator.server.dashboard_process import Companion\n"
+        "from swarm_coordinator.configuration.http_address import HttpAddress\n"
+        "from swarm_coordinator.run_dir.folder import RunFolder\n"
         "made = Companion(RunFolder(Path(sys.argv[1])), HttpAddress('127.0.0.1', 0), print)\n"
         "trio.run(made.run)\n"
     )

@@ -11,11 +11,17 @@ import yaml
 from http_kit import ANNA, BERT, peer, run_with_pages, status
 from prometheus_client.parser import text_string_to_metric_families
 
-from swarm_coordinator.http.metrics import COUNTER, METRICS, Serving, exposition, sample_names
-from swarm_coordinator.http.reading import Reader
-from swarm_coordinator.http.view import Snapshot
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.prometheus import (
+    COUNTER,
+    METRICS,
+    Serving,
+    exposition,
+    sample_names,
+)
+from swarm_coordinator.dashboard.snapshot import Snapshot
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
 
 MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
 SERVING = Serving({"2xx": 7, "4xx": 1}, {"request": 0, "unreadable": 2}, 3, 1, 5, 4)

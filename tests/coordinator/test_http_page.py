@@ -16,9 +16,9 @@ import trio
 from browser import Page, browser
 from http_kit import ANNA, BERT, HOSTILE, Client, pages_of, peer, run_with_pages, write_status
 
-from swarm_coordinator.events import Note
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.core.events import Note
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.records import PeerSeen
 
 pytestmark = pytest.mark.attacks
 

@@ -11,16 +11,16 @@ import run_kit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_coordinator.events import AppliedStep, Note, RolledBack, StageShare
-from swarm_coordinator.history import history
-from swarm_coordinator.http import reading
-from swarm_coordinator.http.curve import CurveKeeper
-from swarm_coordinator.http.reading import EVENTS_KEPT, STEP_SECONDS, Read, Reader
-from swarm_coordinator.places import Place
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.stores import open_store
-from swarm_shared.types import StageIndex, Step, Version
+from swarm_coordinator.core.events import AppliedStep, Note, RolledBack, StageShare
+from swarm_coordinator.dashboard import database_reader
+from swarm_coordinator.dashboard.curve import CurveKeeper
+from swarm_coordinator.dashboard.database_reader import EVENTS_KEPT, STEP_SECONDS, Read, Reader
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.location import Place
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import StageIndex, Step, Version
 
 SHARES = (0.25, 0.75)
 NOW = 2e9
@@ -70,7 +70,7 @@ def test_long_histories_are_read_in_parts(
 ) -> None:
     run_kit.write(store, *(run_kit.step(number) for number in range(1, 8)))
     whole = said(look_afresh(store))
-    monkeypatch.setattr(reading, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(database_reader, "ROWS_AT_ONCE", 2)
     assert said(look_afresh(store)) == whole
     store.close()
 

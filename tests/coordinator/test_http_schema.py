@@ -14,9 +14,9 @@ from http_kit import pages_of, run_with_pages, write_status
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from swarm_coordinator.http.guard import Guard
-from swarm_coordinator.run_folder import RunFolder
-from swarm_shared.rate_limit import RateLimit
+from swarm_coordinator.dashboard.middleware import Guard
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.rate_limit import RateLimit
 
 pytestmark = pytest.mark.attacks
 

@@ -13,7 +13,12 @@ import trio.testing
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from swarm_coordinator.http.server import MAX_BODY_BYTES, MAX_HEAD_BYTES, HttpServer, Message
+from swarm_coordinator.dashboard.http_server import (
+    MAX_BODY_BYTES,
+    MAX_HEAD_BYTES,
+    HttpServer,
+    Message,
+)
 
 REQUEST = b"GET /one HTTP/1.1\r\nhost: here\r\n\r\n"
 LAST = b"GET /one HTTP/1.1\r\nhost: here\r\nconnection: close\r\n\r\n"

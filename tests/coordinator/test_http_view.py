@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from http_kit import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
 
-from swarm_coordinator.http.documents import Word
-from swarm_coordinator.http.reading import Noted
-from swarm_coordinator.http.view import (
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.dashboard.api_models import Word
+from swarm_coordinator.dashboard.database_reader import Noted
+from swarm_coordinator.dashboard.snapshot import (
     STALE_SECONDS,
     full_peers,
     health_of,
@@ -19,10 +20,9 @@ from swarm_coordinator.http.view import (
     public_event,
     stages_of,
 )
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.state import RunPhase
-from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.manifest import Manifest
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.run.manifest import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +91,12 @@ def test_a_finished_run_is_finished_however_old_the_word(manifest: Manifest) -> 
 
 
 def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
-    from swarm_coordinator.http import metrics, view
+    from swarm_coordinator.dashboard import prometheus, snapshot
 
-    assert {view.FINISHED, view.WAITING, view.APPLYING} <= {phase.value for phase in RunPhase}
-    assert set(metrics.PHASES) == {phase.value for phase in RunPhase}
+    assert {snapshot.FINISHED, snapshot.WAITING, snapshot.APPLYING} <= {
+        phase.value for phase in RunPhase
+    }
+    assert set(prometheus.PHASES) == {phase.value for phase in RunPhase}
 
 
 def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> None:
@@ -139,7 +141,7 @@ def test_the_organiser_sees_paths_and_marks() -> None:
 
 
 def test_who_came_and_who_went_between_two_moments(folder: RunFolder) -> None:
-    from swarm_coordinator.http.documents import Peer
+    from swarm_coordinator.dashboard.api_models import Peer
 
     def named(*ends: str) -> list[Peer]:
         return [

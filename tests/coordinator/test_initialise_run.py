@@ -10,18 +10,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from swarm_coordinator import initialise_run as module
-from swarm_coordinator.corpus import read_shard_index
-from swarm_coordinator.initialise_run import initialise_run, load_manifest, refresh_manifest
-from swarm_coordinator.prepare_data import Progress
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.settings import default_settings
-from swarm_coordinator.stored_run import changed_settings, load_identity, load_settings
+from swarm_coordinator.configuration.run_settings import default_settings
+from swarm_coordinator.durability.run_files import changed_settings, load_identity, load_settings
+from swarm_coordinator.run_creation import initialise as module
+from swarm_coordinator.run_creation.initialise import (
+    initialise_run,
+    load_manifest,
+    refresh_manifest,
+)
+from swarm_coordinator.run_creation.shards import Progress
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.run_dir.shard_index import read_shard_index
+from swarm_shared.base.errors import ConfigurationError, DataError, StorageError, UsageError
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
 from swarm_shared.data.shards import open_shards, verify_shard
 from swarm_shared.data.tokenizer import END_OF_TEXT, load_tokenizer
-from swarm_shared.errors import ConfigurationError, DataError, StorageError, UsageError
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 # A model whose profile takes no time; four layers so that it can be cut.
 SMALL = {
@@ -227,7 +231,7 @@ def test_an_interrupted_init_leaves_nothing(
 _KILLED = """
 import sys
 from pathlib import Path
-from swarm_coordinator.initialise_run import initialise_run
+from swarm_coordinator.run_creation.initialise import initialise_run
 
 def progress(line):
     if "heldout tokens" in line:

@@ -11,13 +11,17 @@ from postgresql_kit import Server
 from run_kit import put_checkpoint, step, write
 from shell_world import make_run
 
-from swarm_coordinator.admission_book import PeerBanned
-from swarm_coordinator.backup import make_backup
-from swarm_coordinator.cli import run as cli
-from swarm_coordinator.database import open_for_writing as open_sqlite
-from swarm_coordinator.history import history
-from swarm_coordinator.places import PostgresqlPlace, reading
-from swarm_coordinator.postgresql import (
+from swarm_coordinator.admission.book import PeerBanned
+from swarm_coordinator.cli.main import run as cli
+from swarm_coordinator.durability.backup import make_backup
+from swarm_coordinator.durability.journal_audit import check_database
+from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.leader_election import wait_for_turn
+from swarm_coordinator.storage.location import PostgresqlPlace, reading
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.postgresql import (
     LeaderWatch,
     connect,
     copy_to,
@@ -25,15 +29,11 @@ from swarm_coordinator.postgresql import (
     open_for_writing,
     take,
 )
-from swarm_coordinator.postgresql_store import PostgresqlDatabase, PostgresqlStore
-from swarm_coordinator.restore import restore_backup
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.schema import MIGRATIONS, TABLES
-from swarm_coordinator.standby import wait_for_turn
-from swarm_coordinator.stores import open_store
-from swarm_coordinator.verification import check_database
-from swarm_shared.errors import LeadershipError, StorageError, UsageError, VersionError
-from swarm_shared.types import PeerId
+from swarm_coordinator.storage.postgresql_store import PostgresqlDatabase, PostgresqlStore
+from swarm_coordinator.storage.schema import MIGRATIONS, TABLES
+from swarm_coordinator.storage.sqlite import open_for_writing as open_sqlite
+from swarm_shared.base.errors import LeadershipError, StorageError, UsageError, VersionError
+from swarm_shared.base.types import PeerId
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import trio
 
-from swarm_coordinator import local_socket
-from swarm_coordinator.local_socket import MAX_MESSAGE_BYTES, ask, serve
-from swarm_shared.errors import NetworkError, StorageError
+from swarm_coordinator.server import admin_socket
+from swarm_coordinator.server.admin_socket import MAX_MESSAGE_BYTES, ask, serve
+from swarm_shared.base.errors import NetworkError, StorageError
 
 
 async def echo(question: dict[str, Any]) -> dict[str, Any]:
@@ -25,7 +25,7 @@ async def echo(question: dict[str, Any]) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def serving(path: Path, answer: local_socket.Answer = echo) -> AsyncIterator[None]:
+async def serving(path: Path, answer: admin_socket.Answer = echo) -> AsyncIterator[None]:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(serve, path, answer)
         while not path.exists() or not await trio.to_thread.run_sync(accepts, path):
@@ -118,7 +118,7 @@ async def test_who_connects_and_says_nothing_is_let_go_and_keeps_nobody_waiting(
 ) -> None:
     path = tmp_path / "s"
     async with serving(path):
-        monkeypatch.setattr(local_socket, "ANSWER_SECONDS", 0.3)
+        monkeypatch.setattr(admin_socket, "ANSWER_SECONDS", 0.3)
         silent = await trio.open_unix_socket(path)
         async with silent:
             assert await asked(path, {"a": 1}) == {"you asked": {"a": 1}}

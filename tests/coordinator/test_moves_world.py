@@ -9,8 +9,8 @@ from swarm_checks import check_end
 from swarm_facts import FAULTS, Fault, Options
 from swarm_world import World
 
-from swarm_coordinator import roster
-from swarm_coordinator.moving import RebalancingRule
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.moves import RebalancingRule
 
 CALM_SECONDS = 700.0
 

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swarm_bench import Bench
 
-from swarm_coordinator.contributions import Contribution
-from swarm_coordinator.events import AppliedStep, StageShare
-from swarm_coordinator.news import LEAST_SECONDS, ROWS, Leaderboard, NewsDesk
-from swarm_shared.messages import RunNews, coordinator_messages, encode, parse
-from swarm_shared.owners import people, standing
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.server.run_news import LEAST_SECONDS, ROWS, Leaderboard, NewsDesk
+from swarm_coordinator.storage.contributions import Contribution
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.owners import people, standing
+from swarm_shared.protocol import RunNews, coordinator_messages, encode, parse
 
 MANIFEST = Bench().manifest
 PEERS = st.sampled_from([PeerId(name) for name in "ABCDEF"])

@@ -17,24 +17,24 @@ from hypothesis import strategies as st
 from shell_world import client, hello_for, make_run, served
 from swarm_bench import Bench
 
-from swarm_coordinator.events import AppliedStep, StageShare
-from swarm_coordinator.history import contributions
-from swarm_coordinator.http.reading import Reader
-from swarm_coordinator.news import Leaderboard
-from swarm_coordinator.owners import OwnerBook, named_owner
-from swarm_coordinator.places import Place, copy_to
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stores import open_store
-from swarm_coordinator.tui.reading import contributors
-from swarm_shared.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
-from swarm_shared.errors import ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import Refused, Welcome
-from swarm_shared.owners import standing
-from swarm_shared.signing import sign_message
-from swarm_shared.types import PeerId, StageIndex, Step
+from swarm_coordinator.admission.device_owners import OwnerBook, named_owner
+from swarm_coordinator.core.events import AppliedStep, StageShare
+from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.run_news import Leaderboard
+from swarm_coordinator.storage.history import contributions
+from swarm_coordinator.storage.location import Place, copy_to
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.tui.run_source import contributors
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.owners import standing
+from swarm_shared.identity.signing import sign_message
+from swarm_shared.protocol import Refused, Welcome
 
 VICTIM, FIRST, SECOND, ATTACKER = (
     Identity.from_seed(name * 32) for name in (b"v", b"1", b"2", b"x")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator import processes
-from swarm_coordinator.processes import Children, run_to_end, wait_until
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_coordinator.demo import subprocesses
+from swarm_coordinator.demo.subprocesses import Children, run_to_end, wait_until
+from swarm_shared.base.errors import StorageError, SwarmError
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " + SLEEPER
@@ -42,7 +42,7 @@ def test_what_a_child_prints_lies_in_its_log_and_its_exit_code_is_known(tmp_path
         assert child.wait(PATIENCE_SECONDS) == 3
         assert child.last_lines(1) == ["two"]
         assert children.failed() == [child]
-        assert "talker exited with code 3" in processes.failure_text(child)
+        assert "talker exited with code 3" in subprocesses.failure_text(child)
 
 
 def test_leaving_the_block_ends_everybody_even_who_ignores_the_request(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed(tmp_path: Path)
     log = tmp_path / "inner.log"
     code = (
         "import pathlib, sys, time\n"
-        "from swarm_coordinator.processes import start\n"
+        "from swarm_coordinator.demo.subprocesses import start\n"
         f"child = start('inner', [sys.executable, '-S', '-c', {SLEEPER!r}], "
         f"pathlib.Path({str(log)!r}))\n"
         "print('inner', child.pid, flush=True)\ntime.sleep(600)"
@@ -134,14 +134,14 @@ def test_waiting_is_bounded(tmp_path: Path) -> None:
 def test_a_log_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="could not be started"):
-        processes.start("child", python("pass"), tmp_path / "file" / "child.log")
+        subprocesses.start("child", python("pass"), tmp_path / "file" / "child.log")
 
 
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    log.write_text("x" * processes.TAIL_BYTES * 2 + "\nlast but one\nlast\n")
-    assert processes.last_lines(log, 2) == ["last but one", "last"]
-    assert processes.last_lines(tmp_path / "none", 2) == []
+    log.write_text("x" * subprocesses.TAIL_BYTES * 2 + "\nlast but one\nlast\n")
+    assert subprocesses.last_lines(log, 2) == ["last but one", "last"]
+    assert subprocesses.last_lines(tmp_path / "none", 2) == []
 
 
 def test_a_program_run_to_its_end_gives_its_output_or_its_complaint() -> None:

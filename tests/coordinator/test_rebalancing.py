@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from swarm_bench import Bench
 
-from swarm_coordinator.events import Tick
-from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
-from swarm_coordinator.rebalancing import REACTION_SECONDS, rebalancing_of
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import Tick
+from swarm_coordinator.core.rules.rebalancing import REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     Heartbeat,
     Ready,
@@ -17,8 +18,7 @@ from swarm_shared.messages import (
     SnapshotReady,
     StageRequest,
 )
-from swarm_shared.placement import MovePolicy
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.scheduling.placement import MovePolicy
 
 PERIOD = 60.0
 SHA = "a" * 64

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from swarm_coordinator.reference import StepRecord, evaluate, train_reference
-from swarm_shared.errors import DataError
-from swarm_shared.manifest import (
+from swarm_coordinator.offline.reference import StepRecord, evaluate, train_reference
+from swarm_shared.base.errors import DataError
+from swarm_shared.model.initialise import build_whole
+from swarm_shared.model.optimizer import fingerprint
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -18,9 +20,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model.initialise import build_whole
-from swarm_shared.model.optimizer import fingerprint
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig
 
 STEPS = 6
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.telling import Present, Telling, alike
-from swarm_coordinator import reports as module
-from swarm_coordinator.events import Session
-from swarm_coordinator.reports import LEAST_REMEMBERED, Reports
-from swarm_shared.messages import (
+from swarm_client.volunteer.heartbeat import Present, Telling, alike
+from swarm_coordinator.core.events import Session
+from swarm_coordinator.server import link_reports as module
+from swarm_coordinator.server.link_reports import LEAST_REMEMBERED, Reports
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import (
     Heartbeat,
     LinkBytes,
     LinkPath,
@@ -21,7 +22,6 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.types import PeerId
 
 ANNA, BERT = PeerId("anna"), PeerId("bert")
 OWN = PeerId("the coordinator")

@@ -8,15 +8,14 @@ import weakref
 
 import trio
 
-from swarm_coordinator.responsiveness import (
+from swarm_coordinator.server.gc_policy import (
     FOUND_WORTH_A_LOOK,
     MOST_LEFT_OUT,
-    REST_SHARE,
     collect_garbage,
-    leisurely,
     looks_to_leave_out,
     responsive,
 )
+from swarm_coordinator.status.pacing import REST_SHARE, leisurely
 
 
 class Knot:

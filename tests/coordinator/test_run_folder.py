@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator.run_folder import RunFolder, read_bytes
-from swarm_shared.errors import StorageError, UsageError
+from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
+from swarm_shared.base.errors import StorageError, UsageError
 
 
 def complete(path: Path) -> RunFolder:
@@ -86,7 +86,7 @@ def test_a_lost_part_is_named(tmp_path: Path, name: str):
 _HOLDER = """
 import sys
 from pathlib import Path
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.run_dir.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).lock():
     print("held", flush=True)
     sys.stdin.read()

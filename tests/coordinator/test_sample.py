@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_coordinator.sample import sample_text
+from swarm_coordinator.offline.sampling import sample_text
+from swarm_shared.base.errors import UsageError
 from swarm_shared.data.tokenizer import BytesTokenizer
-from swarm_shared.errors import UsageError
-from swarm_shared.manifest import StageRange
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
     vocabulary_size=256, hidden_size=32, intermediate_size=48, layers=2, heads=2,

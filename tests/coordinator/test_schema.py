@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_coordinator.database import migrate, open_for_writing, open_read_only, schema_version
-from swarm_coordinator.events import AppliedStep
-from swarm_coordinator.history import history
-from swarm_coordinator.schema import MIGRATIONS, TABLES
-from swarm_coordinator.store import SqliteStore
-from swarm_shared.types import PeerId, Step
+from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.schema import MIGRATIONS, TABLES
+from swarm_coordinator.storage.sqlite import (
+    migrate,
+    open_for_writing,
+    open_read_only,
+    schema_version,
+)
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import PeerId, Step
 
 ROWS = {
     1: """

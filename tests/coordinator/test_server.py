@@ -28,27 +28,21 @@ from shell_world import (
     train_to_the_end,
 )
 
-from swarm_coordinator import control
-from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.history import history
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.sessions import MAX_OUTBOX_BYTES, Sessions
-from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.credentials import Receipt, check_certificate
-from swarm_shared.errors import LinkClosed, NetworkError, UsageError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
-    Heartbeat,
-    MaskRequest,
-    Receipts,
-    Refused,
-    Welcome,
-)
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server import control_protocol
+from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, Sessions
+from swarm_coordinator.storage.history import history
+from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt, check_certificate
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.signed_manifest import open_manifest
-from swarm_shared.transfer import Source, fetch
-from swarm_shared.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
+from swarm_shared.transfer.transfer import Source, fetch
 
 BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
 
@@ -150,7 +144,7 @@ async def test_the_first_word_must_be_hello(folder: RunFolder) -> None:
 async def test_a_connection_that_says_nothing_is_closed(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "HELLO_SECONDS", 0.2)
+    monkeypatch.setattr(control_protocol, "HELLO_SECONDS", 0.2)
     async with served(folder) as run, client(run.invite) as one:
         await one.until_closed()
 
@@ -425,7 +419,7 @@ async def test_a_second_ctrl_c_ends_at_once(folder: RunFolder) -> None:
 
 def start_coordinator(folder: RunFolder) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "swarm_coordinator.cli", "start", str(folder.path)],
+        [sys.executable, "-m", "swarm_coordinator", "start", str(folder.path)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 

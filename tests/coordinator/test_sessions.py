@@ -6,10 +6,10 @@ import pytest
 import trio
 import trio.testing
 
-from swarm_coordinator import sessions as module
-from swarm_coordinator.sessions import WRITERS_AT_ONCE, CloseEncoder, RosterEncoder, Sessions
-from swarm_shared.messages import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_coordinator.server import sessions as module
+from swarm_coordinator.server.sessions import WRITERS_AT_ONCE, CloseEncoder, RosterEncoder, Sessions
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
 
 
 class Stream:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_coordinator.settings import (
+from swarm_coordinator.configuration.run_settings import (
     RunSettings,
     default_settings,
     default_warmup_steps,
@@ -14,11 +14,16 @@ from swarm_coordinator.settings import (
     parse_run_toml,
     settings_differences,
 )
-from swarm_coordinator.settings_file import _SECTIONS, _SETTINGS, render_run_toml, toml_value
+from swarm_coordinator.configuration.template import (
+    _SECTIONS,
+    _SETTINGS,
+    render_run_toml,
+    toml_value,
+)
+from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import quality_table
-from swarm_shared.errors import ConfigurationError
-from swarm_shared.manifest import DataConfig, Manifest, ShardInfo, StageRange
-from swarm_shared.model_config import PRESETS, preset
+from swarm_shared.run.manifest import DataConfig, Manifest, ShardInfo, StageRange
+from swarm_shared.run.model_config import PRESETS, preset
 
 
 @pytest.mark.parametrize("name", PRESETS)

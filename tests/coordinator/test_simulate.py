@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from shell_world import make_run
 
-from swarm_coordinator.cli import run
+from swarm_coordinator.cli.main import run
 from swarm_coordinator.simulator.trace import HEADER, Change, parse_trace, read_trace, trace_text
-from swarm_shared.errors import DataError
+from swarm_shared.base.errors import DataError
 
 FLEET = {
     "format": "swarmtrain-fleet-1",
@@ -40,7 +40,7 @@ def simulated(folder: Path, *arguments: str, hash_seed: str = "0") -> dict[str, 
     out = folder / "out.json"
     words = ["simulate", str(folder), "--fleet", str(folder / "fleet.json"), "--hours", "0.1"]
     subprocess.run(
-        [sys.executable, "-m", "swarm_coordinator.cli", *words, *arguments, "--json", out],
+        [sys.executable, "-m", "swarm_coordinator", *words, *arguments, "--json", out],
         env={**os.environ, "PYTHONHASHSEED": hash_seed}, check=True, capture_output=True,
     )  # fmt: skip
     document: dict[str, Any] = json.loads(out.read_text())

@@ -7,14 +7,14 @@ import random
 import pytest
 from shell_world import make_run
 
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.simulator.churn import churn_model
-from swarm_coordinator.simulator.fluid import FluidPlane
-from swarm_coordinator.simulator.hardware import FleetFile, HardwareClass, make_fleet
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.simulator.churn_models import churn_model
+from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
 from swarm_coordinator.simulator.trace import Change
-from swarm_coordinator.stored_run import load_manifest
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 
 SLOW_LINES = FleetFile(
     classes=(

@@ -24,10 +24,8 @@ from coordinator_lab import (
 from postgresql_kit import Server
 from shell_world import make_run
 
-from swarm_coordinator.history import history
-from swarm_coordinator.places import PostgresqlPlace, is_there
-from swarm_coordinator.postgresql import LeaderWatch
-from swarm_coordinator.processes import (
+from swarm_coordinator.configuration.template import toml_value
+from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
     Child,
@@ -35,9 +33,11 @@ from swarm_coordinator.processes import (
     module_command,
     wait_until,
 )
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.settings_file import toml_value
-from swarm_coordinator.stored_run import load_manifest
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.location import PostgresqlPlace, is_there
+from swarm_coordinator.storage.postgresql import LeaderWatch
 
 pytestmark = pytest.mark.durability
 

@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator.status import PATHS_SHOWN, ROWS_AT_ONCE, encoded, finite, status_lines
+from swarm_coordinator.status.status_file import (
+    PATHS_SHOWN,
+    ROWS_AT_ONCE,
+    encoded,
+    finite,
+    status_lines,
+)
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 11}" for name in ("anna", "bert", "carl", "self"))
 

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_coordinator.database import migrate, open_for_writing, schema_version
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
     StageShare,
     StoredStage,
 )
-from swarm_coordinator.history import history
-from swarm_coordinator.schema import MIGRATIONS
-from swarm_coordinator.store import SqliteStore
-from swarm_shared.errors import StorageError, VersionError
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.schema import MIGRATIONS
+from swarm_coordinator.storage.sqlite import migrate, open_for_writing, schema_version
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.errors import StorageError, VersionError
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 
@@ -154,8 +154,8 @@ def test_a_full_disk_is_one_sentence_and_earlier_steps_stay(tmp_path: Path) -> N
 _WRITER = """
 import sys, trio
 from pathlib import Path
-from swarm_coordinator.events import AppliedStep
-from swarm_coordinator.store import SqliteStore
+from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.storage.store import SqliteStore
 store = SqliteStore.open(Path(sys.argv[1]))
 store.next_generation()
 async def main():

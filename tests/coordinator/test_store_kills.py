@@ -16,8 +16,8 @@ import pytest
 from kill_lab import BOUNDARIES, Kill, KilledWorld, RandomKills, run_to_the_end
 from swarm_facts import Fault, Options
 
-from swarm_coordinator.places import Place, reading
-from swarm_coordinator.stores import open_store
+from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.open_store import open_store
 
 OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=2)
 LONG = Options(stages=2, peers=4, microbatches=2, steps=60, checkpoint_steps=3)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import trio
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
     EvaluationRecord,
@@ -17,13 +17,13 @@ from swarm_coordinator.events import (
     StageShare,
     StoredStage,
 )
-from swarm_coordinator.history import history, steps_document
-from swarm_coordinator.places import Place, reading
-from swarm_coordinator.records import LinksSeen, PeerSeen
-from swarm_coordinator.stores import open_store
-from swarm_shared.errors import StorageError
-from swarm_shared.messages import LinkBytes
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_coordinator.storage.history import history, steps_document
+from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.open_store import open_store
+from swarm_coordinator.storage.records import LinksSeen, PeerSeen
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import LinkBytes
 
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from swarm_coordinator.events import Restored
-from swarm_coordinator.history import Contribution, History, HistoryStep, KnownPeer, LinkTotal
-from swarm_coordinator.summary import (
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.demo.run_summary import (
     LINK_ROWS,
     RunResult,
     Traffic,
@@ -19,8 +18,15 @@ from swarm_coordinator.summary import (
     summary_text,
     tokens_per_second,
 )
-from swarm_shared.messages import CONTROL_PROTOCOL, STAGE_PROTOCOL
-from swarm_shared.types import PeerId, StageIndex, Step, Version
+from swarm_coordinator.storage.history import (
+    Contribution,
+    History,
+    HistoryStep,
+    KnownPeer,
+    LinkTotal,
+)
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL
 
 COORDINATOR, ANNA, BERT = (
     PeerId("12D3KooWcoord0"),

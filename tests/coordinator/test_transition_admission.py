@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm_bench import Bench
 from swarm_facts import COORDINATOR
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     CertificateIssued,
     CloseSession,
     Command,
@@ -15,10 +15,15 @@ from swarm_coordinator.events import (
     Restored,
     Send,
 )
-from swarm_coordinator.roster import MAXIMUM_REVOKED, MOVED_ROSTER_SECONDS, RENEWED_ROSTER_SECONDS
-from swarm_coordinator.state import RunPhase
-from swarm_coordinator.transition import begin
-from swarm_shared.messages import (
+from swarm_coordinator.core.rules.roster import (
+    MAXIMUM_REVOKED,
+    MOVED_ROSTER_SECONDS,
+    RENEWED_ROSTER_SECONDS,
+)
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.core.transition import begin
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AbortRound,
     CarrierAddress,
     CertificateRenewed,
@@ -30,7 +35,6 @@ from swarm_shared.messages import (
     Roster,
     Whereabouts,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Version
 
 DAY = 86_400.0
 A0, A1, B0, B1 = (PeerId(name) for name in ("a0", "a1", "b0", "b1"))

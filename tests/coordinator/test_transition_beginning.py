@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from swarm_bench import Bench
 
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import AssignStage, StageRequest
-from swarm_shared.types import PeerId, StageIndex
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AssignStage, StageRequest
 
 
 def waiting_for(bench: Bench) -> str:

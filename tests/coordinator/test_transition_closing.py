@@ -8,19 +8,11 @@ import pytest
 from swarm_bench import Bench
 from swarm_facts import train_loss
 
-from swarm_coordinator.events import AppliedStep, Command, Note, Persist, Send
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
-    AbortRound,
-    Apply,
-    Close,
-    Heartbeat,
-    Lease,
-    Roster,
-    RoundReport,
-)
-from swarm_shared.schedule import learning_rate
-from swarm_shared.types import PeerId, StageIndex
+from swarm_coordinator.core.events import AppliedStep, Command, Note, Persist, Send
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AbortRound, Apply, Close, Heartbeat, Lease, Roster, RoundReport
+from swarm_shared.run.schedule import learning_rate
 
 ALL = ("a0", "b0", "a1", "b1")
 

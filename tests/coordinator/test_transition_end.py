@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from swarm_bench import SHA, Bench
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointFailed,
     CheckpointRecord,
@@ -23,9 +23,10 @@ from swarm_coordinator.events import (
     Stopped,
     StopRequested,
 )
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
@@ -33,7 +34,6 @@ from swarm_shared.messages import (
     SnapshotFailed,
     StageRequest,
 )
-from swarm_shared.types import MicrobatchIndex, StageIndex, Version
 
 ALL = ("a0", "b0", "a1", "b1")
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.closing import MAXIMUM_BLAME, MAXIMUM_EXCUSES
-from swarm_coordinator.events import AppliedStep, Command
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import AbortRound, AssignStage, Close
-from swarm_shared.types import PeerId
+from swarm_coordinator.core.events import AppliedStep, Command
+from swarm_coordinator.core.rules.step_close import MAXIMUM_BLAME, MAXIMUM_EXCUSES
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import AbortRound, AssignStage, Close
 
 ALL = ("a0", "b0", "a1", "b1")
 

@@ -8,9 +8,9 @@ from swarm_checks import check_end
 from swarm_facts import Fault, Options
 from swarm_world import World
 
-from swarm_coordinator.events import AppliedStep, Command
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import Lease
+from swarm_coordinator.core.events import AppliedStep, Command
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.protocol import Lease
 
 # ---------------------------------------------------------------- one rule at a time
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swarm_bench import SHA, Bench
 
-from swarm_coordinator.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import ClientMessage, client_messages, encode, parse
-from swarm_shared.types import PeerId
+from swarm_coordinator.core.events import AppliedStep, LeaseResolved, Persist, ReceiptsVerified
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import ClientMessage, client_messages, encode, parse
 
 HOSTILE = "h0"
 HONEST = ("a0", "b1")

@@ -6,13 +6,10 @@ from typing import Any
 
 from swarm_bench import Bench
 
-from swarm_coordinator.events import (
-    CheckpointFailed,
-    CloseSession,
-    Command,
-)
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import CheckpointFailed, CloseSession, Command
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     Goodbye,
     Lease,
@@ -21,7 +18,6 @@ from swarm_shared.messages import (
     SaveSnapshot,
     StageRequest,
 )
-from swarm_shared.types import PeerId, StageIndex, Version
 
 ALL = ("a0", "b0", "a1", "b1")
 

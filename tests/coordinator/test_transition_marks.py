@@ -6,10 +6,10 @@ from typing import Any
 
 from swarm_bench import Bench
 
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import AbortRound, AssignStage, NotFinite, Ready, StageRequest
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
 
 
 def collecting() -> Bench:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from swarm_bench import SHA, Bench
 
-from swarm_coordinator import roster
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Beat,
     CloseSession,
     Command,
@@ -15,8 +14,10 @@ from swarm_coordinator.events import (
     Send,
     Session,
 )
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
     AbortRound,
     Applied,
     Apply,
@@ -37,7 +38,6 @@ from swarm_shared.messages import (
     Welcome,
     Whereabouts,
 )
-from swarm_shared.types import PeerId, StageIndex, Step, Version
 
 
 def kinds(commands: list[Command], peer: str) -> list[str]:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import Command
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import RunPhase
-from swarm_shared.messages import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
-from swarm_shared.types import PeerId, StageIndex
+from swarm_coordinator.core.events import Command
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 
 ALL = ("a0", "b0", "a1", "b1")
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import AppliedStep, Command, Note, ReceiptsVerified
-from swarm_coordinator.state import RunPhase
-from swarm_shared.credentials import Receipt
-from swarm_shared.messages import Lease, Leaving, Mask, MaskRequest
-from swarm_shared.types import MicrobatchIndex, PeerId, Step
+from swarm_coordinator.core.events import AppliedStep, Command, Note, ReceiptsVerified
+from swarm_coordinator.core.state.run import RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, Leaving, Mask, MaskRequest
 
 
 def collecting(**options: Any) -> Bench:

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import (
-    Note,
-    Restored,
-    RolledBack,
-    Send,
-)
-from swarm_coordinator.run_status import status_of
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
+from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
     Applied,
     AssignStage,
     Lease,
@@ -25,7 +21,6 @@ from swarm_shared.messages import (
     SyncFailed,
     Welcome,
 )
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 
 
 def lost_stage() -> Bench:

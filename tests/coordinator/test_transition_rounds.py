@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from swarm_bench import Bench
 
-from swarm_coordinator.events import AppliedStep, Command, Restored
-from swarm_coordinator.moving import Moving
-from swarm_coordinator.state import PeerPhase, RunPhase
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import AppliedStep, Command, Restored
+from swarm_coordinator.core.state.moves import Moving
+from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
@@ -20,7 +21,6 @@ from swarm_shared.messages import (
     RoundReport,
     Welcome,
 )
-from swarm_shared.types import PeerId, StageIndex, Step, Version
 
 ALL = ("a0", "b0", "a1", "b1")
 

@@ -16,8 +16,8 @@ from swarm_checks import check_end
 from swarm_facts import FAULTS, Fault, Options
 from swarm_world import World
 
-from swarm_coordinator.events import AppliedStep
-from swarm_coordinator.state import RunPhase
+from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.core.state.run import RunPhase
 
 CALM_SECONDS = 700.0
 """Within this time after the last fault a run ends; a checkpoint may take most of it."""

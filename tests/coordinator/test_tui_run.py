@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from textual.pilot import Pilot
 
-from swarm_coordinator.cli import run as command
-from swarm_coordinator.commands_top import PROGRAM
+from swarm_coordinator.cli.main import run as command
+from swarm_coordinator.cli.top import PROGRAM
+from swarm_coordinator.status.document import RunDocument, health
 from swarm_coordinator.tui.app import RunView
-from swarm_coordinator.tui.document import RunDocument, health
-from swarm_coordinator.tui.reading import LOOK_SECONDS, RunFolderReader, RunFolderSource
-from swarm_shared.errors import StorageError
-from swarm_shared.tui.look import Look
+from swarm_coordinator.tui.run_source import LOOK_SECONDS, RunFolderReader, RunFolderSource
+from swarm_shared.base.errors import StorageError
 from swarm_shared.tui.recording import Recorder, Replay
 from swarm_shared.tui.source import Away, Seen
+from swarm_shared.tui.terminal_style import Look
 from tui_kit import FORMS, Script, Session, drive, press, screen, settle, walk
 from tui_kit.run import ANNA, run
 

@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 from run_kit import MICROBATCHES, STAGES, step, write
 
-from swarm_coordinator.database import check_pages, open_for_writing
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     CheckpointRecord,
     EvaluationRecord,
     RolledBack,
     RunFinished,
     StoredStage,
 )
-from swarm_coordinator.records import PeerSeen
-from swarm_coordinator.store import SqliteStore
-from swarm_coordinator.verification import Shape, check_database
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.identity import Identity
-from swarm_shared.types import StageIndex, Version
+from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.sqlite import check_pages, open_for_writing
+from swarm_coordinator.storage.store import SqliteStore
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.keys import Identity
 
 SHAPE = Shape(STAGES, MICROBATCHES)
 

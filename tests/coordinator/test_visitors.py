@@ -8,8 +8,8 @@ import pytest
 from shell_world import client, hello_for, make_run, served
 from swarm_facts import COORDINATOR, Options, manifest_of
 
-from swarm_coordinator.admission import Admission
-from swarm_coordinator.admission_book import (
+from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.admission.book import (
     AdmissionMode,
     AdmissionRecord,
     MemberAdmitted,
@@ -18,26 +18,26 @@ from swarm_coordinator.admission_book import (
     TokenCreated,
     hash_of,
 )
-from swarm_coordinator.events import Restored
-from swarm_coordinator.run_folder import RunFolder
-from swarm_coordinator.stored_run import load_manifest
-from swarm_coordinator.transition import begin
-from swarm_coordinator.visitors import visitor_judge
-from swarm_shared.errors import AdmissionError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.core.transition import begin
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server.doctor_answers import visitor_judge
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import Generation, RunId, Version
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import check_visitor_pass
+from swarm_shared.network import open_node
+from swarm_shared.probe.client import visit
+from swarm_shared.probe.server import Judge
+from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     DoctorHello,
     DoctorWelcome,
     Reachability,
     Welcome,
 )
-from swarm_shared.network import open_node
-from swarm_shared.probe import Judge
-from swarm_shared.probe_client import visit
-from swarm_shared.types import Generation, RunId, Version
-from swarm_shared.visitor_pass import check_visitor_pass
 
 NOW = 1_800_000_000.0
 RUN = RunId("ab" * 32)

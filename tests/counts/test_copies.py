@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.copies.__main__ import HOPS, measure
 from benchmarks.copies.page import copies_markdown
-from swarm_shared.errors import CapacityError
+from swarm_shared.base.errors import CapacityError
 
 SIZE = 4 * 2**20
 

@@ -17,7 +17,7 @@ from benchmarks.counts.exchange import exchanged
 from benchmarks.counts.instructions import Meter, cost_of
 from benchmarks.counts.messages import forward
 from benchmarks.counts.workloads import WORKLOADS
-from swarm_shared.errors import StorageError
+from swarm_shared.base.errors import StorageError
 
 ROOT = Path(__file__).parents[2]
 

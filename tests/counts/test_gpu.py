@@ -24,11 +24,11 @@ from benchmarks.gpu_stage import (
     layers_that_fit,
     stage_manifest,
 )
-from swarm_shared.errors import CapacityError
-from swarm_shared.manifest import StageRange
+from swarm_shared.base.errors import CapacityError
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.profile import profile_layers
-from swarm_shared.model_config import PRESETS
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import PRESETS
 
 
 @pytest.mark.parametrize("name", ["tiny", "small", "1b", "7b"])

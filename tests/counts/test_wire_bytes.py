@@ -11,10 +11,10 @@ from benchmarks.wire_bytes.accounting import NOISE_MESSAGE_BYTES, boundaries, ki
 from benchmarks.wire_bytes.gossip import Gossip
 from benchmarks.wire_bytes.instrument import Instrument
 from benchmarks.wire_bytes.page import wire_bytes_markdown
-from swarm_shared.identity import Identity
-from swarm_shared.messages import STAGE_PROTOCOL, Backward, Forward, encode
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node
-from swarm_shared.types import MicrobatchIndex, StageIndex, Step
+from swarm_shared.protocol import STAGE_PROTOCOL, Backward, Forward, encode
 
 LIMITS = FrameLimits(max_payload_bytes=2**21)
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"

@@ -27,21 +27,32 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from multiaddr import Multiaddr
 from pydantic import TypeAdapter
 
-from swarm_client.averaging import bridge_messages, frames
-from swarm_client.averaging.codec import (
+from swarm_client.averaging.all_reduce import frames
+from swarm_client.averaging.all_reduce.codec import (
     check_finite,
     decode_piece,
     exponent_is_valid,
     payload_bytes,
     payload_is_whole,
 )
-from swarm_client.averaging.errors import RoundFailure
-from swarm_client.averaging.routes import Route
-from swarm_client.port_mapping import gateway, nat_pmp, upnp
-from swarm_shared import messages
-from swarm_shared.codecs.sizes import AVERAGE_CODECS, GRADIENT_CODECS, encoded_bytes
+from swarm_client.averaging.all_reduce.errors import RoundFailure
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_client.averaging.protocol import bridge
+from swarm_client.connectivity.port_mapping import gateway, nat_pmp, upnp
+from swarm_shared import protocol
+from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.errors import (
+    AdmissionError,
+    FrameError,
+    InviteError,
+    NetworkError,
+    ProtocolError,
+    SwarmError,
+)
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import RunId
 from swarm_shared.codecs.tensors import decode, encode
-from swarm_shared.credentials import (
+from swarm_shared.identity.credentials import (
     CarrierBinding,
     MembershipCertificate,
     Receipt,
@@ -54,33 +65,24 @@ from swarm_shared.credentials import (
     sign_owner_binding,
     sign_receipt,
 )
-from swarm_shared.endpoint import Endpoint
-from swarm_shared.errors import (
-    AdmissionError,
-    FrameError,
-    InviteError,
-    NetworkError,
-    ProtocolError,
-    SwarmError,
-)
-from swarm_shared.identity import Identity, public_key_of
-from swarm_shared.invite import Invite
-from swarm_shared.messages import doctor
-from swarm_shared.model_config import ComputeDtype, FrozenModel
-from swarm_shared.network.circuit import HopMessage, StopMessage, read_message
-from swarm_shared.network.packed_address import unpack_address
-from swarm_shared.network.reach import (
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity, public_key_of
+from swarm_shared.identity.signing import open_envelope, seal
+from swarm_shared.identity.visitor_pass import check_visitor_pass, sign_visitor_pass
+from swarm_shared.network.addresses.binary import unpack_address
+from swarm_shared.network.addresses.dial_order import (
     Interfaces,
     circuit_addresses,
     circuits,
     direct_addresses,
 )
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.network.yamux_frames import control_frame
-from swarm_shared.signing import open_envelope, seal
-from swarm_shared.types import RunId
-from swarm_shared.visitor_pass import check_visitor_pass, sign_visitor_pass
-from swarm_shared.wire import PREFIX_BYTES, FrameDecoder, FrameLimits, encode_frame
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p.yamux_frames import control_frame
+from swarm_shared.network.nat.circuit import HopMessage, StopMessage, read_message
+from swarm_shared.protocol import doctor
+from swarm_shared.protocol.framing import PREFIX_BYTES, FrameDecoder, FrameLimits, encode_frame
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, GRADIENT_CODECS, encoded_bytes
+from swarm_shared.run.model_config import ComputeDtype
 
 Decode = Callable[[bytes], None]
 
@@ -127,8 +129,8 @@ def decode_frames(data: bytes) -> None:
 
 
 def parse_message(adapter: TypeAdapter[Any], data: bytes) -> None:
-    message = messages.parse(adapter, data)
-    again = messages.parse(adapter, messages.encode(message))
+    message = protocol.parse(adapter, data)
+    again = protocol.parse(adapter, protocol.encode(message))
     assert again == message
 
 
@@ -137,7 +139,7 @@ def head_of(adapter: TypeAdapter[Any], data: bytes) -> None:
 
 
 def encoded(*said: FrozenModel) -> tuple[bytes, ...]:
-    return tuple(messages.encode(one) for one in said)
+    return tuple(protocol.encode(one) for one in said)
 
 
 # ---------------------------------------------------------------- tensors between stages
@@ -284,14 +286,14 @@ class _channel_of:  # noqa: N801 (a context)
         self._channel = channel
 
     def __enter__(self) -> None:
-        from swarm_shared.network import yamux
+        from swarm_shared.network.libp2p import yamux
 
         self._kept = yamux.NoiseChannel, yamux.relay_of, yamux.local_end_of
         yamux.NoiseChannel = lambda secured: self._channel  # type: ignore[misc,assignment]
         yamux.relay_of = yamux.local_end_of = lambda channel: None  # type: ignore[assignment]
 
     def __exit__(self, *_: object) -> None:
-        from swarm_shared.network import yamux
+        from swarm_shared.network.libp2p import yamux
 
         yamux.NoiseChannel, yamux.relay_of, yamux.local_end_of = self._kept  # type: ignore[misc]
 
@@ -303,13 +305,13 @@ class _failures_of_the_muxer:  # noqa: N801 (a context)
         self._failures = failures
 
     def __enter__(self) -> None:
-        from swarm_shared.network import yamux
+        from swarm_shared.network.libp2p import yamux
 
         self._kept = yamux.logger.exception
         yamux.logger.exception = lambda text, *values: self._failures.append(text % values)  # type: ignore[method-assign,assignment]
 
     def __exit__(self, *_: object) -> None:
-        from swarm_shared.network import yamux
+        from swarm_shared.network.libp2p import yamux
 
         yamux.logger.exception = self._kept  # type: ignore[method-assign]
 
@@ -404,7 +406,7 @@ def answer_of_router(data: bytes) -> None:
 
 # ---------------------------------------------------------------- all of them
 
-RECORD = messages.PeerRecord(
+RECORD = protocol.PeerRecord(
     peer=PEER.peer_id, stage=0, addresses=(ADDRESS, CIRCUIT),
     certificate=base64.b64encode(CERTIFICATE).decode(), microbatches_per_second=1.5,
 )  # fmt: skip
@@ -431,38 +433,38 @@ TARGETS: dict[str, Target] = {
         (b"\x03" + b"".join(map(bytes, encode_frame(b"head", b"payload"))), b"\xff" + bytes(24)),
     ),
     "client_messages": json_target(
-        messages.client_messages,
-        messages.Hello(
+        protocol.client_messages,
+        protocol.Hello(
             run=RUN, software="0.1.0", addresses=(ADDRESS,), device="cpu", memory_bytes=1
         ),
-        messages.Heartbeat(microbatches_per_second=1.0, queued=1),
-        messages.RoundReport(step=1, attempt=1, ok=False, missing=(1, 2), culprit=PEER.peer_id),
-        messages.LeaseResult(step=1, microbatch=1, lease=1, ok=True, receipts=("AA==",)),
+        protocol.Heartbeat(microbatches_per_second=1.0, queued=1),
+        protocol.RoundReport(step=1, attempt=1, ok=False, missing=(1, 2), culprit=PEER.peer_id),
+        protocol.LeaseResult(step=1, microbatch=1, lease=1, ok=True, receipts=("AA==",)),
     ),
     "coordinator_messages": json_target(
-        messages.coordinator_messages,
-        messages.Roster(serial=1, peers=(RECORD,), revoked=(PEER.peer_id,)),
-        messages.Apply(step=1, attempt=1, global_norm=1.0, learning_rate=1e-3),
-        messages.Refused(code="admission", reason="no"),
+        protocol.coordinator_messages,
+        protocol.Roster(serial=1, peers=(RECORD,), revoked=(PEER.peer_id,)),
+        protocol.Apply(step=1, attempt=1, global_norm=1.0, learning_rate=1e-3),
+        protocol.Refused(code="admission", reason="no"),
     ),
     "stage_requests": json_target(
-        messages.stage_requests,
-        messages.StageHello(run=RUN, certificate="AA=="),
-        messages.Forward(
+        protocol.stage_requests,
+        protocol.StageHello(run=RUN, certificate="AA=="),
+        protocol.Forward(
             request=1, step=1, microbatch=1, stage=1, accumulate=(0, 1), input_bytes=16,
             target_bytes=16,
         ),
-        messages.StageCancel(request=1),
+        protocol.StageCancel(request=1),
     ),
     "stage_answers": json_target(
-        messages.stage_answers,
-        messages.Backward(request=1, receipts=(), service_seconds=0.1, loss_sum=1.0, tokens=4),
-        messages.StageRefused(request=None, reason=messages.RefusalReason.BUSY),
+        protocol.stage_answers,
+        protocol.Backward(request=1, receipts=(), service_seconds=0.1, loss_sum=1.0, tokens=4),
+        protocol.StageRefused(request=None, reason=protocol.RefusalReason.BUSY),
     ),
     "transfer_messages": json_target(
-        messages.transfer_messages,
-        messages.ChunkRequest(item="data", offset=0, bytes=1),
-        messages.ChunkAnswer(item="data", offset=0, item_bytes=1, sha256="a" * 64),
+        protocol.transfer_messages,
+        protocol.ChunkRequest(item="data", offset=0, bytes=1),
+        protocol.ChunkAnswer(item="data", offset=0, item_bytes=1, sha256="a" * 64),
     ),
     "doctor_requests": json_target(
         doctor.doctor_requests,
@@ -475,8 +477,8 @@ TARGETS: dict[str, Target] = {
         doctor.EchoAnswer(number=1, unix_seconds=NOW),
     ),
     "bridge_heads": Target(
-        partial(head_of, bridge_messages.arrivals),
-        encoded(bridge_messages.Arrival(sender=PEER.peer_id, route=Route.HOST)),
+        partial(head_of, bridge.arrivals),
+        encoded(bridge.Arrival(sender=PEER.peer_id, route=Route.HOST)),
         (ValueError,),
         JSON_WORDS,
     ),

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from swarm_client.cli import main
+from swarm_client.cli.main import main
+from swarm_client.machine.sd_notify import VARIABLE, Notifier
 from swarm_client.service import systemd
 from swarm_client.service.steps import MakeLink, Remove, WriteFile, carry_out
 from swarm_client.service.steps import Run as RunStep
-from swarm_client.service_notify import VARIABLE, Notifier
-from swarm_shared.errors import DaemonError, StorageError
+from swarm_shared.base.errors import DaemonError, StorageError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="systemd's part")
 

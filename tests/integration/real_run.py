@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarm_coordinator.checkpoints import CheckpointFolder
-from swarm_coordinator.export import merge_stages
-from swarm_coordinator.history import History
-from swarm_coordinator.initialise_run import initialise_run
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import Child, Children, last_lines, wait_until
-from swarm_coordinator.reference import StepRecord, train_reference
-from swarm_coordinator.run_folder import RunFolder
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import Child, Children, last_lines, wait_until
+from swarm_coordinator.offline.hf_export import merge_stages
+from swarm_coordinator.offline.reference import StepRecord, train_reference
+from swarm_coordinator.run_creation.initialise import initialise_run
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.history import History
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import open_shards
-from swarm_shared.manifest import CodecsConfig, Manifest
-from swarm_shared.signed_manifest import run_id_of
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import CodecsConfig, Manifest
 
 MODULES = ("argparse.py", "difflib.py", "inspect.py", "pickle.py", "typing.py", "datetime.py")
 """Half a megabyte of the standard library's own text."""

@@ -9,9 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator.local_swarm import LocalSwarm
-from swarm_coordinator.processes import COORDINATOR_MODULE, module_command, run_to_end, wait_until
-from swarm_shared.errors import AdmissionError
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.subprocesses import (
+    COORDINATOR_MODULE,
+    module_command,
+    run_to_end,
+    wait_until,
+)
+from swarm_shared.base.errors import AdmissionError
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(420)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm_shared.messages import STAGE_PROTOCOL
+from swarm_shared.protocol import STAGE_PROTOCOL
 
 pytestmark = [pytest.mark.integration, pytest.mark.runs, pytest.mark.timeout(420)]
 

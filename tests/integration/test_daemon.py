@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm_client.absence import AWAY_SECONDS
-from swarm_coordinator.http.reading import Reader
-from swarm_coordinator.processes import (
+from swarm_client.daemon.sleep_watch import AWAY_SECONDS
+from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
     module_command,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from swarm_coordinator.processes import wait_until
-from swarm_shared.errors import NetworkError
+from swarm_coordinator.demo.subprocesses import wait_until
+from swarm_shared.base.errors import NetworkError
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks]
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.attacks]
 def doctor(invite: str, home: Path) -> tuple[int, dict[str, Any], str]:
     """Its exit code, its checks by their names, and what it said besides."""
     done = subprocess.run(
-        [sys.executable, "-m", "swarm_client.cli", "doctor", invite, "--home", str(home),
+        [sys.executable, "-m", "swarm_client", "doctor", invite, "--home", str(home),
          "--device", "cpu", "--json"],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip

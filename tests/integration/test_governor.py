@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator.processes import Child, wait_until
+from swarm_coordinator.demo.subprocesses import Child, wait_until
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(420)]
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from swarm_coordinator.status import status_lines
+from swarm_coordinator.status.status_file import status_lines
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(420)]
 

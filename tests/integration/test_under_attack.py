@@ -14,10 +14,10 @@ import trio
 
 from attack_kit.insider import Insider, attached
 from attack_kit.raw import Target, connect, multistream, muxed
-from swarm_coordinator.processes import Child
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import (
+from swarm_coordinator.demo.subprocesses import Child
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.protocol import (
     CONTROL_PROTOCOL,
     Applied,
     Heartbeat,
@@ -29,7 +29,7 @@ from swarm_shared.messages import (
     SnapshotReady,
     encode,
 )
-from swarm_shared.transfer import MAX_STREAMS_PER_PEER
+from swarm_shared.transfer.transfer import MAX_STREAMS_PER_PEER
 
 pytestmark = [pytest.mark.integration, pytest.mark.attacks, pytest.mark.timeout(600)]
 

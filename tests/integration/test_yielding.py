@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from swarm_client.control.client import ask
-from swarm_coordinator.processes import wait_until
+from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = [
     pytest.mark.runs,
@@ -97,7 +97,7 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_witho
         [worker] = [
             child
             for child in psutil.Process(governed.pid).children()
-            if "swarm_client.worker" in child.cmdline()
+            if "swarm_client.stage.worker" in child.cmdline()
         ]
         assert worker.is_running()
         assert sees()["devices"][0]["queued"] == 0

@@ -19,7 +19,7 @@ from network_lab.commands import LabError, why_not_here
 from network_lab.machines import Host, Machine, Nat, Router
 from network_lab.namespace import Namespace, sweep
 from network_lab.segment import Segment
-from swarm_coordinator.processes import Children
+from swarm_coordinator.demo.subprocesses import Children
 
 MAX_LANS = 254
 GRACE_SECONDS = 2.0

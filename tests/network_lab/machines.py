@@ -12,7 +12,7 @@ from network_lab.commands import LabError, ip6tables_tool, iptables_tool
 from network_lab.counting import TrafficCounter, count_traffic
 from network_lab.namespace import Namespace
 from network_lab.segment import Attachment, Segment, Shape
-from swarm_coordinator.processes import Child, Children, run_to_end
+from swarm_coordinator.demo.subprocesses import Child, Children, run_to_end
 
 WAN = "wan0"
 LAN = "lan0"

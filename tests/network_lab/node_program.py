@@ -17,8 +17,8 @@ from typing import Any
 import trio
 
 from network_lab.told_process import obey, say
-from swarm_shared.errors import SwarmError
-from swarm_shared.identity import Identity
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, RelayLimits, open_node
 
 SINK = "/lab/sink/1"

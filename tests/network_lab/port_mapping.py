@@ -7,7 +7,7 @@ from pathlib import Path
 
 from network_lab.commands import LabError
 from network_lab.namespace import Namespace
-from swarm_coordinator.processes import Child, Children, wait_until
+from swarm_coordinator.demo.subprocesses import Child, Children, wait_until
 
 START_SECONDS = 10.0
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.nat
 PORT = 4001
 MAP = """
 import json, sys, trio
-from swarm_client.port_mapping import PortMapper, nat_pmp, upnp
+from swarm_client.connectivity.port_mapping import PortMapper, nat_pmp, upnp
 
 def show(mapper, seconds=0.0):
     print(json.dumps({"mapping": mapper.mapping and mapper.mapping.multiaddr,

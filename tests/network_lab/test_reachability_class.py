@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from network_lab import Host, Lab, Nat, why_no_port_mapping
-from swarm_coordinator.processes import wait_until
+from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = pytest.mark.nat
 
@@ -24,11 +24,11 @@ START_SECONDS = 30.0
 OBSERVERS = """
 import json, sys, time, trio
 from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import Neighbour
+from swarm_shared.identity.invite import Invite
+from swarm_shared.protocol import Neighbour
 from swarm_shared.network import open_node
 from swarm_shared.probe import Verdict, member_judge, serve_probe
-from swarm_shared.visitor_pass import sign_visitor_pass
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
 
 RUN = "ab" * 32
 organiser = Identity.from_seed(b"o" * 32)
@@ -59,7 +59,7 @@ CHECK = """
 import json, sys, trio
 from pathlib import Path
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
-from swarm_shared.invite import Invite
+from swarm_shared.identity.invite import Invite
 
 async def main(invite, home):
     checkup = Checkup(DoctorOptions(home=Path(home)))

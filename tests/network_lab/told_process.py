@@ -16,7 +16,7 @@ import psutil
 
 from network_lab.commands import LabError
 from network_lab.machines import Host
-from swarm_coordinator.processes import Child, last_lines
+from swarm_coordinator.demo.subprocesses import Child, last_lines
 
 ANSWER_SECONDS = 60.0
 READ_BYTES = 65_536

@@ -16,12 +16,12 @@ from libp2p.peer.id import ID
 from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
-from swarm_shared.identity import Identity
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, RelayLimits, open_node
-from swarm_shared.network.circuit import HOP_PROTOCOL, HopMessage, read_message, write_message
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.network.yamux_stream import YamuxStream
-from swarm_shared.types import PeerId
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL, HopMessage, read_message, write_message
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=2**20)

@@ -16,12 +16,12 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from swarm_client.averaging.hivemind_carrier import P2pdStreams
-from swarm_client.averaging.hivemind_door import open_door
-from swarm_client.averaging.p2pd import ensure_identity, running_p2pd
-from swarm_client.averaging.protocol import Configure
-from swarm_client.averaging.waiting_room import IncomingHub
-from swarm_shared.errors import NetworkError
+from swarm_client.averaging.all_reduce.incoming import IncomingHub
+from swarm_client.averaging.protocol.messages import Configure
+from swarm_client.averaging.worker.hivemind_imports import open_door
+from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
+from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_shared.base.errors import NetworkError
 
 ECHO = "/test/echo/1"
 SLOT_SECONDS = 30.0

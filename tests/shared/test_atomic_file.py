@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swarm_shared.atomic_file import PRIVATE_MODE, atomic_file, storage_error, write_atomically
-from swarm_shared.errors import StorageError
+from swarm_shared.base.atomic_file import PRIVATE_MODE, atomic_file, storage_error, write_atomically
+from swarm_shared.base.errors import StorageError
 
 
 def mode_of(path: Path) -> int:

@@ -10,7 +10,7 @@ from benchmarks.codecs import pays_below
 from benchmarks.quality import RESULTS, package_table
 from swarm_shared.codecs.choice import Cost, Pair, choose, seconds
 from swarm_shared.codecs.quality import measured_noise, quality_table
-from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
+from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 
 
 def test_a_codec_pays_below_the_rate_at_which_its_bytes_make_up_for_its_time() -> None:

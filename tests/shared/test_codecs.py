@@ -14,7 +14,8 @@ from hypothesis.extra import numpy as arrays
 
 from swarm_shared.codecs.border import border
 from swarm_shared.codecs.errors import CodecError
-from swarm_shared.codecs.sizes import (
+from swarm_shared.codecs.tensors import DTYPES, decode, encode, round_trip
+from swarm_shared.run.codec_sizes import (
     ACTIVATION_CODECS,
     DTYPE_BYTES,
     GRADIENT_CODECS,
@@ -25,8 +26,7 @@ from swarm_shared.codecs.sizes import (
     CodecName,
     encoded_bytes,
 )
-from swarm_shared.codecs.tensors import DTYPES, decode, encode, round_trip
-from swarm_shared.model_config import ComputeDtype
+from swarm_shared.run.model_config import ComputeDtype
 
 # Two cores, shared with other work: examples are not timed.
 unhurried = settings(deadline=None, max_examples=50)

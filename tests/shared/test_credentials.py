@@ -5,7 +5,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from swarm_shared.credentials import (
+from swarm_shared.base.errors import AdmissionError, FrameError, ProtocolError, SignatureError
+from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import (
     CARRIER_DOMAIN,
     CLOCK_SKEW_SECONDS,
     MEMBERSHIP_DOMAIN,
@@ -24,10 +26,8 @@ from swarm_shared.credentials import (
     sign_owner_binding,
     sign_receipt,
 )
-from swarm_shared.errors import AdmissionError, FrameError, ProtocolError, SignatureError
-from swarm_shared.identity import Identity
-from swarm_shared.signing import sign_message
-from swarm_shared.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import sign_message
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 PEER = Identity.from_seed(b"p" * 32)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.credit import (
+from swarm_shared.credit.credit import (
     HALF_LIFE_SECONDS,
     MAX_TEAM_CHARACTERS,
     RecentCredit,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data.sampler import (
     heldout_microbatch,
     microbatch,
@@ -16,8 +17,7 @@ from swarm_shared.data.sampler import (
     training_slots,
 )
 from swarm_shared.data.shards import TokenStream
-from swarm_shared.errors import DataError, ProtocolError
-from swarm_shared.manifest import (
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -25,7 +25,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.model_config import ModelConfig
 
 T = 4
 
@@ -120,7 +120,7 @@ import hashlib, json, sys
 import numpy as np
 from swarm_shared.data.sampler import microbatch
 from swarm_shared.data.shards import TokenStream
-from swarm_shared.manifest import Manifest
+from swarm_shared.run.manifest import Manifest
 manifest = Manifest.model_validate_json(sys.stdin.read())
 stream = TokenStream((np.arange(41), np.arange(100, 122)))
 digest = hashlib.sha256()

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from swarm_shared.base.errors import DataError
 from swarm_shared.data.shards import (
     TokenBytes,
     TokenStream,
@@ -20,8 +21,7 @@ from swarm_shared.data.shards import (
     write_shard,
     write_shards,
 )
-from swarm_shared.errors import DataError
-from swarm_shared.manifest import DataConfig, ShardInfo
+from swarm_shared.run.manifest import DataConfig, ShardInfo
 
 
 def data_of(*shards: ShardInfo, token_bytes: TokenBytes = 2) -> DataConfig:

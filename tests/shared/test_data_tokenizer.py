@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.data.tokenizer import (
     END_OF_TEXT,
     END_OF_TEXT_WORD,
@@ -19,7 +20,6 @@ from swarm_shared.data.tokenizer import (
     load_tokenizer,
     train_bpe,
 )
-from swarm_shared.errors import ConfigurationError, DataError
 
 TEXTS = [f"def function_{n}(value):\n    return value + {n}  # größer\n" for n in range(50)]
 BPE = train_bpe(TEXTS, 320)

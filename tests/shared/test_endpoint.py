@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.endpoint import Endpoint
+from swarm_shared.base.endpoint import Endpoint
 
 
 @given(st.ip_addresses(), st.integers(1, 65_535))

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from client.test_worker_compute import make_manifest
-from swarm_shared.manifest import CodecsConfig, Manifest
-from swarm_shared.model.exact_sums import EXACT_BITS, Quantum, mean_gradient, quantum_of
+from swarm_shared.model.fixed_point_sums import EXACT_BITS, Quantum, mean_gradient, quantum_of
+from swarm_shared.run.manifest import CodecsConfig, Manifest
 
 unhurried = settings(max_examples=60, deadline=None)
 

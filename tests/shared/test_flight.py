@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.flight import GAIN, REMEMBERED, Departure, FlightWindow
+from swarm_shared.scheduling.inflight_window import GAIN, REMEMBERED, Departure, FlightWindow
 
 
 def drive(window: FlightWindow, service: float, delay: float, count: int, most: int = 64) -> float:

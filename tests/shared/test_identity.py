@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
-from swarm_shared.errors import ConfigurationError, SignatureError
-from swarm_shared.identity import Identity, peer_id_of, public_key_of, verify
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import ConfigurationError, SignatureError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity, peer_id_of, public_key_of, verify
 
 
 @given(st.binary(min_size=32, max_size=32))

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from swarm_shared.errors import InviteError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import PREFIX, Invite, _checksum, _from_base32, _to_base32
-from swarm_shared.types import PeerId, RunId
+from swarm_shared.base.errors import InviteError
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.invite import PREFIX, Invite, _checksum, _from_base32, _to_base32
+from swarm_shared.identity.keys import Identity
 
 COORDINATOR = Identity.from_seed(b"c" * 32).peer_id
 ORGANISER = Identity.from_seed(b"o" * 32).peer_id

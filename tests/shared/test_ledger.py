@@ -9,13 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_shared.credentials import sign_owner_binding
-from swarm_shared.credit import work_shares
-from swarm_shared.errors import ProtocolError, SignatureError, SwarmError
-from swarm_shared.identity import Identity
-from swarm_shared.ledger import Verified, verify_ledger, write_ledger
-from swarm_shared.ledger_lines import StepLine
-from swarm_shared.manifest import (
+from swarm_shared.base.errors import ProtocolError, SignatureError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.credit import work_shares
+from swarm_shared.credit.ledger import Verified, verify_ledger, write_ledger
+from swarm_shared.credit.ledger_lines import StepLine
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import run_id_of, sign_manifest
+from swarm_shared.run.manifest import (
     DataConfig,
     Manifest,
     OptimizerConfig,
@@ -23,9 +25,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import preset
-from swarm_shared.signed_manifest import run_id_of, sign_manifest
-from swarm_shared.types import PeerId
+from swarm_shared.run.model_config import preset
 
 ORGANISER, STRANGER = Identity.generate(), Identity.generate()
 ANNA, BERT = PeerId("12D3KooWAnna"), PeerId("12D3KooWBert")
@@ -135,9 +135,9 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
-    from swarm_shared.ledger import LEDGER_DOMAIN, _Chain, _Sums
-    from swarm_shared.ledger_lines import Head, Seal, SealLine, TotalLine
-    from swarm_shared.signing import sign_message
+    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain, _Sums
+    from swarm_shared.credit.ledger_lines import Head, Seal, SealLine, TotalLine
+    from swarm_shared.identity.signing import sign_message
 
     chain, sums = _Chain(), _Sums(MANIFEST)
     run = run_id_of(MANIFEST)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from swarm_shared.errors import ProtocolError
-from swarm_shared.manifest import StageRange
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.model.initialise import STANDARD_DEVIATION, initialise
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage, check_token_values
-from swarm_shared.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
 SEED = 7
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from swarm_shared.manifest import StageRange
-from swarm_shared.model.gradients import (
+from swarm_shared.model.flat_gradients import (
     FlatLayout,
     bind_gradients,
     copy_gradients_to,
@@ -20,7 +19,8 @@ from swarm_shared.model.gradients import (
 )
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import EMBEDDING_NAME, Stage
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
     vocabulary_size=40, hidden_size=16, intermediate_size=24, layers=2, heads=2,

@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 
-from swarm_shared.manifest import StageRange
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
     vocabulary_size=300, hidden_size=64, intermediate_size=176, layers=4, heads=4,

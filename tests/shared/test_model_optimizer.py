@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarm_shared.manifest import OptimizerConfig, StageRange
-from swarm_shared.model.gradients import FlatLayout, bind_gradients
+from swarm_shared.model.flat_gradients import FlatLayout, bind_gradients
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, fingerprint, make_optimizer
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import OptimizerConfig, StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
     vocabulary_size=50, hidden_size=32, intermediate_size=40, layers=2, heads=2,

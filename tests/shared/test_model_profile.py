@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from swarm_shared.manifest import StageRange
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.profile import profile_layers
-from swarm_shared.model_config import PRESETS, ModelConfig
-from swarm_shared.partition import stage_parameters
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import PRESETS, ModelConfig
+from swarm_shared.run.stage_cut import stage_parameters
 
 MODEL = ModelConfig(
     vocabulary_size=300, hidden_size=64, intermediate_size=176, layers=3, heads=4,

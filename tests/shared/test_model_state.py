@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swarm_shared.errors import ProtocolError, StorageError
-from swarm_shared.manifest import OptimizerConfig, StageRange
-from swarm_shared.model.gradients import FlatLayout
+from swarm_shared.base.errors import ProtocolError, StorageError
+from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import initialise
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import apply_step, fingerprint, make_optimizer
 from swarm_shared.model.state import load_state, open_state, save_state, state_to_tensors
-from swarm_shared.model_config import ModelConfig
+from swarm_shared.run.manifest import OptimizerConfig, StageRange
+from swarm_shared.run.model_config import ModelConfig
 
 MODEL = ModelConfig(
     vocabulary_size=50, hidden_size=32, intermediate_size=40, layers=3, heads=2,

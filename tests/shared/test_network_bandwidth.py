@@ -11,7 +11,7 @@ from network_kit import ANY_PORT, LIMITS, a_node, noise_bytes
 from trio.testing import MockClock
 
 from swarm_shared.network import FramedStream, FrameLimits, Node
-from swarm_shared.network.bandwidth import BURST_SECONDS, PIECE_BYTES, Direction
+from swarm_shared.network.libp2p.bandwidth import BURST_SECONDS, PIECE_BYTES, Direction
 
 SINK = "/test/sink/1"
 SINK_LIMITS = FrameLimits(max_header_bytes=10, max_payload_bytes=2**20)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 
-from swarm_shared.errors import LinkTimeout, NetworkError
-from swarm_shared.identity import Identity
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
-from swarm_shared.network.dial_back import dial_back
+from swarm_shared.network.nat.dial_back import dial_back
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 

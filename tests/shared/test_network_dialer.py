@@ -19,12 +19,13 @@ from network_kit import (
     until,
 )
 
-from swarm_shared.errors import LinkTimeout, NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PathKind
-from swarm_shared.network import dialer, hole_punch
-from swarm_shared.network.circuit import HOP_PROTOCOL
-from swarm_shared.network.yamux_stream import YamuxStream
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import dialer
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.nat import hole_punch
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL
+from swarm_shared.protocol import PathKind
 
 
 @pytest.fixture(autouse=True)

@@ -11,11 +11,11 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 from network_kit import ANY_PORT, a_node, a_relay, ends, says_hello
 
-from swarm_shared.identity import PUBLIC_KEY_PREFIX, public_key_of
-from swarm_shared.network.circuit import HOP_PROTOCOL, read_message, write_message
-from swarm_shared.network.identify import IDENTIFY_PROTOCOL, remote_multiaddr
-from swarm_shared.network.packed_address import unpack_address, unpack_ip_address
-from swarm_shared.network.yamux_stream import YamuxStream
+from swarm_shared.identity.keys import PUBLIC_KEY_PREFIX, public_key_of
+from swarm_shared.network.addresses.binary import unpack_address, unpack_ip_address
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
+from swarm_shared.network.nat.identify import IDENTIFY_PROTOCOL, remote_multiaddr
 
 
 async def test_a_node_says_who_it_is_and_how_the_remote_looks_from_there() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from network_kit import ANY_PORT, a_node
 from test_network_bandwidth import carried
 
-from swarm_shared.network.line_rate import LineRate
+from swarm_shared.network.libp2p.uplink_estimate import LineRate
 
 BUFFER_BYTES = 1_000_000
 

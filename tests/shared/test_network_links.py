@@ -20,9 +20,10 @@ from network_kit import (
     until,
 )
 
-from swarm_shared.messages import PathKind
-from swarm_shared.network import Node, hole_punch, links
+from swarm_shared.network import Node, links
 from swarm_shared.network.links import RATE_MEMORY, SHORTEST_LOOK_SECONDS, RateMeter
+from swarm_shared.network.nat import hole_punch
+from swarm_shared.protocol import PathKind
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ import pytest
 import trio
 import trio.testing
 
-from swarm_shared.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
-from swarm_shared.identity import Identity
-from swarm_shared.network import FramedStream, FrameLimits, LinkTraffic, Node, open_node, yamux
-from swarm_shared.types import PeerId
+from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, FrameLimits, LinkTraffic, Node, open_node
+from swarm_shared.network.libp2p import yamux
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=32 * 1024 * 1024)

@@ -15,8 +15,8 @@ from libp2p.peer.id import ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from noise.exceptions import NoiseInvalidMessage
 
-from swarm_shared.network.noise_channel import MAX_PLAINTEXT_BYTES, NoiseChannel
-from swarm_shared.network.tcp import BufferedTcpStream
+from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES, NoiseChannel
+from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 
 @asynccontextmanager

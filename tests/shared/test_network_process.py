@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, open_node
 
 LIMITS = FrameLimits(max_payload_bytes=64 << 20)
@@ -105,7 +105,7 @@ async def test_a_killed_remote_closes_its_links_at_once_whatever_they_were_doing
 TROUBLE = """
 import logging
 import trio
-from swarm_shared.errors import NetworkError
+from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity import Identity
 from swarm_shared.network import FrameLimits, open_node
 

@@ -23,12 +23,13 @@ from network_kit import (
     until,
 )
 
-from swarm_shared.errors import NetworkError
-from swarm_shared.messages import PathKind
-from swarm_shared.network import Node, hole_punch, upkeep
-from swarm_shared.network.circuit import read_message, write_message
-from swarm_shared.network.hole_punch import DCUTR_PROTOCOL
-from swarm_shared.network.host import NodeSwarm
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.network import Node, keepalive
+from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.nat import hole_punch
+from swarm_shared.network.nat.circuit import read_message, write_message
+from swarm_shared.network.nat.hole_punch import DCUTR_PROTOCOL
+from swarm_shared.protocol import PathKind
 
 
 def kind_of_path(node: Node, peer: Node) -> PathKind | None:
@@ -119,7 +120,7 @@ async def test_both_ends_that_dial_each_other_at_once_end_with_a_direct_connecti
 async def test_the_relayed_connection_goes_when_nothing_is_on_it_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(upkeep, "RELAYED_LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(keepalive, "RELAYED_LINGER_SECONDS", 0.2)
     monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.3)
     monkeypatch.setattr(hole_punch, "INVITED_PAUSE_SECONDS", 0.0)
@@ -308,7 +309,7 @@ async def test_a_handshake_that_stalls_at_a_punched_place_is_given_up(
             swarm = target._swarm
             assert isinstance(swarm, NodeSwarm)
             await until(lambda: swarm.expected_as_initiator)
-            monkeypatch.setattr("swarm_shared.network.host.HANDSHAKE_SECONDS", 0.5)
+            monkeypatch.setattr("swarm_shared.network.libp2p.host.HANDSHAKE_SECONDS", 0.5)
             await socket.connect(("127.0.0.1", target.listening_port))
             await until(lambda: swarm._pending)
             # It speaks enough to get to the Noise handshake, and then no more.

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.identity import Identity
-from swarm_shared.network.reach import (
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network.addresses.dial_order import (
     Circuit,
     Interfaces,
     circuit_addresses,

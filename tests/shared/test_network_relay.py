@@ -28,11 +28,12 @@ from network_kit import (
     until,
 )
 
-from swarm_shared.errors import LinkClosed, NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import PathKind
-from swarm_shared.network import FramedStream, Node, RelayLimits, hole_punch
-from swarm_shared.network.circuit import (
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, Node, RelayLimits
+from swarm_shared.network.addresses.dial_order import Circuit, circuits
+from swarm_shared.network.nat import hole_punch
+from swarm_shared.network.nat.circuit import (
     HOP_PROTOCOL,
     STOP_PROTOCOL,
     HopMessage,
@@ -41,7 +42,7 @@ from swarm_shared.network.circuit import (
     read_message,
     write_message,
 )
-from swarm_shared.network.reach import Circuit, circuits
+from swarm_shared.protocol import PathKind
 
 MEGABYTE = 2**20
 
@@ -152,7 +153,7 @@ async def test_a_dial_that_is_given_up_in_its_handshake_gives_its_circuit_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A direct connection came first, or the caller lost patience."""
-    monkeypatch.setattr("swarm_shared.network.relay_server.HALF_CLOSED_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_server.HALF_CLOSED_SECONDS", 0.3)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
         server = relay.relay
@@ -213,7 +214,7 @@ async def test_a_slot_ends_at_its_time_unless_it_is_renewed() -> None:
 
 
 async def test_a_client_renews_its_slot_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_shared.network.relay_client.SHORTEST_RENEWAL_SECONDS", 0.05)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_client.SHORTEST_RENEWAL_SECONDS", 0.05)
     async with (
         a_relay(RelayLimits(reservation_seconds=1.5)) as relay,
         a_node() as target,
@@ -461,7 +462,7 @@ async def test_an_answer_is_no_request() -> None:
 
 
 async def test_who_asks_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_shared.network.relay_server.MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_server.MESSAGE_SECONDS", 0.3)
     async with a_relay() as relay, a_node() as attacker:
         stream = await hop_stream(attacker, relay)
         began = trio.current_time()
@@ -473,7 +474,7 @@ async def test_who_asks_slowly_is_not_waited_for(monkeypatch: pytest.MonkeyPatch
 async def test_a_target_that_does_not_answer_costs_the_source_a_bounded_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swarm_shared.network.relay_server.MESSAGE_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_server.MESSAGE_SECONDS", 0.3)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
         target._serve_raw(STOP_PROTOCOL, lambda stream: trio.sleep_forever(), public=True)

@@ -27,12 +27,13 @@ from libp2p.stream_muxer.exceptions import MuxedStreamReset
 from libp2p.stream_muxer.mplex.mplex import MPLEX_PROTOCOL_ID, Mplex
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import FrameError, NetworkError
-from swarm_shared.identity import Identity
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, yamux
-from swarm_shared.network.host import MAX_CONNECTIONS_PER_PEER
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.network.yamux_stream import FIRST_WINDOW_BYTES, YamuxStream
+from swarm_shared.base.errors import FrameError, NetworkError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.network.libp2p import yamux
+from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_PEER
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.network.libp2p.yamux_stream import FIRST_WINDOW_BYTES, YamuxStream
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=100_000)

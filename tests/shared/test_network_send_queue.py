@@ -6,10 +6,10 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.network import send_queue
-from swarm_shared.network.noise_channel import MAX_PLAINTEXT_BYTES
-from swarm_shared.network.send_queue import CAPACITY_BYTES, MESSAGES_PER_WRITE, SendQueue
-from swarm_shared.network.yamux_frames import (
+from swarm_shared.network.libp2p import send_queue
+from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES
+from swarm_shared.network.libp2p.send_queue import CAPACITY_BYTES, MESSAGES_PER_WRITE, SendQueue
+from swarm_shared.network.libp2p.yamux_frames import (
     HEADER_BYTES,
     MAX_FRAME_PAYLOAD_BYTES,
     Flag,

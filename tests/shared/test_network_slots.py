@@ -23,11 +23,12 @@ from network_kit import (
     until,
 )
 
-from swarm_shared.identity import Identity
-from swarm_shared.messages import Whereabouts
-from swarm_shared.network import Node, RelayLimits, hole_punch, open_node
-from swarm_shared.network.circuit import HOP_PROTOCOL, read_message, write_message
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node, RelayLimits, open_node
+from swarm_shared.network.nat import hole_punch
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
+from swarm_shared.protocol import Whereabouts
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +142,7 @@ async def test_a_relay_that_hangs_does_not_hold_up_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its machine takes connections, its process says nothing: stopped, or swapped out."""
-    monkeypatch.setattr("swarm_shared.network.relay_client.RESERVE_SECONDS", 1.0)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_client.RESERVE_SECONDS", 1.0)
     async with AsyncExitStack() as stack:
         node = await stack.enter_async_context(a_node())
         nursery = await stack.enter_async_context(trio.open_nursery())
@@ -171,7 +172,7 @@ async def test_a_relay_that_comes_back_is_used_again() -> None:
 
 
 async def test_a_relay_that_refuses_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarm_shared.network.relay_client.FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("swarm_shared.network.nat.relay_client.FIRST_RETRY_SECONDS", 0.1)
     allowed: set[PeerId] = set()
     asked: list[float] = []
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from libp2p.io.exceptions import ConnectionClosedError
 
-from swarm_shared.network.bandwidth import Bandwidth
-from swarm_shared.network.tcp import BufferedTcpStream
+from swarm_shared.network.libp2p.bandwidth import Bandwidth
+from swarm_shared.network.libp2p.tcp import BufferedTcpStream
 
 
 async def connected_pair() -> tuple[trio.SocketStream, BufferedTcpStream]:

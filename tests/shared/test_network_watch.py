@@ -9,9 +9,9 @@ from ipaddress import ip_address, ip_network
 import pytest
 import trio
 
-from swarm_shared.network import watch
-from swarm_shared.network.reach import Interfaces
-from swarm_shared.network.watch import SLEPT_SECONDS, NetworkWatch
+from swarm_shared.network import change_watch
+from swarm_shared.network.addresses.dial_order import Interfaces
+from swarm_shared.network.change_watch import SLEPT_SECONDS, NetworkWatch
 
 CABLE = Interfaces((ip_network("192.168.1.0/24"),), frozenset({ip_address("192.168.1.2")}))
 PHONE = Interfaces((ip_network("172.20.10.0/28"),), frozenset({ip_address("172.20.10.3")}))
@@ -48,7 +48,7 @@ class Machine:
 async def watched(
     monkeypatch: pytest.MonkeyPatch, on_change: Callable[[], None] | None = None
 ) -> AsyncIterator[Machine]:
-    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(change_watch, "LOOK_SECONDS", 0.005)
     machine = Machine()
     machine.watch = NetworkWatch(on_change or machine.changed, machine.look, machine.wall_clock)
     async with trio.open_nursery() as nursery:

@@ -24,10 +24,11 @@ from libp2p.transport.tcp.tcp import TCP
 from libp2p.transport.upgrader import TransportUpgrader
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.network import FramedStream, FrameLimits, Node, open_node, yamux
-from swarm_shared.network.yamux_stream import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
+from swarm_shared.base.errors import LinkClosed
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
+from swarm_shared.network.libp2p import yamux
+from swarm_shared.network.libp2p.yamux_stream import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=8 << 20)

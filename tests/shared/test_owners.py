@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.owners import people, standing, word_of
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.owners import people, standing, word_of
 
 A, B, C, D = (PeerId(name) for name in "ABCD")
 PEERS = st.sampled_from([A, B, C, D])

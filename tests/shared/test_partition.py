@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_shared.errors import CapacityError, ConfigurationError
-from swarm_shared.manifest import StageRange
-from swarm_shared.partition import (
+from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.stage_cut import (
     ModelProfile,
     PartProfile,
     plan_stages,

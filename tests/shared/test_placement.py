@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.errors import CapacityError
-from swarm_shared.messages import StageRow
-from swarm_shared.placement import covered, most_underserved_stage
-from swarm_shared.types import StageIndex
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.protocol import StageRow
+from swarm_shared.scheduling.placement import covered, most_underserved_stage
 
 LARGEST = sys.float_info.max
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_shared.placement import (
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.scheduling.placement import (
     Decision,
     MovePolicy,
     PeerLoad,
@@ -18,7 +19,6 @@ from swarm_shared.placement import (
     choose_moves,
     stage_rates,
 )
-from swarm_shared.types import PeerId, StageIndex
 
 FREE = MovePolicy(minimum_gain=0.0, rate_noise=0.0, margin=0.0)
 """Whatever helps is worth it."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from swarm_client.worker.sizes import stage_sizes as worker_sizes
-from swarm_shared.manifest import (
+from swarm_client.stage.protocol.slot_sizes import stage_sizes as worker_sizes
+from swarm_shared.model.llama import Stage
+from swarm_shared.run.manifest import (
     CodecsConfig,
     DataConfig,
     Manifest,
@@ -18,9 +19,8 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model.llama import Stage
-from swarm_shared.model_config import ModelConfig
-from swarm_shared.placement.sizes import stage_sizes
+from swarm_shared.run.model_config import ModelConfig
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 
 def manifest_of(

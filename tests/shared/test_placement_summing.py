@@ -9,8 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.placement import round_seconds, summing_weights
-from swarm_shared.placement.summing import LARGEST_WEIGHT, MOST_TIMES_EQUAL, UNSEEN_TIMES
+from swarm_shared.scheduling.placement import round_seconds, summing_weights
+from swarm_shared.scheduling.placement.reduce_shares import (
+    LARGEST_WEIGHT,
+    MOST_TIMES_EQUAL,
+    UNSEEN_TIMES,
+)
 
 MBIT = 125_000.0
 known_lines = st.floats(0.1 * MBIT, 1000 * MBIT)

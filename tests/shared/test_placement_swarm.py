@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from swarm_shared.placement import MovePolicy, PeerLoad, StageLoad, choose_swarm_moves
-from swarm_shared.types import PeerId, StageIndex
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.scheduling.placement import MovePolicy, PeerLoad, StageLoad, choose_swarm_moves
 
 STAGES = [StageLoad(StageIndex(i), 1.0, 10, 1) for i in range(3)]
 

@@ -11,12 +11,21 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared import probe as probe_module
-from swarm_shared.credentials import MembershipCertificate, check_certificate, sign_certificate
-from swarm_shared.endpoint import Endpoint
-from swarm_shared.errors import AdmissionError, FrameError, LinkClosed
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
+from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
+from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.identity.credentials import (
+    MembershipCertificate,
+    check_certificate,
+    sign_certificate,
+)
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import sign_visitor_pass
+from swarm_shared.network import FramedStream, Node, open_node
+from swarm_shared.probe import server as probe_module
+from swarm_shared.probe.client import VISITING_LIMITS, Probe, ProbeBusy, visit
+from swarm_shared.probe.server import ProbeLimits, Verdict, address_key, member_judge, serve_probe
+from swarm_shared.protocol import (
     DOCTOR_PROTOCOL,
     MAX_RATE_BYTES,
     RATE_CHUNK_BYTES,
@@ -31,11 +40,6 @@ from swarm_shared.messages import (
     encode,
     parse,
 )
-from swarm_shared.network import FramedStream, Node, open_node
-from swarm_shared.probe import ProbeLimits, Verdict, address_key, member_judge, serve_probe
-from swarm_shared.probe_client import VISITING_LIMITS, Probe, ProbeBusy, visit
-from swarm_shared.types import Generation, PeerId, RunId
-from swarm_shared.visitor_pass import sign_visitor_pass
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("ab" * 32)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.rate_limit import RateLimit
+from swarm_shared.base.rate_limit import RateLimit
 
 
 class Clock:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.routing import (
+from swarm_shared.base.types import PeerId
+from swarm_shared.scheduling.routing import (
     BAN_MAXIMUM_SECONDS,
     BAN_SECONDS,
     FORGET_SECONDS,
@@ -18,7 +19,6 @@ from swarm_shared.routing import (
     Observation,
     ShortestExpectedDelay,
 )
-from swarm_shared.types import PeerId
 
 A, B, C = PeerId("a"), PeerId("b"), PeerId("c")
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.manifest import OptimizerConfig
-from swarm_shared.schedule import clip_factor, learning_rate
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.manifest import OptimizerConfig
+from swarm_shared.run.schedule import clip_factor, learning_rate
 
 
 def config(warmup: int, ratio: float = 0.1) -> OptimizerConfig:

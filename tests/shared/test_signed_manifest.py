@@ -5,9 +5,15 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from swarm_shared.errors import FrameError, SignatureError
-from swarm_shared.identity import Identity
-from swarm_shared.manifest import (
+from swarm_shared.base.errors import FrameError, SignatureError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import (
+    MAX_MANIFEST_BYTES,
+    open_manifest,
+    run_id_of,
+    sign_manifest,
+)
+from swarm_shared.run.manifest import (
     CodecsConfig,
     DataConfig,
     LimitsConfig,
@@ -17,13 +23,7 @@ from swarm_shared.manifest import (
     StageRange,
     TrainingConfig,
 )
-from swarm_shared.model_config import preset
-from swarm_shared.signed_manifest import (
-    MAX_MANIFEST_BYTES,
-    open_manifest,
-    run_id_of,
-    sign_manifest,
-)
+from swarm_shared.run.model_config import preset
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 STRANGER = Identity.from_seed(b"s" * 32)

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.envelope import Envelope, make_unsigned, unmarshal_envelope
 
-from swarm_shared.errors import FrameError, SignatureError
-from swarm_shared.identity import Identity
-from swarm_shared.model_config import FrozenModel
-from swarm_shared.signing import (
+from swarm_shared.base.errors import FrameError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import (
     JSON_PAYLOAD_TYPE,
     MAX_ENVELOPE_BYTES,
     open_envelope,

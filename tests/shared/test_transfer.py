@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 import trio
 
-from swarm_shared import part_file
-from swarm_shared.credentials import MembershipCertificate, sign_certificate
-from swarm_shared.errors import NetworkError, StorageError
-from swarm_shared.identity import Identity
-from swarm_shared.messages import (
+from swarm_shared.base.errors import NetworkError, StorageError
+from swarm_shared.base.types import Generation, PeerId, RunId
+from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import FramedStream, Node, open_node
+from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
     ChunkAnswer,
     ChunkRequest,
@@ -28,16 +29,15 @@ from swarm_shared.messages import (
     parse,
     transfer_messages,
 )
-from swarm_shared.network import FramedStream, Node, open_node
-from swarm_shared.part_file import CHUNK_BYTES, PartFile
-from swarm_shared.transfer import (
+from swarm_shared.transfer import part_file
+from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
+from swarm_shared.transfer.transfer import (
     SERVING_LIMITS,
     Source,
     certificate_check,
     fetch,
     serve_transfers,
 )
-from swarm_shared.types import Generation, PeerId, RunId
 
 ORGANISER = Identity.from_seed(b"o" * 32)
 RUN = RunId("ab" * 32)

@@ -9,14 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_shared.tui.bars import bar, sparkline
-from swarm_shared.tui.ink import Ink, beside, cut, ends, fill, line, plain, width_of, wrapped
-from swarm_shared.tui.look import Look, ThemeName, look_of
-from swarm_shared.tui.plot import columns_plot, plot
-from swarm_shared.tui.stages import StageBar, stage_lines
-from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.themes import ascii_of
-from swarm_shared.tui.trace import Trace
-from swarm_shared.tui.words import (
+from swarm_shared.tui.formatting import (
     disk_text,
     duration,
     memory_text,
@@ -26,6 +19,23 @@ from swarm_shared.tui.words import (
     printable,
     short_number,
 )
+from swarm_shared.tui.plot import columns_plot, plot
+from swarm_shared.tui.stage_bars import StageBar, stage_lines
+from swarm_shared.tui.styled_text import (
+    Ink,
+    beside,
+    cut,
+    ends,
+    fill,
+    line,
+    plain,
+    width_of,
+    wrapped,
+)
+from swarm_shared.tui.table import Column, table
+from swarm_shared.tui.terminal_style import Look, ThemeName, look_of
+from swarm_shared.tui.themes import ascii_of
+from swarm_shared.tui.time_series import Trace
 
 UNICODE, ASCII = Look(), Look(unicode=False)
 LOOKS = st.sampled_from([UNICODE, ASCII])

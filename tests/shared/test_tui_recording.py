@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from swarm_shared.errors import DataError, StorageError, SwarmError, UsageError, VersionError
+from swarm_shared.base.errors import DataError, StorageError, SwarmError, UsageError, VersionError
 from swarm_shared.tui import recording
 from swarm_shared.tui.recording import LONGEST_WAIT_SECONDS, Recorder, Replay
 from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen

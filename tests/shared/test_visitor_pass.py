@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.credentials import (
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import Generation, RunId
+from swarm_shared.identity.credentials import (
     CLOCK_SKEW_SECONDS,
     MembershipCertificate,
     check_certificate,
     sign_certificate,
 )
-from swarm_shared.errors import AdmissionError
-from swarm_shared.identity import Identity
-from swarm_shared.types import Generation, RunId
-from swarm_shared.visitor_pass import PASS_SECONDS, check_visitor_pass, sign_visitor_pass
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.visitor_pass import PASS_SECONDS, check_visitor_pass, sign_visitor_pass
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))

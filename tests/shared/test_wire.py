@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.errors import FrameError
-from swarm_shared.wire import (
+from swarm_shared.base.errors import FrameError
+from swarm_shared.protocol.framing import (
     PREFIX_BYTES,
     Frame,
     FrameDecoder,

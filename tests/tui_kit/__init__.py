@@ -17,10 +17,10 @@ from typing import Any, Generic
 from rich.segment import Segment
 from textual.pilot import Pilot
 
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.app import ViewApp
-from swarm_shared.tui.look import Look, ThemeName
 from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.terminal_style import Look, ThemeName
 
 _MOST_ROUNDS = 50
 START = 1_790_000_000.0

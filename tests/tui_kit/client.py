@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm_client.control.documents import (
+from swarm_client.control.status_document import (
     ContributionView,
     DeviceView,
     LeaderboardRow,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swarm_coordinator.tui.document import RunDocument, parse
+from swarm_coordinator.status.document import RunDocument, parse
 from tui_kit import START
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 2}" for name in ("anna", "bert", "carl", "self"))

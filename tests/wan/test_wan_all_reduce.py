@@ -12,7 +12,7 @@ from benchmarks.wan.averaging import (
     step_seconds,
 )
 from benchmarks.wan.mixes import Link
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 
 
 def reduced(step: int, begin: float, end: float) -> list[Any]:

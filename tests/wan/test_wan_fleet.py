@@ -13,7 +13,7 @@ from benchmarks.wan.fleet import (
     pipeline_bound,
 )
 from benchmarks.wan.mixes import Link, Mix, Peer
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 
 FAST = Link(up_mbit=1000, down_mbit=1000)
 SIZES = Sizes(

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.wan.kept import added, kept_mixes
 from benchmarks.wan.page import times
-from swarm_shared.errors import UsageError
+from swarm_shared.base.errors import UsageError
 
 
 def result(**changes: Any) -> dict[str, Any]:

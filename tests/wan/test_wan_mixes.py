@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.wan.mixes import read_mixes
-from swarm_shared.errors import ConfigurationError
+from swarm_shared.base.errors import ConfigurationError
 
 LINK = "[links.slow]\nup_mbit = 1\ndown_mbit = 2\nrtt_ms = 40\njitter_ms = 5\n[mixes]\n"
 

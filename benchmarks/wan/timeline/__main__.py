@@ -25,8 +25,8 @@ from benchmarks.wan.templates import CHANGES, PRESET, Templates
 from benchmarks.wan.timeline.account import Event, by_stage, machine_account, travels
 from benchmarks.wan.timeline.page import timeline_markdown
 from network_lab import LabError
-from swarm_shared.codecs.sizes import ActivationCodec
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.codec_sizes import ActivationCodec
 
 RESULT = Path(__file__).parents[2] / "results" / "wan-timeline.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")

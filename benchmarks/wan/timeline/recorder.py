@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.inside import run_inside, wrapped
-from swarm_client.averager import GroupAverager
-from swarm_client.engine.downstream import Downstream, Parcel
-from swarm_client.engine.holding import Holding
-from swarm_client.worker.client import StageWorker
-from swarm_client.worker.output import Output
+from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.stage.handle.slots import Output
+from swarm_client.stage.handle.worker_handle import StageWorker
+from swarm_client.volunteer.gradient_averager import GroupAverager
 
 Method = Callable[..., Awaitable[Any]]
 

@@ -18,8 +18,8 @@ from swarm_client.control.messages import (
     Refusal,
     error_of,
 )
-from swarm_shared.errors import DaemonError, VersionError
-from swarm_shared.local_socket import LocalConnection, connect
+from swarm_shared.base.errors import DaemonError, VersionError
+from swarm_shared.base.local_socket import LocalConnection, connect
 
 ANSWER_SECONDS = 15.0
 """Answers take milliseconds; a machine that swaps may need seconds."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from swarm_client.control.documents import MachineView
-from swarm_shared.clock import Clock, monotonic
+from swarm_client.control.status_document import MachineView
+from swarm_shared.base.clock import Clock, monotonic
 
 DISK_SECONDS = 60.0
 """Between two looks at what the home takes: it may hold thousands of files."""

@@ -12,11 +12,11 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from swarm_client.control.documents import KnownRun
 from swarm_client.control.messages import JoinArguments, first_fault
-from swarm_shared.atomic_file import PRIVATE_MODE, write_atomically
-from swarm_shared.errors import StorageError, UsageError
-from swarm_shared.model_config import FrozenModel
+from swarm_client.control.status_document import KnownRun
+from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
 
 FORMAT = 1
 MAX_BYTES = 2**20

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from swarm_client.control.documents import API_VERSION
-from swarm_shared import errors
-from swarm_shared.errors import SwarmError, UsageError
-from swarm_shared.model_config import FrozenModel
+from swarm_client.control.status_document import API_VERSION
+from swarm_shared.base import errors
+from swarm_shared.base.errors import SwarmError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
 
 MAX_ANSWER_BYTES = 4 * 2**20
 """A status with a large run's peers; a question has at most 64 KiB."""
@@ -33,7 +33,7 @@ class Problem(FrozenModel):
     """Why something was not done, for people and for programs."""
 
     code: str
-    """Like `AdmissionError`: a name of swarm_shared.errors."""
+    """Like `AdmissionError`: a name of swarm_shared.base.errors."""
     seen: str
     needed: str = ""
     mend: str = ""

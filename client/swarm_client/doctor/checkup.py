@@ -17,18 +17,18 @@ from pathlib import Path
 import psutil
 import trio
 
-from swarm_client.device import Device
-from swarm_client.doctor import coordinator, lines, machine, reaching
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.doctor import coordinator, lines, machine, reachability
 from swarm_client.doctor.report import NETWORK_CHECKS, Report, Results, warning
-from swarm_client.home import Home
-from swarm_client.port_mapping import PortMapper
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import SwarmError
-from swarm_shared.identity import Identity
-from swarm_shared.invite import Invite
-from swarm_shared.messages import DoctorWelcome
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
-from swarm_shared.probe_client import Probe
+from swarm_shared.probe.client import Probe
+from swarm_shared.protocol import DoctorWelcome
 
 logger = logging.getLogger(__name__)
 
@@ -180,4 +180,4 @@ class Checkup:
                     )
 
     async def look_at_reachability(self, invite: Invite, port: int | None) -> None:
-        self.results.put(await reaching.check_reachability(invite, port, PortMapper()))
+        self.results.put(await reachability.check_reachability(invite, port, PortMapper()))

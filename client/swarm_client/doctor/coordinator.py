@@ -1,7 +1,7 @@
 """The checks of the invite and of the coordinator that it names: there, itself, willing.
 
 From the cheapest to the dearest: the invite's text, TCP, Noise with the right peer, a visit
-(`swarm_shared.probe_client`). What a visit measures is in `lines`.
+(`swarm_shared.probe.client`). What a visit measures is in `lines`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import psutil
 import trio
 
 from swarm_client.doctor.report import Check, Results, ok, problem, skipped, warning
-from swarm_shared.endpoint import Endpoint
-from swarm_shared.errors import (
+from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.errors import (
     AdmissionError,
     InviteError,
     NetworkError,
@@ -24,11 +24,11 @@ from swarm_shared.errors import (
     SwarmError,
     VersionError,
 )
-from swarm_shared.invite import Invite
-from swarm_shared.messages import SOFTWARE_VERSION, DoctorHello, DoctorWelcome
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
-from swarm_shared.probe_client import Probe, ProbeBusy, visit
-from swarm_shared.types import PeerId
+from swarm_shared.probe.client import Probe, ProbeBusy, visit
+from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, DoctorWelcome
 
 logger = logging.getLogger(__name__)
 

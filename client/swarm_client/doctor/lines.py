@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import trio
 
 from swarm_client.doctor.report import Check, Detail, Results, ok, problem, skipped, warning
-from swarm_shared.clock import Clock
-from swarm_shared.credentials import CLOCK_SKEW_SECONDS
-from swarm_shared.errors import AdmissionError, NetworkError, SwarmError
-from swarm_shared.messages import DoctorHello, DoctorWelcome, Neighbour
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import AdmissionError, NetworkError, SwarmError
+from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.network import Node
-from swarm_shared.probe_client import EchoTimes, Probe, visit
+from swarm_shared.probe.client import EchoTimes, Probe, visit
+from swarm_shared.protocol import DoctorHello, DoctorWelcome, Neighbour
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,19 @@ from typing import Any
 
 import trio
 
-from swarm_client.averaging.options import AveragingOptions
-from swarm_client.averaging.supervisor import AveragingWorker
-from swarm_client.device import Device, choose_device
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.doctor.report import Check, Detail, ok, problem, skipped, warning
-from swarm_client.home import Home
-from swarm_shared.errors import (
+from swarm_client.machine.devices import Device, choose_device
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import (
     CapacityError,
     ConfigurationError,
     StorageError,
     SwarmError,
     UsageError,
 )
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 
 OLDEST_PYTHON = (3, 11)
 TORCH_SERIES = "2.13."

@@ -2,7 +2,7 @@
 
 The exit code is 0 when nothing is a problem (warnings are none), otherwise that of the first
 problem in the order of CHECKS, which is the order of causes: a damaged invite comes before the
-coordinator that cannot be reached with it. The codes are those of `swarm_shared.errors`:
+coordinator that cannot be reached with it. The codes are those of `swarm_shared.base.errors`:
 
     1   Python or torch does not work here         8   the network or the coordinator
     2   the words of the command                   9   the run refuses, or the clock is wrong
@@ -21,9 +21,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from swarm_shared.errors import SwarmError
-from swarm_shared.messages import SOFTWARE_VERSION
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.protocol import SOFTWARE_VERSION
 
 DOCUMENT_VERSION = 1
 """Grows when a field changes its meaning or goes; new fields and new checks do not count."""

@@ -17,30 +17,30 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.control.documents import (
+from swarm_client.control.status_document import (
     DeviceView,
     MachineView,
     Status,
     SuspendReason,
     TrafficView,
 )
-from swarm_client.control.word import together
-from swarm_client.device import Device
-from swarm_client.governor.binding import ProcessBinding
-from swarm_client.governor.disk import make_room, missing_bytes
-from swarm_client.governor.ledger import TransferLedger
-from swarm_client.governor.offer import most_memory
+from swarm_client.control.status_sentence import together
+from swarm_client.control.suspension import Suspendable, Suspension
+from swarm_client.governor.device_offer import most_memory
+from swarm_client.governor.disk_space import make_room, missing_bytes
 from swarm_client.governor.policy import GIB, Limits, Memory, Moment, Verdict, decide, gpu_index
 from swarm_client.governor.probes.all import MachineProbes
-from swarm_client.governor.readings import Readings
-from swarm_client.holder import WorkerLimits
-from swarm_client.home import Home
+from swarm_client.governor.probes.readings import Readings
+from swarm_client.governor.process_limits import ProcessBinding
+from swarm_client.governor.transfer_quota import TransferLedger
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.file import spell
-from swarm_client.suspension import Suspendable, Suspension
-from swarm_shared.errors import StorageError, SwarmError
+from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
-from swarm_shared.types import RunId
 
 LOOK_SECONDS = 0.5
 """Somebody who comes back to the machine has it again within two seconds: this, and the grace that

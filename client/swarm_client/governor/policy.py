@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, tzinfo
 
-from swarm_client.control.documents import SuspendReason
+from swarm_client.control.status_document import SuspendReason
 from swarm_client.governor.hysteresis import NOBODY, OFF, Band, Presence, Switch
-from swarm_client.governor.readings import Readings
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import GpuPreferences, Preferences
 
 GIB = 2**30

@@ -25,8 +25,8 @@ from swarm_client.preferences.layers import (
     read_file,
 )
 from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences, Preferences
-from swarm_shared.atomic_file import PRIVATE_MODE, write_atomically
-from swarm_shared.errors import StorageError
+from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
+from swarm_shared.base.errors import StorageError
 
 _HEAD = f"""\
 # What swarmtrain may use of this machine, and when.

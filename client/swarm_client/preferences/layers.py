@@ -17,10 +17,10 @@ import platformdirs
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from swarm_client.home import Home
+from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
-from swarm_shared.complaints import complaint, nearest
-from swarm_shared.errors import ConfigurationError, StorageError, VersionError
+from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
+from swarm_shared.base.settings_errors import complaint, nearest
 
 FILE_NAME = "preferences.toml"
 ENVIRONMENT_PREFIX = "SWARM_"

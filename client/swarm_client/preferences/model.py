@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from swarm_client.preferences.hours import WEEKDAYS, Hours, parse_window
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.base.frozen_model import FrozenModel
 
 VERSION = 1
 """Of the file. A newer one is refused: it may restrict what this program would then use."""

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_shared.atomic_file import PUBLIC_MODE, storage_error, write_atomically
-from swarm_shared.errors import DaemonError, StorageError
+from swarm_shared.base.atomic_file import PUBLIC_MODE, storage_error, write_atomically
+from swarm_shared.base.errors import DaemonError, StorageError
 
 COMMAND_SECONDS = 150.0
 """A service manager answers when the service has started or ended; both may take a minute."""

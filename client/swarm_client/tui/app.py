@@ -11,23 +11,23 @@ from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from swarm_client.control.states import SuspendReason, Word
+from swarm_client.control.reasons import SuspendReason, Word
 from swarm_client.tui.contribution import contribution, leaderboard
 from swarm_client.tui.logs import LogPane
 from swarm_client.tui.model import Model
 from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
-from swarm_shared.tui.ink import EMPTY, Line, line
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.formatting import clock_text, printable
 from swarm_shared.tui.source import Event, Logged, Seen, Source
-from swarm_shared.tui.words import clock_text, printable
+from swarm_shared.tui.styled_text import EMPTY, Line, line
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import Status
+    from swarm_client.control.status_document import Status
     from swarm_shared.tui.recording import Recorder
 
     _View = ViewApp[Status]

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from swarm_client.commands.base import home_option, socket_of
+from swarm_client.cli.options import home_option, socket_of
 from swarm_shared.tui.command import open_view, view_options
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import Status
+    from swarm_client.control.status_document import Status
 
 PROGRAM = "swarm-client top"
 
@@ -39,6 +39,6 @@ def top(home: Path | None, record: Path | None, replay: Path | None, unicode: bo
 
 
 def _status() -> type[Status]:
-    from swarm_client.control.documents import Status
+    from swarm_client.control.status_document import Status
 
     return Status

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import Model
 from swarm_shared.tui.bars import bar
-from swarm_shared.tui.ink import EMPTY, Line, heading, line, wrapped
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.formatting import counted, number, percent, printable, short_number
 from swarm_shared.tui.plot import columns_plot
+from swarm_shared.tui.styled_text import EMPTY, Line, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.words import counted, number, percent, printable, short_number
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import LeaderboardRow, Status
+    from swarm_client.control.status_document import LeaderboardRow, Status
 
 _EXPLAINED = (
     "Counted is what is part of an applied step: tokens times the share of the model's work that "

@@ -10,10 +10,10 @@ from textual.message import Message
 from textual.widgets import Input
 
 from swarm_client.tui.model import Model
-from swarm_shared.tui.ink import Line, Role, line
+from swarm_shared.tui.formatting import clock_text, printable
 from swarm_shared.tui.source import LogEntry
+from swarm_shared.tui.styled_text import Line, Role, line
 from swarm_shared.tui.widgets import Block, Pane
-from swarm_shared.tui.words import clock_text, printable
 
 LEVELS = ("all", "event", "info", "warning", "error")
 """What `l` turns through. `event` are the lines that `join` prints; the others are and above."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from swarm_shared.tui.look import Look
 from swarm_shared.tui.source import LogEntry
-from swarm_shared.tui.trace import Trace
+from swarm_shared.tui.terminal_style import Look
+from swarm_shared.tui.time_series import Trace
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import DeviceView, StageView, Status
+    from swarm_client.control.status_document import DeviceView, StageView, Status
 
 MAX_LOG_ENTRIES = 5000
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_client.control.states import Word
+from swarm_client.control.reasons import Word
 from swarm_client.tui.model import Model, seconds_left, share_of_run, share_of_stage
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
-from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line
-from swarm_shared.tui.look import Look
-from swarm_shared.tui.plot import plot
-from swarm_shared.tui.words import (
+from swarm_shared.tui.formatting import (
     NOTHING,
     counted,
     disk_text,
@@ -22,9 +19,12 @@ from swarm_shared.tui.words import (
     rate_text,
     short_number,
 )
+from swarm_shared.tui.plot import plot
+from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import DeviceView, Status
+    from swarm_client.control.status_document import DeviceView, Status
 
 TWO_COLUMNS = 116
 """From this width on, two blocks stand side by side."""

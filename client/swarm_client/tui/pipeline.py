@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import Model
 from swarm_shared.tui.bars import sparkline
-from swarm_shared.tui.ink import EMPTY, Line, Role, heading, line, wrapped
-from swarm_shared.tui.look import Look
-from swarm_shared.tui.stages import StageBar, stage_lines
+from swarm_shared.tui.formatting import milliseconds, number, peer_text, printable, rate_text
+from swarm_shared.tui.stage_bars import StageBar, stage_lines
+from swarm_shared.tui.styled_text import EMPTY, Line, Role, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.words import milliseconds, number, peer_text, printable, rate_text
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import PeerView, Status
+    from swarm_client.control.status_document import PeerView, Status
 
 PATH_ROLES: dict[str, Role] = {
     "direct": "good", "punched": "good", "relayed": "warn", "own": "strong",

@@ -17,11 +17,11 @@ from textual.message import Message
 from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
-from swarm_shared.errors import ProtocolError
-from swarm_shared.tui.ink import Line, line, wrapped
-from swarm_shared.tui.look import Look
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.tui.formatting import printable
+from swarm_shared.tui.styled_text import Line, line, wrapped
+from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.widgets import Block
-from swarm_shared.tui.words import printable
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarm_shared.clock import Clock, wall
-from swarm_shared.errors import ProtocolError, SwarmError, VersionError
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import ProtocolError, SwarmError, VersionError
 from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen
 
 if TYPE_CHECKING:
-    from swarm_client.control.documents import Status
+    from swarm_client.control.status_document import Status
 
 TRY_AGAIN_SECONDS = 1.0
 MAX_WAITING_EVENTS = 64
@@ -81,7 +81,7 @@ class SocketSource:
         from pydantic import ValidationError
 
         from swarm_client.control.client import stream
-        from swarm_client.control.documents import Status
+        from swarm_client.control.status_document import Status
 
         while True:
             try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
-from swarm_shared.messages import AssignStage
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import AssignStage
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm_coordinator.simulator.agenda import Action
-from swarm_shared.credentials import Receipt
-from swarm_shared.routing import Observation, ShortestExpectedDelay
-from swarm_shared.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_coordinator.simulator.event_heap import Action
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
 BUSY_PAUSE_SECONDS = 0.05
 STEP_PAUSE_SECONDS = 0.1

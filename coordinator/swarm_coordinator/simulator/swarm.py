@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
     CheckpointFailed,
@@ -31,18 +31,18 @@ from swarm_coordinator.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.moving import RebalancingSettings
-from swarm_coordinator.peer_table import PeerState
-from swarm_coordinator.simulator.agenda import Agenda
+from swarm_coordinator.core.state.moves import RebalancingSettings
+from swarm_coordinator.core.state.peers import PeerState
+from swarm_coordinator.core.transition import begin, transition
+from swarm_coordinator.simulator.all_reduce_time import Rounds
 from swarm_coordinator.simulator.downloads import Downloads
-from swarm_coordinator.simulator.hardware import MEGABIT_BYTES, Hardware
-from swarm_coordinator.simulator.meter import Meter
-from swarm_coordinator.simulator.rounds import Rounds
+from swarm_coordinator.simulator.efficiency import Meter
+from swarm_coordinator.simulator.event_heap import Agenda
+from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
 from swarm_coordinator.simulator.trace import Change
 from swarm_coordinator.simulator.volunteer import Volunteer
-from swarm_coordinator.transition import begin, transition
-from swarm_shared.manifest import Manifest
-from swarm_shared.messages import (
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
     AbortRound,
     Apply,
     AssignStage,
@@ -57,8 +57,8 @@ from swarm_shared.messages import (
     SaveSnapshot,
     Welcome,
 )
-from swarm_shared.placement.sizes import stage_sizes
-from swarm_shared.types import PeerId, StageIndex, Version
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 COORDINATOR = PeerId("the coordinator")
 HEARD_SECONDS = 2.0

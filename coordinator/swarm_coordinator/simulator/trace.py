@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import DataError
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import DataError
 
 HEADER = "swarmtrain-trace 1"
 Kind = Literal["join", "leave", "crash"]

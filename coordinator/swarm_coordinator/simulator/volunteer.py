@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.events import (
+from swarm_coordinator.core.events import (
     Beat,
     Event,
     HeartbeatsHeard,
@@ -17,9 +17,10 @@ from swarm_coordinator.events import (
     PeerAttached,
     Session,
 )
-from swarm_coordinator.simulator.hardware import Hardware
-from swarm_shared.errors import CapacityError
-from swarm_shared.messages import (
+from swarm_coordinator.simulator.fleet import Hardware
+from swarm_shared.base.errors import CapacityError
+from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
+from swarm_shared.protocol import (
     AssignStage,
     ClientMessage,
     Heartbeat,
@@ -31,8 +32,7 @@ from swarm_shared.messages import (
     StageRequest,
     Welcome,
 )
-from swarm_shared.placement import most_underserved_stage
-from swarm_shared.types import PeerId, RunId, StageIndex, Version
+from swarm_shared.scheduling.placement import most_underserved_stage
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm

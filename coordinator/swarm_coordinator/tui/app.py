@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
-from swarm_coordinator.tui.document import RunDocument, health
+from swarm_coordinator.status.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.ink import EMPTY, Line, Role, line
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.formatting import printable
 from swarm_shared.tui.source import Event, Seen, Source
-from swarm_shared.tui.words import printable
+from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
+from swarm_shared.tui.terminal_style import Look
 
 if TYPE_CHECKING:
     from swarm_shared.tui.recording import Recorder

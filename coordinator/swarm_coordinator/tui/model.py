@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from swarm_coordinator.tui.document import RunDocument
-from swarm_shared.tui.look import Look
-from swarm_shared.tui.trace import Trace
+from swarm_coordinator.status.document import RunDocument
+from swarm_shared.tui.terminal_style import Look
+from swarm_shared.tui.time_series import Trace
 
 _PACE_STEPS = 20
 """The time left follows so many steps, as a run changes its pace when volunteers come and go."""

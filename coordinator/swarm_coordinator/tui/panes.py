@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.tui.document import PeerRow, RunDocument, holders
+from swarm_coordinator.status.document import PeerRow, RunDocument, holders
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.tui.bars import bar, sparkline
-from swarm_shared.tui.ink import EMPTY, Line, Role, beside, heading, joined, line, wrapped
-from swarm_shared.tui.look import Look
-from swarm_shared.tui.plot import plot
-from swarm_shared.tui.stages import StageBar, stage_lines
-from swarm_shared.tui.table import Column, table
-from swarm_shared.tui.words import (
+from swarm_shared.tui.formatting import (
     NOTHING,
     clock_text,
     counted,
@@ -26,6 +21,11 @@ from swarm_shared.tui.words import (
     rate_text,
     short_number,
 )
+from swarm_shared.tui.plot import plot
+from swarm_shared.tui.stage_bars import StageBar, stage_lines
+from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line, wrapped
+from swarm_shared.tui.table import Column, table
+from swarm_shared.tui.terminal_style import Look
 
 _NAME = 14
 _BAR = 20

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
 from swarm_shared.codecs.tensors import round_trip
+from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 
 
 class _Border(torch.autograd.Function):

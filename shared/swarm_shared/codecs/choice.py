@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from swarm_shared.codecs.sizes import ActivationCodec, GradientCodec
-from swarm_shared.model_config import FrozenModel
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 
 MEGABIT_BYTES = 1e6 / 8
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm_shared.errors import ProtocolError
+from swarm_shared.base.errors import ProtocolError
 
 
 class CodecError(ProtocolError):

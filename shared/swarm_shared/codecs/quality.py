@@ -11,8 +11,8 @@ from importlib.resources import files
 
 from pydantic import Field
 
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.codecs.choice import Pair
-from swarm_shared.model_config import FrozenModel
 
 FILE_NAME = "quality.json"
 

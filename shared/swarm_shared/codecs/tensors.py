@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swarm_shared.codecs import narrow, scaled, sparse
+from swarm_shared.codecs import block_quantised, half_precision, top_k
 from swarm_shared.codecs.errors import CodecError
-from swarm_shared.codecs.sizes import CodecName, encoded_bytes, payload_bytes
-from swarm_shared.model_config import ComputeDtype
+from swarm_shared.run.codec_sizes import CodecName, encoded_bytes, payload_bytes
+from swarm_shared.run.model_config import ComputeDtype
 
 Buffer = memoryview | bytearray | bytes
 
@@ -42,17 +42,17 @@ def encode(codec: CodecName, tensor: Tensor, out: memoryview) -> int:
     target = whole[:filled]
     match codec:
         case "none":
-            narrow.encode_same(values_N, target)
+            half_precision.encode_same(values_N, target)
         case "bfloat16":
-            narrow.encode_bfloat16(values_N, target)
+            half_precision.encode_bfloat16(values_N, target)
         case "float16":
-            narrow.encode_float16(values_N, target)
+            half_precision.encode_float16(values_N, target)
         case "int8":
-            scaled.encode_scaled(values_N, target, scaled.INT8)
+            block_quantised.encode_scaled(values_N, target, block_quantised.INT8)
         case "int4":
-            scaled.encode_scaled(values_N, target, scaled.INT4)
+            block_quantised.encode_scaled(values_N, target, block_quantised.INT4)
         case "topk":
-            sparse.encode_sparse(values_N, target)
+            top_k.encode_sparse(values_N, target)
     return nbytes
 
 
@@ -85,17 +85,17 @@ def round_trip(codec: CodecName, tensor: Tensor) -> Tensor:
 def _decoded(codec: CodecName, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     match codec:
         case "none":
-            return narrow.decode_same(data, dtype)
+            return half_precision.decode_same(data, dtype)
         case "bfloat16":
-            return narrow.decode_bfloat16(data, dtype)
+            return half_precision.decode_bfloat16(data, dtype)
         case "float16":
-            return narrow.decode_float16(data, dtype)
+            return half_precision.decode_float16(data, dtype)
         case "int8":
-            return scaled.decode_scaled(data, count, scaled.INT8).to(dtype)
+            return block_quantised.decode_scaled(data, count, block_quantised.INT8).to(dtype)
         case "int4":
-            return scaled.decode_scaled(data, count, scaled.INT4).to(dtype)
+            return block_quantised.decode_scaled(data, count, block_quantised.INT4).to(dtype)
         case "topk":
-            return sparse.decode_sparse(data, count).to(dtype)
+            return top_k.decode_sparse(data, count).to(dtype)
 
 
 def _bytes_tensor(data: Buffer) -> Tensor:

@@ -18,9 +18,9 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from swarm_shared.base.errors import DataError, ProtocolError
 from swarm_shared.data.shards import Split, TokenStream, slots_in
-from swarm_shared.errors import DataError, ProtocolError
-from swarm_shared.manifest import DataConfig, Manifest
+from swarm_shared.run.manifest import DataConfig, Manifest
 
 Int64 = npt.NDArray[np.int64]
 Uint64 = npt.NDArray[np.uint64]

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from swarm_shared.atomic_file import atomic_file
-from swarm_shared.errors import DataError
-from swarm_shared.manifest import DataConfig, ShardInfo
+from swarm_shared.base.atomic_file import atomic_file
+from swarm_shared.base.errors import DataError
+from swarm_shared.run.manifest import DataConfig, ShardInfo
 
 Split = Literal["train", "heldout"]
 TokenBytes = Literal[1, 2, 4]

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from swarm_shared.atomic_file import write_atomically
-from swarm_shared.errors import ConfigurationError, DataError
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import ConfigurationError, DataError
 
 TokenIds = npt.NDArray[np.uint32]
 

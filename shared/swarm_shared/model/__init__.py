@@ -1,10 +1,11 @@
 """The trained model, its optimizer and its state: the one place, with the tensor codecs, that
-imports torch. `swarm_shared.schedule` and `swarm_shared.partition` hold what needs no torch.
+imports torch. `swarm_shared.run.schedule` and `swarm_shared.run.stage_cut` hold what needs no
+torch.
 """
 
 from __future__ import annotations
 
-from swarm_shared.model.gradients import (
+from swarm_shared.model.flat_gradients import (
     FlatLayout,
     bind_gradients,
     copy_gradients_to,

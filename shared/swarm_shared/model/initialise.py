@@ -21,8 +21,8 @@ from statistics import NormalDist
 import numpy as np
 import torch
 
-from swarm_shared.manifest import Manifest, StageRange
 from swarm_shared.model.llama import Stage
+from swarm_shared.run.manifest import Manifest, StageRange
 
 STANDARD_DEVIATION = 0.02
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight")

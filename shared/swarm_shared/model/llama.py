@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own convention)
 from torch import Tensor, nn
 
-from swarm_shared.errors import ProtocolError
-from swarm_shared.manifest import StageRange
-from swarm_shared.model_config import ComputeDtype, ModelConfig
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig
 
 EMBEDDING_NAME = "model.embed_tokens.weight"
 HEAD_NAME = "lm_head.weight"

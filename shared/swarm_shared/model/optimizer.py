@@ -1,7 +1,7 @@
 """The optimizer step and the fingerprint of its result.
 
 Owns AdamW (Loshchilov & Hutter, arXiv 1711.05101) as the manifest configures it, and the digest
-by which replicas are compared. The rate and the clip factor come from `swarm_shared.schedule`.
+by which replicas are compared. The rate and the clip factor come from `swarm_shared.run.schedule`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from swarm_shared.manifest import OptimizerConfig
-from swarm_shared.model.gradients import FlatLayout, ordered_sum_of_squares
+from swarm_shared.model.flat_gradients import FlatLayout, ordered_sum_of_squares
 from swarm_shared.model.llama import Stage
+from swarm_shared.run.manifest import OptimizerConfig
 
 _WINDOW_ELEMENTS = 1 << 18
 _GOLDEN = -7046029254386353131

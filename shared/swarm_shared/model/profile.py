@@ -1,6 +1,6 @@
 """What a model's parts cost, found without a device.
 
-Owns the measuring that fills `swarm_shared.partition.ModelProfile`: FLOPs are counted by
+Owns the measuring that fills `swarm_shared.run.stage_cut.ModelProfile`: FLOPs are counted by
 FlopCounterMode on the meta device, saved activations by asking autograd what it keeps under
 FakeTensorMode, which picks the kernels of a real device but allocates nothing. FLOPs of causal
 attention are counted in full, as the field does.
@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from swarm_shared.manifest import StageRange
 from swarm_shared.model.llama import TORCH_DTYPES, Stage
-from swarm_shared.model_config import ComputeDtype, ModelConfig
-from swarm_shared.partition import ModelProfile, PartProfile
+from swarm_shared.run.manifest import StageRange
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+from swarm_shared.run.stage_cut import ModelProfile, PartProfile
 
 
 def profile_layers(

@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from swarm_shared.atomic_file import atomic_file
-from swarm_shared.errors import ProtocolError, StorageError
+from swarm_shared.base.atomic_file import atomic_file
+from swarm_shared.base.errors import ProtocolError, StorageError
 from swarm_shared.model.llama import Stage
 from swarm_shared.model.optimizer import AdamW
 

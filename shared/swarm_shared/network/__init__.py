@@ -9,14 +9,14 @@
 Nothing outside this package imports libp2p, and nothing of libp2p's leaves it.
 """
 
-from swarm_shared.network.bandwidth import Bandwidth
+from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.inbound import Handler
+from swarm_shared.network.libp2p.bandwidth import Bandwidth
+from swarm_shared.network.nat.relay_server import RelayLimits
 from swarm_shared.network.node import Node
 from swarm_shared.network.opening import open_node
-from swarm_shared.network.relay_server import RelayLimits
-from swarm_shared.network.stream import FramedStream
 from swarm_shared.network.traffic import LinkTraffic
-from swarm_shared.wire import Frame, FrameLimits
+from swarm_shared.protocol.framing import Frame, FrameLimits
 
 __all__ = [
     "Bandwidth",

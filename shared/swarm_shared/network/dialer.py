@@ -14,14 +14,19 @@ import trio
 from libp2p.peer.id import ID
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import LinkTimeout, NetworkError, ProtocolError
-from swarm_shared.network.errors import dial_errors
-from swarm_shared.network.hole_punch import HolePuncher
-from swarm_shared.network.host import NodeSwarm
+from swarm_shared.base.errors import LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.addresses.dial_order import (
+    Circuit,
+    Interfaces,
+    circuits,
+    direct_addresses,
+)
+from swarm_shared.network.libp2p.errors import dial_errors
+from swarm_shared.network.libp2p.host import NodeSwarm
 from swarm_shared.network.links import Links
-from swarm_shared.network.reach import Circuit, Interfaces, circuits, direct_addresses
-from swarm_shared.network.relay_client import RelayClient
-from swarm_shared.types import PeerId
+from swarm_shared.network.nat.hole_punch import HolePuncher
+from swarm_shared.network.nat.relay_client import RelayClient
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
-from swarm_shared.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
-from swarm_shared.network.errors import summary
-from swarm_shared.network.stream import FramedStream
+from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.framed_stream import FramedStream
+from swarm_shared.network.libp2p.errors import summary
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
 from swarm_shared.network.traffic import TrafficCounter
-from swarm_shared.network.yamux_stream import YamuxStream
-from swarm_shared.types import PeerId
-from swarm_shared.wire import FrameLimits
+from swarm_shared.protocol.framing import FrameLimits
 
 logger = logging.getLogger(__name__)
 

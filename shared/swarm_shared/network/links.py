@@ -11,10 +11,10 @@ import trio
 from libp2p.network.connection.swarm_connection import SwarmConn
 from libp2p.peer.id import ID
 
-from swarm_shared.messages import LinkPath, PathKind
-from swarm_shared.network.host import NodeSwarm
-from swarm_shared.network.yamux import YamuxConnection
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.libp2p.yamux import YamuxConnection
+from swarm_shared.protocol import LinkPath, PathKind
 
 logger = logging.getLogger(__name__)
 

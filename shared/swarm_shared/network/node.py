@@ -16,31 +16,31 @@ from libp2p.peer.id import ID
 from libp2p.tools.anyio_service.trio_manager import TrioManager
 from multiaddr import Multiaddr
 
-from swarm_shared.errors import FrameError, NetworkError
-from swarm_shared.identity import Identity, public_key_of
-from swarm_shared.messages import LinkBytes, LinkPath
-from swarm_shared.network.bandwidth import Bandwidth
-from swarm_shared.network.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
+from swarm_shared.base.errors import FrameError, NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import Identity, public_key_of
+from swarm_shared.network.change_watch import NetworkWatch
 from swarm_shared.network.dialer import Dialer
-from swarm_shared.network.errors import dial_errors, summary
-from swarm_shared.network.hole_punch import DCUTR_PROTOCOL, HolePuncher
-from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
-from swarm_shared.network.identify import IDENTIFY_PROTOCOL, read_observed
-from swarm_shared.network.identify import answer as answer_identify
+from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.inbound import Handler, Inbound, RawHandler
+from swarm_shared.network.keepalive import Upkeep
+from swarm_shared.network.libp2p.bandwidth import Bandwidth
+from swarm_shared.network.libp2p.errors import dial_errors, summary
+from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
+from swarm_shared.network.libp2p.tcp import check_ports_are_free
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
 from swarm_shared.network.links import Links, muxer_of
+from swarm_shared.network.nat.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
+from swarm_shared.network.nat.hole_punch import DCUTR_PROTOCOL, HolePuncher
+from swarm_shared.network.nat.identify import IDENTIFY_PROTOCOL, read_observed
+from swarm_shared.network.nat.identify import answer as answer_identify
+from swarm_shared.network.nat.relay_client import RelayClient
+from swarm_shared.network.nat.relay_server import RelayLimits, RelayServer
 from swarm_shared.network.outbound import StreamOpener
 from swarm_shared.network.own_addresses import OwnAddresses
-from swarm_shared.network.relay_client import RelayClient
-from swarm_shared.network.relay_server import RelayLimits, RelayServer
-from swarm_shared.network.stream import FramedStream
-from swarm_shared.network.tcp import check_ports_are_free
 from swarm_shared.network.traffic import LinkTraffic
-from swarm_shared.network.upkeep import Upkeep
-from swarm_shared.network.watch import NetworkWatch
-from swarm_shared.network.yamux_stream import YamuxStream
-from swarm_shared.types import PeerId
-from swarm_shared.wire import FrameLimits
+from swarm_shared.protocol import LinkBytes, LinkPath
+from swarm_shared.protocol.framing import FrameLimits
 
 logger = logging.getLogger(__name__)
 

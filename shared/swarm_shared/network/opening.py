@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from swarm_shared.identity import Identity
-from swarm_shared.network.bandwidth import Bandwidth
-from swarm_shared.network.host import MAX_CONNECTIONS_PER_ADDRESS
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network.libp2p.bandwidth import Bandwidth
+from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS
 from swarm_shared.network.node import Node
 
 CLOSE_SECONDS = 2.0

@@ -9,11 +9,11 @@ from libp2p.network.stream.net_stream import NetStream
 from libp2p.protocol_muxer.multiselect_client import MULTISELECT_PROTOCOL_ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
-from swarm_shared.errors import NetworkError
-from swarm_shared.network.errors import dial_errors
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.libp2p.errors import dial_errors
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
 from swarm_shared.network.links import Links
-from swarm_shared.network.yamux_stream import YamuxStream
-from swarm_shared.types import PeerId
 
 
 class StreamOpener:

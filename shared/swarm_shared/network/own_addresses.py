@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from multiaddr import Multiaddr
 
-from swarm_shared.network.host import NodeSwarm
-from swarm_shared.network.reach import Interfaces, is_global
-from swarm_shared.network.relay_client import RelayClient
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.addresses.dial_order import Interfaces, is_global
+from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.nat.relay_client import RelayClient
 
 
 class OwnAddresses:

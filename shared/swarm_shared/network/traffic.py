@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from swarm_shared.messages import LinkBytes
-from swarm_shared.types import PeerId
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import LinkBytes
 
 Direction = Literal["sent", "received"]
 

@@ -19,14 +19,14 @@ from textual.screen import Screen
 from textual.widget import Widget
 from textual.widgets import ContentSwitcher, Footer
 
-from swarm_shared.errors import SwarmError
+from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.ink import Ink, Line, Role, ends, line, wrapped
-from swarm_shared.tui.look import Look, ThemeName
+from swarm_shared.tui.formatting import clock_text, duration, printable
 from swarm_shared.tui.source import Away, D, Event, Logged, Paced, Seen, Source
+from swarm_shared.tui.styled_text import Ink, Line, Role, ends, line, wrapped
+from swarm_shared.tui.terminal_style import Look, ThemeName
 from swarm_shared.tui.themes import THEMES, AsciiOnly
 from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
-from swarm_shared.tui.words import clock_text, duration, printable
 
 if TYPE_CHECKING:
     from swarm_shared.tui.recording import Recorder

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from swarm_shared.tui.ink import Ink, Line, Role
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.styled_text import Ink, Line, Role
+from swarm_shared.tui.terminal_style import Look
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = "▁▂▃▄▅▆▇█"

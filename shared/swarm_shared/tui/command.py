@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from swarm_shared.tui.app import ViewApp
-    from swarm_shared.tui.look import Look
     from swarm_shared.tui.recording import Recorder
     from swarm_shared.tui.source import Source
+    from swarm_shared.tui.terminal_style import Look
 
 D = TypeVar("D", bound="BaseModel")
 Command = TypeVar("Command", bound=Callable[..., Any])

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from swarm_shared.tui.bars import place
-from swarm_shared.tui.ink import Ink, Line, cut, line
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.styled_text import Ink, Line, cut, line
+from swarm_shared.tui.terminal_style import Look
 
 Point = tuple[float, float]
 

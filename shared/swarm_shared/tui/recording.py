@@ -27,8 +27,8 @@ from typing import Any, BinaryIO, Generic, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from swarm_shared.clock import Clock
-from swarm_shared.errors import DataError, StorageError, UsageError, VersionError
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import DataError, StorageError, UsageError, VersionError
 from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Paced, Seen
 
 FORMAT = 2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_shared.tui.ink import Ink, Line, cut, fill, line, width_of
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.styled_text import Ink, Line, cut, fill, line, width_of
+from swarm_shared.tui.terminal_style import Look
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-from swarm_shared.errors import UsageError
-from swarm_shared.tui.look import Look, look_of
+from swarm_shared.base.errors import UsageError
+from swarm_shared.tui.terminal_style import Look, look_of
 
 
 def this_terminal(instead: str, *, unicode: bool | None) -> Look:

@@ -15,7 +15,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 from textual.theme import BUILTIN_THEMES, Theme
 
-from swarm_shared.tui.look import ThemeName
+from swarm_shared.tui.terminal_style import ThemeName
 
 _DARK = Theme(
     name=ThemeName.DARK, dark=True,

@@ -18,8 +18,8 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from swarm_shared.tui.ink import Ink, Line, cut, line, width_of
-from swarm_shared.tui.look import Look
+from swarm_shared.tui.styled_text import Ink, Line, cut, line, width_of
+from swarm_shared.tui.terminal_style import Look
 
 Draw = Callable[[int, int], Sequence[Line]]
 """Lines for a width and a height; more than the height scroll."""

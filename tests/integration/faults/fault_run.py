@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from integration.real_run import PATIENCE_SECONDS, Run
-from swarm_client.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
-from swarm_coordinator.processes import Child, wait_until
+from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
+from swarm_coordinator.demo.subprocesses import Child, wait_until
 
 TINY: dict[str, object] = {
     "model__hidden_size": 32,

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from integration.faults.fault_run import STEPS, TINY, FaultRun
-from swarm_client.faults import Action, Phase
-from swarm_coordinator.processes import Child
+from swarm_client.fault_injection.faults import Action, Phase
+from swarm_coordinator.demo.subprocesses import Child
 
 pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
 

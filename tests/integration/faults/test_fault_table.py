@@ -14,7 +14,7 @@ import pytest
 
 from integration.faults.fault_run import STEPS, TINY, WHOLE_STAGE, Case, FaultRun
 from integration.real_run import runs
-from swarm_client.faults import Action, Phase
+from swarm_client.fault_injection.faults import Action, Phase
 
 A, P = Action, Phase
 LONGER = 7.0

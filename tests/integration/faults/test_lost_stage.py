@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from integration.faults.fault_run import STEPS, TINY, FaultRun
-from swarm_client.faults import Action, Phase
-from swarm_coordinator.processes import wait_until
+from swarm_client.fault_injection.faults import Action, Phase
+from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from network_lab import Host
-from swarm_coordinator.processes import Child, wait_until
+from swarm_coordinator.demo.subprocesses import Child, wait_until
 
 STEPS = 10
 MICROBATCHES_PER_STEP = 48

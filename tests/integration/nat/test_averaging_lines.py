@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import why_no_network, wide_area_network
-from swarm_coordinator.history import History
+from swarm_coordinator.storage.history import History
 
 pytestmark = [pytest.mark.nat, pytest.mark.timeout(300)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from swarm_client.governor.readings import GpuReading
+from swarm_client.governor.probes.readings import GpuReading
 
 
 class IdleProbe(Protocol):

@@ -17,9 +17,9 @@ from swarm_client.governor.probes.machine import (
     MemoryProbe,
     PowerProbe,
 )
-from swarm_client.governor.readings import Readings
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import Preferences
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 CPU_SECONDS = 1.0
 """The share over less says little."""

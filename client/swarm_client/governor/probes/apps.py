@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 YOUNG_SECONDS = 5.0
 """A new process becomes another program (exec) soon after its start, if at all."""

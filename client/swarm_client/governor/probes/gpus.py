@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarm_client.governor.readings import GpuReading
+from swarm_client.governor.probes.readings import GpuReading
 
 
 def load_nvml() -> Any | None:

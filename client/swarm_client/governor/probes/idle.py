@@ -18,7 +18,7 @@ from pathlib import Path
 
 from swarm_client.governor.probes import IdleProbe
 from swarm_client.governor.probes.x11 import X11Idle
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 COMMAND_SECONDS = 1.0
 """A command that has not answered by then is given up for that look."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from swarm_client.control.gauges import folder_bytes
-from swarm_shared.clock import Clock, monotonic
+from swarm_shared.base.clock import Clock, monotonic
 
 FAMILY_SECONDS = 5.0
 """Between two looks for new child processes: that reads every process of the machine."""

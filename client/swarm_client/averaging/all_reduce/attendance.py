@@ -1,0 +1,89 @@
+"""The watch over a round: beats for the others, limits on their silence (rule 4 of `reduce`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.member_link import Link, RoundState
+from swarm_shared.base.types import PeerId
+
+STUCK_STALLS = 4
+"""A round in which no data moves for this many stall limits fails, though all are alive."""
+
+
+@dataclass(slots=True, eq=False)
+class Attendance:
+    """Who takes part in a round so far, from one member's place."""
+
+    links: list[Link] = field(default_factory=list)
+    to_accept: set[PeerId] = field(default_factory=set)
+    """Reducers that have not accepted our stream yet."""
+    to_come: set[PeerId] = field(default_factory=set)
+    """Members whose stream to us has not come yet."""
+    waiting_for: PeerId | None = None
+    """Whose next part the sum needs."""
+
+
+async def watch(
+    state: RoundState,
+    attendance: Attendance,
+    fail: Callable[[RoundFailed], None],
+    stall_seconds: float,
+    join_seconds: float,
+) -> None:
+    """Until a limit is passed, which fails the round."""
+    interval = stall_seconds / 8
+    begun = anyio.current_time()
+    beats = 0
+    while True:
+        before = anyio.current_time()
+        await anyio.sleep(interval)
+        now = anyio.current_time()
+        late = now - before - interval
+        if late > interval:
+            # This process itself was stopped or starved; what arrived meanwhile is unread.
+            begun += late
+            state.last_progress += late
+            for link in attendance.links:
+                link.last_heard += late
+            continue
+        beats += 1
+        if beats % 2 == 0:
+            for link in attendance.links:
+                link.beat()
+        failure = _overdue(state, attendance, now, begun, stall_seconds, join_seconds)
+        if failure is not None:
+            fail(failure)
+            return
+
+
+def _overdue(
+    state: RoundState,
+    attendance: Attendance,
+    now: float,
+    begun: float,
+    stall_seconds: float,
+    join_seconds: float,
+) -> RoundFailed | None:
+    for link in attendance.links:
+        if link.accepted and not link.quiet and now - link.last_heard > stall_seconds:
+            return link.stalled(stall_seconds)
+    absent = [p for p in state.spec.members if p in attendance.to_accept or p in attendance.to_come]
+    if absent and now - begun > join_seconds:
+        return RoundFailed(
+            f"member {absent[0]} did not join within {join_seconds:g} s"
+            + (f" ({len(absent)} are missing)" if len(absent) > 1 else ""),
+            absent[0],
+            failure=RoundFailure.STALLED,
+        )
+    if now - state.last_progress > max(STUCK_STALLS * stall_seconds, join_seconds):
+        return RoundFailed(
+            f"nothing moved for {STUCK_STALLS * stall_seconds:g} s",
+            attendance.waiting_for,
+            failure=RoundFailure.STALLED,
+        )
+    return None

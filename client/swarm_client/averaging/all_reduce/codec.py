@@ -1,0 +1,233 @@
+"""How one piece of a vector becomes bytes, and back. Pure.
+
+    exact     of a float64 vector of whole numbers: `exact_codec`'s bytes, as many as they need
+    none      little-endian float32; this and the others of a float32 vector
+    float16   little-endian float16 times 2**exponent, the exponent chosen per piece so that the
+              largest element lies in [2**14, 2**15]: gradients of any scale keep float16's 11
+              bits without overflow, and scaling by a power of two rounds nothing
+    int8      blocks of 256 elements, the last one perhaps short: a little-endian float32 scale
+              per block, then a level (-127 to 127, a byte) per element
+              scale    largest magnitude of the block / 127 in float32, at most (1 - 2**-24) 2**121
+                       so that no byte decodes to an infinity; 0 when that is below 2**-126
+              level    element / scale in float32, to the nearest, ties to even; 0 in a block
+                       whose scale is 0
+              element  float32(level) * scale, one rounding
+
+The sum is encoded once, by its reducer, and everybody decodes these bytes by operations that IEEE
+754 fixes to the bit; so members end equal whatever machines they are. What a lossy codec loses does
+depend on the group: each part but the reducer's own is rounded, then the sum.
+
+A header says an exponent for float16 only. Of int8's payload any bytes of the right length decode:
+to finite elements, or, where a scale is no number, to such as `check_finite` refuses. Whether a
+payload of `exact` is one is asked before (`payload_is_whole`).
+
+P: elements of one piece. B: blocks. S: elements of one block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from swarm_client.averaging.all_reduce import exact_codec
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.codec_sizes import AverageCodec
+
+Float32 = NDArray[np.float32]
+Totals = NDArray[np.float32] | NDArray[np.float64]
+"""What is averaged: float64 under `exact`, float32 under all others."""
+
+_EXACT_BELOW = 2.0**53
+
+_TARGET_EXPONENT = 15
+# 2**100 and its inverse are ordinary float32; elements below 2**-115 become 0 in float16.
+_MIN_EXPONENT = -100
+_MAX_EXPONENT = 112
+
+INT8_BLOCK = 256
+"""An outlier coarsens the steps of its own block only; scales take 1.6 % of the bytes."""
+_SCALE_BYTES = 4
+_TOP_LEVEL = np.float32(127)
+_LARGEST_SCALE = np.float32((1 - 2.0**-24) * 2.0**121)
+_SMALLEST_SCALE = np.float32(2.0**-126)
+
+
+class NotFiniteError(SwarmError):
+    """An element is infinite or not a number. `member` is its index in the group, or None."""
+
+    def __init__(self, member: int | None = None) -> None:
+        super().__init__("an element is infinite or not a number")
+        self.member = member
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPiece:
+    exponent: int
+    payload: memoryview
+
+
+def dtype_of(codec: AverageCodec) -> np.dtype[np.float32] | np.dtype[np.float64]:
+    return np.dtype(np.float64) if codec == "exact" else np.dtype(np.float32)
+
+
+def payload_sizes(elements: int, codec: AverageCodec) -> range:
+    """All lengths that a payload may have."""
+    if codec == "exact":
+        return range(exact_codec.least_bytes(elements), exact_codec.most_bytes(elements) + 1)
+    size = payload_bytes(elements, codec)
+    return range(size, size + 1)
+
+
+def payload_is_whole(payload: memoryview, elements: int, codec: AverageCodec) -> bool:
+    """Whether bytes of a length that may be are a piece of so many elements."""
+    return codec != "exact" or exact_codec.is_whole(payload, elements)
+
+
+def payload_bytes(elements: int, codec: AverageCodec) -> int:
+    """The longest that a payload can be; but for `exact` the only length."""
+    match codec:
+        case "exact":
+            return exact_codec.most_bytes(elements)
+        case "none":
+            return 4 * elements
+        case "float16":
+            return 2 * elements
+        case "int8":
+            return _SCALE_BYTES * _blocks(elements) + elements
+
+
+def exponent_is_valid(exponent: int, codec: AverageCodec) -> bool:
+    if codec == "float16":
+        return _MIN_EXPONENT <= exponent <= _MAX_EXPONENT
+    return exponent == 0
+
+
+def encode_piece(values_P: Totals, codec: AverageCodec) -> EncodedPiece:
+    """NotFiniteError when an element is not finite (or does not fit). `none` does not copy."""
+    if codec == "exact":
+        # One pass that a NaN does not pass either.
+        if not (max(values_P.max(), -values_P.min()) < _EXACT_BELOW):
+            raise NotFiniteError
+        return EncodedPiece(0, exact_codec.encode(values_P.astype(np.float64, copy=False)))
+    narrow_P = values_P.astype(np.float32, copy=False)
+    match codec:
+        case "none":
+            check_finite(narrow_P)
+            return EncodedPiece(0, narrow_P.astype("<f4", copy=False).data.cast("B"))
+        case "float16":
+            return _encode_float16(narrow_P)
+        case "int8":
+            return EncodedPiece(0, _encode_int8(narrow_P))
+
+
+def _encode_float16(values_P: Float32) -> EncodedPiece:
+    largest = float(np.abs(values_P).max())
+    if not math.isfinite(largest):
+        raise NotFiniteError
+    exponent = max(_MIN_EXPONENT, math.frexp(largest)[1] - _TARGET_EXPONENT)
+    if exponent > _MAX_EXPONENT:
+        raise NotFiniteError
+    scaled_P = values_P * np.float32(2.0**-exponent)
+    return EncodedPiece(exponent, scaled_P.astype("<f2").data.cast("B"))
+
+
+def decode_piece(exponent: int, payload: memoryview, codec: AverageCodec, elements: int) -> Totals:
+    """The piece; for `none` a view on the payload."""
+    match codec:
+        case "exact":
+            return exact_codec.decode(payload, elements)
+        case "none":
+            return np.frombuffer(payload, "<f4").astype(np.float32, copy=False)
+        case "float16":
+            values_P = np.frombuffer(payload, "<f2").astype(np.float32)
+            values_P *= np.float32(2.0**exponent)
+            return values_P
+        case "int8":
+            return _decode_int8(payload)
+
+
+def _encode_int8(values_P: Float32) -> memoryview:
+    blocks, whole = _blocks(len(values_P)), len(values_P) // INT8_BLOCK
+    payload = np.empty(payload_bytes(len(values_P), "int8"), np.uint8)
+    scales_B = payload[: _SCALE_BYTES * blocks].view("<f4")
+    levels_P = payload[_SCALE_BYTES * blocks :].view(np.int8)
+    end = whole * INT8_BLOCK
+    if whole:
+        _quantise(
+            values_P[:end].reshape(whole, INT8_BLOCK),
+            scales_B[:whole],
+            levels_P[:end].reshape(whole, INT8_BLOCK),
+        )
+    if whole < blocks:
+        _quantise(values_P[end:][None], scales_B[whole:], levels_P[end:][None])
+    return payload.data
+
+
+def _quantise(values_BS: Float32, scales_B: Float32, levels_BS: NDArray[np.int8]) -> None:
+    largest_B = np.maximum(values_BS.max(axis=1), -values_BS.min(axis=1))
+    # A NaN stays one through both.
+    if not np.isfinite(largest_B).all():
+        raise NotFiniteError
+    exact_B = np.minimum(largest_B / _TOP_LEVEL, _LARGEST_SCALE)
+    exact_B[exact_B < _SMALLEST_SCALE] = 0
+    scales_B[:] = exact_B
+    exact_B[exact_B == 0] = np.inf
+    nearest_BS = values_BS / exact_B[:, None]
+    np.rint(nearest_BS, out=nearest_BS)
+    if largest_B.max() / _TOP_LEVEL >= _LARGEST_SCALE:
+        np.clip(nearest_BS, -_TOP_LEVEL, _TOP_LEVEL, out=nearest_BS)
+    np.copyto(levels_BS, nearest_BS, casting="unsafe")
+
+
+def _decode_int8(payload: memoryview) -> Float32:
+    # Of n elements n + 4 * blocks(n) bytes are made: one block's more are one block more.
+    blocks = -(-payload.nbytes // (INT8_BLOCK + _SCALE_BYTES))
+    scales_B = np.frombuffer(payload, "<f4", blocks).astype(np.float32, copy=False)
+    values_P = np.frombuffer(payload, np.int8, offset=_SCALE_BYTES * blocks).astype(np.float32)
+    whole = len(values_P) // INT8_BLOCK
+    end = whole * INT8_BLOCK
+    # What a remote's bytes make of it, `check_finite` finds.
+    with np.errstate(over="ignore", invalid="ignore"):
+        values_P[:end].reshape(whole, INT8_BLOCK)[:] *= scales_B[:whole, None]
+        if end < len(values_P):
+            values_P[end:] *= scales_B[-1]
+    return values_P
+
+
+def _blocks(elements: int) -> int:
+    return -(-elements // INT8_BLOCK)
+
+
+def check_finite(values_P: Totals, member: int | None = None) -> None:
+    if not np.isfinite(values_P).all():
+        raise NotFiniteError(member)
+
+
+def reduce_piece(
+    own_P: Totals, inputs: Sequence[EncodedPiece | None], codec: AverageCodec, out_P: Totals
+) -> EncodedPiece:
+    """Sum one piece over the group, in group order: member 0 + member 1 + …, in its own type.
+
+    inputs holds what each member sent, in group order, None in this member's own place. Returns
+    what goes back to the members; `out_P` gets exactly what they will decode.
+    """
+    total_P: Totals | None = None
+    for member, encoded in enumerate(inputs):
+        if encoded is None:
+            values_P = own_P
+        else:
+            values_P = decode_piece(encoded.exponent, encoded.payload, codec, len(own_P))
+        check_finite(values_P, member)
+        if total_P is None:
+            total_P = values_P.copy()
+        else:
+            with np.errstate(over="ignore"):  # found by the check in encode_piece
+                total_P += values_P
+    assert total_P is not None
+    summed = encode_piece(total_P, codec)
+    out_P[:] = decode_piece(summed.exponent, summed.payload, codec, len(own_P))
+    return summed

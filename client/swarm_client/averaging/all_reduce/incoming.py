@@ -1,0 +1,263 @@
+"""Brings the streams that remotes open and the rounds together.
+
+A stream may arrive before the local side has heard of its round. It then waits, unread while its
+remote is in no group known lately, and bounded in number and time. One that comes after its round
+has failed is told why.
+
+Who is not admitted (`admits`: the members that may average with this one) is turned away. Nothing
+of such a remote is ever read; for a moment it may stand at the door, in case the coordinator's
+word about it is still on its way here, but only few can do so at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import anyio
+from anyio.streams.memory import MemoryObjectSendStream
+
+from swarm_client.averaging.all_reduce.carrier import Arrivals, Channel, Incoming
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Hello
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+
+logger = logging.getLogger(__name__)
+
+MAX_PARKED = 256
+MAX_PARKED_PER_REMOTE = 8
+"""A member opens one stream per round and reducer; attempts, and routes tried side by side, may
+overlap a little. What lies unread in a stream is bounded by the window that its carrier grants."""
+PARK_SECONDS = 30.0
+"""Longer than any member waits for another to join."""
+MAX_STRANGERS = 8
+STRANGER_SECONDS = 5.0
+HELLO_SECONDS = 5.0
+FAREWELL_SECONDS = 1.0
+_MAX_FINISHED = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Round:
+    members: Mapping[str, PeerId]
+    deliver: MemoryObjectSendStream[Incoming]
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    members: frozenset[str]
+    farewell: bytes
+
+
+class _Held:
+    """A delivered channel: tells the hub when the round is done with it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.released = anyio.Event()
+        self.dropped = False
+        self.why = "nobody waits for it any more"
+        self.farewell = b""
+
+    @property
+    def route(self) -> Route:
+        return self._channel.route
+
+    def drop(self, why: str, farewell: bytes = b"") -> None:
+        """Refused, or not looked at before the round ended; accept() says goodbye."""
+        self.dropped = True
+        self.why = why
+        self.farewell = farewell
+        self.released.set()
+
+    async def send(self, data: bytes | memoryview) -> None:
+        await self._channel.send(data)
+
+    async def receive(self, max_bytes: int) -> bytes | bytearray | memoryview:
+        return await self._channel.receive(max_bytes)
+
+    async def aclose(self) -> None:
+        try:
+            await self._channel.aclose()
+        finally:
+            self.released.set()
+
+    async def abort(self) -> None:
+        try:
+            await self._channel.abort()
+        finally:
+            self.released.set()
+
+
+class IncomingHub:
+    """`remote` is the carrier's own name of a peer; `admits` says of such a name whether it may
+    wait for a round. Call `admission_changed` when its answers change."""
+
+    def __init__(
+        self,
+        *,
+        admits: Callable[[str], bool] = lambda remote: True,
+        park_seconds: float = PARK_SECONDS,
+    ) -> None:
+        self.admits = admits
+        self._park_seconds = park_seconds
+        self._rounds: dict[bytes, _Round] = {}
+        self._finished: OrderedDict[bytes, _Finished] = OrderedDict()
+        self._parked: Counter[str] = Counter()
+        self._strangers: set[str] = set()
+        self._changed = anyio.Event()
+        self.refused = 0
+        """Streams turned away, for the daemon's log."""
+
+    async def accept(self, remote: str, channel: Channel) -> None:
+        """Serve one incoming stream; returns when it is closed. Called by the carrier."""
+        held = _Held(channel)
+        try:
+            await self._admit(remote, held)
+            await held.released.wait()
+            if held.farewell:
+                await _say(held, held.farewell)
+        finally:
+            if held.dropped or not held.released.is_set():
+                self.refused += 1
+                logger.info("a stream of %s was turned away: %s", remote, held.why)
+                with anyio.CancelScope(shield=True):
+                    await held.abort()
+
+    def admission_changed(self) -> None:
+        self._notify()
+
+    async def _admit(self, remote: str, held: _Held) -> None:
+        """Deliver the stream to its round, or drop it."""
+        if not self._knows(remote) and not await self._becomes_known(remote):
+            held.drop("it is not admitted here")
+            return
+        # Members of a known round are never kept out by others that wait for one.
+        full = not self._is_member(remote) and self._parked.total() >= MAX_PARKED
+        if full or self._parked[remote] >= MAX_PARKED_PER_REMOTE:
+            held.drop("too many wait already")
+            return
+        self._parked[remote] += 1
+        try:
+            with anyio.move_on_after(self._park_seconds) as patience:
+                await self._wait_for_round(remote, held)
+            if patience.cancelled_caught:
+                held.drop(f"its round did not begin within {self._park_seconds:g} s")
+        finally:
+            self._parked[remote] -= 1
+            if not self._parked[remote]:
+                del self._parked[remote]
+
+    async def _becomes_known(self, remote: str) -> bool:
+        """Whether it is, after a moment. Rosters reach members one after the other."""
+        if len(self._strangers) >= MAX_STRANGERS or remote in self._strangers:
+            return False
+        self._strangers.add(remote)
+        try:
+            with anyio.move_on_after(STRANGER_SECONDS):
+                while not self._knows(remote):
+                    await self._changed.wait()
+            return self._knows(remote)
+        finally:
+            self._strangers.discard(remote)
+
+    async def _wait_for_round(self, remote: str, held: _Held) -> None:
+        while not self._is_named(remote):
+            await self._changed.wait()
+            if not self._knows(remote):
+                held.drop("it is not admitted any more")
+                return
+        hello = await _read_hello(held)
+        if hello is None:
+            held.drop("it does not begin with a greeting")
+            return
+        while (found := self._rounds.get(hello.tag)) is None:
+            over = self._finished.get(hello.tag)
+            if over is not None:
+                held.drop("its round is over", over.farewell if remote in over.members else b"")
+                return
+            await self._changed.wait()
+            if not self._knows(remote):
+                held.drop("it is not admitted any more")
+                return
+        sender = found.members.get(remote)
+        if sender is None:
+            held.drop("it is no member of that round")
+            return
+        try:
+            found.deliver.send_nowait(Incoming(sender, hello, held))
+        except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
+            held.drop("its round takes no more streams")
+
+    @contextmanager
+    def round(self, tag: bytes, members: Mapping[str, PeerId]) -> Iterator[Arrivals]:
+        """Announce a round: `members` maps the carriers' peer names to members."""
+        if tag in self._rounds:
+            raise ProtocolError("a round was started twice; each attempt needs its own name")
+        # Room for one stream per name and one repeated by mistake; more is refused.
+        deliver, stream = anyio.create_memory_object_stream[Incoming](2 * len(members))
+        arrivals = Arrivals(stream)
+        self._rounds[tag] = _Round(members, deliver)
+        self._finished.pop(tag, None)
+        self._notify()
+        try:
+            yield arrivals
+        finally:
+            del self._rounds[tag]
+            # A member that comes too late is told at once.
+            self.finish(tag, members, arrivals.farewell)
+            deliver.close()
+            for late in arrivals.undelivered():
+                assert isinstance(late.channel, _Held)
+                late.channel.drop("its round is over", arrivals.farewell)
+
+    def finish(self, tag: bytes, members: Mapping[str, PeerId], farewell: bytes) -> None:
+        """Streams of this round are turned away from now on; its members hear why."""
+        self._finished[tag] = _Finished(frozenset(members), farewell)
+        if len(self._finished) > _MAX_FINISHED:
+            self._finished.popitem(last=False)
+        self._notify()
+
+    def _knows(self, remote: str) -> bool:
+        return self.admits(remote) or self._is_member(remote)
+
+    def _is_member(self, remote: str) -> bool:
+        """Of a round that is under way here: the coordinator has named it."""
+        return any(remote in known.members for known in self._rounds.values())
+
+    def _is_named(self, remote: str) -> bool:
+        """In a round that is under way, or was lately."""
+        return self._is_member(remote) or any(
+            remote in over.members for over in self._finished.values()
+        )
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+async def _say(channel: Channel, farewell: bytes) -> None:
+    """Send it and wait until the remote has closed, which it does when it has read it."""
+    with contextlib.suppress(NetworkError, ProtocolError), anyio.move_on_after(FAREWELL_SECONDS):
+        await channel.send(farewell)
+        while await channel.receive(HELLO_BYTES):
+            pass
+
+
+async def _read_hello(channel: Channel) -> Hello | None:
+    data = bytearray()
+    try:
+        with anyio.fail_after(HELLO_SECONDS):
+            while len(data) < HELLO_BYTES:
+                chunk = await channel.receive(HELLO_BYTES - len(data))
+                if not chunk:
+                    return None
+                data += chunk
+        return Hello.decode(data)
+    except (TimeoutError, NetworkError, ProtocolError):
+        return None

@@ -1,0 +1,330 @@
+"""One stream of a round: frames in order, an outbox that survives the round's failure, and a
+record of when the other end was last heard.
+
+Writing is done by a pump, not by whoever has something to say: a frame that is cut short by a
+cancellation could not be followed by an ABORT frame, and the other end would learn of a failure
+without its reason. The pump therefore outlives the round's work by a short grace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+
+from swarm_client.averaging.all_reduce.carrier import Channel
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.frames import (
+    HEADER_BYTES,
+    MAX_ABORT_BYTES,
+    TAG_BYTES,
+    Abort,
+    Header,
+    Hello,
+    Kind,
+)
+from swarm_client.averaging.all_reduce.plan import RoundSpec
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_shared.base.errors import NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+
+WRITE_BYTES = 256 * 1024
+"""Per write: progress is seen at that grain. Smaller writes cost py-libp2p a third more CPU."""
+READ_BYTES = 256 * 1024
+OUTBOX_FRAMES = 4
+"""Frames of at most a piece each that wait for the network, per stream."""
+LAST_WORD_SECONDS = 0.25
+LINGER_SECONDS = 5.0
+"""How long the other end may take to read the last word; the round is complete here already."""
+
+NOTHING = range(1)
+"""The sizes of no payload."""
+
+_NO_ROOM = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
+
+OutgoingFrame = tuple[bytes, memoryview | bytes]
+
+
+@dataclass(slots=True, eq=False)
+class RoundState:
+    """What the links of one round share."""
+
+    spec: RoundSpec
+    tag: bytes
+    last_progress: float
+    """When a byte of a piece, a sum or a goodbye last moved on any link."""
+
+
+def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
+    """Header and payload: why the round has failed here."""
+    members, culprit = spec.members, failure.culprit
+    index = members.index(culprit) if culprit in members else None
+    payload = Abort(failure.failure, index, failure.reason).encode()
+    header = Header(Kind.ABORT, spec.my_index, tag[:TAG_BYTES], payload_bytes=len(payload))
+    return header.encode() + payload
+
+
+class Link:
+    """A stream to or from `peer`, its place in the group `peer_index`."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        peer: PeerId,
+        state: RoundState,
+        *,
+        on_failure: Callable[[RoundFailed], None],
+    ) -> None:
+        self.channel = channel
+        self.peer = peer
+        self.peer_index = state.spec.members.index(peer)
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.accepted = False
+        self.quiet = False
+        """True once nothing more is due from either end: neither watched nor kept alive."""
+        self.sends_beats = True
+        self.told = False
+        """True once the other end has told us of a failure: it needs no word from us."""
+        self.last_heard = anyio.current_time()
+        self.pumped = anyio.Event()
+        """Set when the pump has nothing left to write, or cannot."""
+        self._keep_open = False
+        self._lingers = False
+        self._lingering = False
+        self._header_bytes = bytearray()
+        self._payload_left = 0
+        self._state = state
+        self._on_failure = on_failure
+        self._my_index = state.spec.my_index
+        self._short_tag = state.tag[:TAG_BYTES]
+        self._queue, self._queued = anyio.create_memory_object_stream[OutgoingFrame](OUTBOX_FRAMES)
+
+    @property
+    def route(self) -> Route:
+        return self.channel.route
+
+    # --------------------------------------------------------------------------------- sending
+
+    async def send_hello(self, digest: bytes) -> None:
+        hello = Hello(self._my_index, self._state.tag, digest).encode()
+        await self._put((hello, b""))
+
+    async def send(
+        self,
+        kind: Kind,
+        *,
+        piece: int = 0,
+        exponent: int = 0,
+        payload: memoryview | bytes = b"",
+    ) -> None:
+        """Queue a frame; waits while the outbox is full. The payload must not change any more."""
+        await self._put((self._header(kind, len(payload), piece, exponent), payload))
+
+    async def _put(self, frame: OutgoingFrame) -> None:
+        try:
+            await self._queue.send(frame)
+        except anyio.BrokenResourceError as error:
+            raise self._lost("broke") from error
+
+    def beat(self) -> None:
+        """Show that this end lives, unless frames that show it are waiting anyway."""
+        if self.accepted and self.sends_beats and not self.quiet:
+            with contextlib.suppress(*_NO_ROOM):
+                self._queue.send_nowait((self._header(Kind.BEAT, 0), b""))
+
+    def finish(self, *, last_word: bool = False) -> None:
+        """Nothing more will be sent: the pump closes the stream after the last frame.
+
+        Whoever has the `last_word` lets the other end close first. p2pd resets a stream when its
+        near end closes, and a reset overtakes what the far end has not read yet.
+        """
+        self._lingers = last_word
+        self._queue.close()
+
+    def abort(self, failure: RoundFailed) -> None:
+        """Drop what is queued and say goodbye with the reason; the stream stays open."""
+        self._keep_open = True
+        try:
+            while True:
+                self._queued.receive_nowait()
+        except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
+            pass
+        with contextlib.suppress(*_NO_ROOM):
+            self._queue.send_nowait((abort_frame(self._state.spec, self._state.tag, failure), b""))
+        self._queue.close()
+
+    async def pump(self) -> None:
+        """Write what is queued. After `finish` close the stream; after `abort` wait for the end."""
+        clean = False
+        try:
+            async for header, payload in self._queued:
+                await self._write(header)
+                view = memoryview(payload)
+                for offset in range(0, len(view), WRITE_BYTES):
+                    await self._write(view[offset : offset + WRITE_BYTES])
+                    self._state.last_progress = anyio.current_time()
+            if self._keep_open:
+                self.pumped.set()
+                await anyio.sleep_forever()
+            if self._lingers:
+                await self._linger()
+            await self.channel.aclose()
+            clean = True
+        except (NetworkError, ProtocolError) as error:
+            self.pumped.set()
+            # The other end may have written its reason before it closed: whoever reads this
+            # stream finds it, or the end of the stream. Once all is sent only the reader counts.
+            await anyio.sleep(LAST_WORD_SECONDS)
+            if self.sends_beats and not self.quiet:
+                self._on_failure(self._lost(f"broke while sending ({error})"))
+        finally:
+            self._queued.close()
+            if not clean:
+                with anyio.CancelScope(shield=True):
+                    await self.channel.abort()
+            self.pumped.set()
+
+    async def _linger(self) -> None:
+        """Until the other end has read everything and closed."""
+        self._lingering = True
+        with contextlib.suppress(NetworkError, ProtocolError):
+            with anyio.move_on_after(LINGER_SECONDS):
+                while await self.channel.receive(HEADER_BYTES):
+                    pass
+
+    async def _write(self, data: bytes | memoryview) -> None:
+        await self.channel.send(data)
+        self.bytes_sent += len(data)
+
+    def _header(self, kind: Kind, length: int, piece: int = 0, exponent: int = 0) -> bytes:
+        header = Header(kind, self._my_index, self._short_tag, piece, exponent, length)
+        return header.encode()
+
+    # ------------------------------------------------------------------------------- receiving
+
+    async def receive(self, kind: Kind, *, piece: int = 0, sizes: range = NOTHING) -> Header:
+        """The header of the next frame, which must be the one expected, its payload of one of
+        these sizes.
+
+        Its payload, if any, is to be read next with `receive_into`. An ABORT frame is raised as
+        the failure that it tells.
+        """
+        while True:
+            header = await self._receive_header()
+            if header.kind is not Kind.BEAT:
+                break
+        if header.kind is Kind.ABORT:
+            await self._raise_told(header)
+        if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:
+            due = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+            raise self.violated(
+                f"sent {header.kind.name} {header.piece} of {header.payload_bytes} bytes where "
+                f"{kind.name} {piece} of {due} bytes is due"
+            )
+        return header
+
+    async def receive_into(self, target: memoryview) -> None:
+        """Fill `target` with payload bytes."""
+        filled = 0
+        while filled < len(target):
+            chunk = await self._receive_some(min(READ_BYTES, len(target) - filled))
+            target[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+            self._payload_left -= len(chunk)
+            self._state.last_progress = self.last_heard
+
+    async def drain(self) -> None:
+        """After a failure: read on until the other end says that it knows, or closes.
+
+        Closed before that, with data unread, the stream would be reset (by p2pd, as by TCP) and
+        our reason lost with it. Goes on wherever the cancelled reader has stopped.
+        """
+        if self._lingering:
+            await self.pumped.wait()  # the pump reads it already, and the last word is said
+            return
+        with contextlib.suppress(RoundFailed):
+            while True:
+                while self._payload_left:
+                    chunk = await self._receive_some(min(READ_BYTES, self._payload_left))
+                    self._payload_left -= len(chunk)
+                if (await self._receive_header()).kind is Kind.ABORT:
+                    return
+
+    async def _receive_header(self) -> Header:
+        # In the link and not on the stack, so that a cancellation loses nothing (see drain).
+        while len(self._header_bytes) < HEADER_BYTES:
+            self._header_bytes += await self._receive_some(HEADER_BYTES - len(self._header_bytes))
+        try:
+            header = Header.decode(self._header_bytes)
+        except ProtocolError as error:
+            raise self.violated(str(error)) from error
+        self._header_bytes.clear()
+        self._payload_left = header.payload_bytes
+        if header.tag != self._short_tag or header.sender != self.peer_index:
+            raise self.violated("sent a frame of another round or in another member's name")
+        if header.payload_bytes and header.kind in (Kind.ACCEPT, Kind.BYE, Kind.BEAT):
+            raise self.violated(f"sent a {header.kind.name} frame with a payload")
+        return header
+
+    async def _receive_some(self, max_bytes: int) -> bytes | bytearray | memoryview:
+        try:
+            chunk = await self.channel.receive(max_bytes)
+        except NetworkError as error:
+            raise self._lost(f"broke ({error})") from error
+        except ProtocolError as error:
+            raise self.violated(str(error)) from error
+        if not chunk:
+            raise self._lost("ended in the middle of the round")
+        self.last_heard = anyio.current_time()
+        self.bytes_received += len(chunk)
+        return chunk
+
+    async def _raise_told(self, header: Header) -> None:
+        if header.payload_bytes > MAX_ABORT_BYTES:
+            raise self.violated(f"sent an abort frame of {header.payload_bytes} bytes")
+        payload = bytearray(header.payload_bytes)
+        await self.receive_into(memoryview(payload))
+        members = self._state.spec.members
+        try:
+            abort = Abort.decode(payload, len(members))
+        except ProtocolError as error:
+            raise self.violated(str(error)) from error
+        self.told = True
+        raise RoundFailed(
+            abort.reason,
+            None if abort.culprit is None else members[abort.culprit],
+            failure=abort.failure,
+            told_by=self.peer,
+        )
+
+    # -------------------------------------------------------------------------------- failures
+
+    def violated(self, what: str) -> RoundFailed:
+        return RoundFailed(
+            f"member {self.peer} {what}",
+            self.peer,
+            failure=RoundFailure.PROTOCOL,
+            route=self.route,
+        )
+
+    def stalled(self, seconds: float) -> RoundFailed:
+        return RoundFailed(
+            f"member {self.peer} said nothing for {seconds:g} s",
+            self.peer,
+            failure=RoundFailure.STALLED,
+            route=self.route,
+        )
+
+    def _lost(self, what: str) -> RoundFailed:
+        # p2pd is a program of its own, which can die beside a member that lives. The host's
+        # connections are the member's own process.
+        failure = RoundFailure.CARRIER if self.route.over_p2pd else RoundFailure.LOST
+        return RoundFailed(
+            f"the stream with member {self.peer} {what}",
+            self.peer,
+            failure=failure,
+            route=self.route,
+        )

@@ -1,0 +1,144 @@
+"""Who reduces which part of the vector, as a pure function of what the coordinator named.
+
+Every member computes the same plan from the same words; `plan_digest` is compared at the start
+of every stream, so that two members that understood different words stop before any data flows.
+
+Shares are the parts of the vector that members reduce, proportional to their bandwidth. A member
+with share 0 (outbound only, say) sends its vector, takes the sums and reduces nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
+
+PIECE_ELEMENTS = 256 * 1024
+"""1 MiB of float32: long enough to amortise Python's cost per piece, short enough to pipeline."""
+
+MAX_MEMBERS = 1024
+MAX_ROUND_ID_CHARACTERS = 200
+ALIGNMENT_ELEMENTS = 16
+"""Slices begin at multiples of 64 bytes, so that no two reducers write to one cache line."""
+
+_WINDOW_PIECES_TOTAL = 32
+_PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSpec:
+    """One attempt at one all-reduce. `round_id` is unique per attempt.
+
+    Raises ProtocolError for what no round can be.
+    """
+
+    round_id: str
+    members: tuple[PeerId, ...]
+    me: PeerId
+    elements: int
+    shares: tuple[float, ...] | None = None
+    piece_elements: int = PIECE_ELEMENTS
+    codec: AverageCodec = "none"
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.round_id) <= MAX_ROUND_ID_CHARACTERS:
+            raise _refused("its name is empty or too long")
+        if not 1 <= len(self.members) <= MAX_MEMBERS:
+            raise _refused(f"it has {len(self.members)} members; 1 to {MAX_MEMBERS} are allowed")
+        if len(set(self.members)) != len(self.members):
+            raise _refused("it names a member twice")
+        if self.me not in self.members:
+            raise _refused(f"this peer ({self.me}) is not one of its members")
+        if self.elements < 1 or self.piece_elements < 1:
+            raise _refused(f"{self.elements} elements in pieces of {self.piece_elements}")
+        if self.codec not in AVERAGE_CODECS:
+            raise _refused(f"its codec {self.codec!r} is unknown")
+        self._check_shares()
+
+    def _check_shares(self) -> None:
+        if self.shares is None:
+            return
+        if len(self.shares) != len(self.members):
+            raise _refused(f"{len(self.shares)} shares for {len(self.members)} members")
+        if not all(math.isfinite(share) and share >= 0 for share in self.shares):
+            raise _refused("a share is negative or not a number")
+        if not any(self.shares):
+            raise _refused("all shares are 0, so nobody would reduce")
+
+    @property
+    def my_index(self) -> int:
+        return self.members.index(self.me)
+
+    @property
+    def window_pieces(self) -> int:
+        """Pieces that a member may have sent to a reducer ahead of the sums it got back.
+
+        Bounds a reducer's memory to about 32 pieces whatever the size of the group, and still
+        covers 8 MiB per round trip in the usual group of up to 5.
+        """
+        return max(2, min(8, _WINDOW_PIECES_TOTAL // max(1, len(self.members) - 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The elements [start, stop) that one member reduces, cut into pieces."""
+
+    start: int
+    stop: int
+    piece_elements: int
+
+    @property
+    def pieces(self) -> int:
+        return -(-(self.stop - self.start) // self.piece_elements)
+
+    def piece(self, index: int) -> tuple[int, int]:
+        """First and one-past-last element of a piece, in the whole vector."""
+        start = self.start + index * self.piece_elements
+        return start, min(start + self.piece_elements, self.stop)
+
+
+def partition(spec: RoundSpec) -> tuple[Slice, ...]:
+    """One slice per member, in group order; together they are [0, elements), without overlap."""
+    shares = spec.shares if spec.shares is not None else (1.0,) * len(spec.members)
+    # Fractions: the same boundaries on every machine, whatever its floating-point unit does.
+    exact = [Fraction(share) for share in shares]
+    total = sum(exact, Fraction(0))
+    slices: list[Slice] = []
+    start, reached = 0, Fraction(0)
+    for share in exact:
+        reached += share
+        stop = spec.elements
+        if reached != total:
+            stop = math.floor(spec.elements * reached / total)
+            stop -= stop % ALIGNMENT_ELEMENTS
+        slices.append(Slice(start, stop, spec.piece_elements))
+        start = stop
+    return tuple(slices)
+
+
+def round_tag(round_id: str) -> bytes:
+    """32 bytes that stand for the round's name on the wire."""
+    return hashlib.sha256(b"swarmtrain round\x00" + round_id.encode()).digest()
+
+
+def plan_digest(spec: RoundSpec) -> bytes:
+    """32 bytes over everything that members must agree on."""
+    words = [
+        _PLAN_VERSION,
+        spec.round_id,
+        list(spec.members),
+        [part.stop for part in partition(spec)],
+        spec.piece_elements,
+        spec.codec,
+    ]
+    return hashlib.sha256(json.dumps(words, separators=(",", ":")).encode()).digest()
+
+
+def _refused(why: str) -> ProtocolError:
+    return ProtocolError(f"a round that the coordinator named cannot be run: {why}")

@@ -1,0 +1,414 @@
+"""The exact all-reduce of one stage's gradients: reduce-scatter, then all-gather.
+
+The vector is cut into one slice per member (plan.py). Member i sends its part of slice r to
+reducer r; r adds the parts **in group order** and sends the sum back; everybody, r included,
+takes exactly the bytes that r sent. So all members end bitwise equal, whatever arrived first.
+Slices are pipelined in pieces: sums flow back while later pieces are still on their way.
+
+Rules
+-----
+1. One stream per (member, reducer), opened by the member; frames and order: frames.py.
+2. Credit: a member is at most `window_pieces` ahead of the sums it got back. A reducer therefore
+   reads every stream at all times (an abort is never stuck behind data) in bounded memory.
+3. Exact or failed: any lost stream, silence, rule broken or non-finite element fails the round
+   here at once, and here tells all others. `source` is never written; `result` means something
+   only after success. Members that finished before another failed are the coordinator's matter:
+   it applies a round only when all members report it done.
+4. Silence: every end of every stream says something at least four times per `stall_seconds`; an
+   end that has said nothing for that long is frozen or cut off, and is the culprit. A round in
+   which nothing moves for several times as long fails too.
+
+Written once, with anyio, for trio and asyncio alike. The idea of a fixed group with fail-fast
+rounds answers what hivemind's averager does under churn (docs: facts on hivemind).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import anyio
+import anyio.abc
+import anyio.to_thread
+import numpy as np
+
+from swarm_client.averaging.all_reduce.attendance import Attendance, watch
+from swarm_client.averaging.all_reduce.carrier import Arrivals, Carrier
+from swarm_client.averaging.all_reduce.codec import (
+    EncodedPiece,
+    NotFiniteError,
+    Totals,
+    check_finite,
+    decode_piece,
+    dtype_of,
+    encode_piece,
+    exponent_is_valid,
+    payload_is_whole,
+    payload_sizes,
+    reduce_piece,
+)
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Kind
+from swarm_client.averaging.all_reduce.member_link import Link, RoundState, abort_frame
+from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest, round_tag
+from swarm_client.averaging.all_reduce.routes import LinkReport
+from swarm_client.fault_injection import faults
+from swarm_shared.base.errors import NetworkError, ProtocolError
+
+T = TypeVar("T")
+
+ABORT_GRACE_SECONDS = 0.5
+"""For the reason of a failure to reach the others before the streams are dropped."""
+INLINE_ELEMENTS = 16 * 1024
+"""Work on smaller pieces takes less time than the way to a thread and back."""
+
+
+class ToThread(Protocol):
+    """Runs a function in a worker thread: anyio.to_thread.run_sync, or a test's own."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    seconds: float
+    links: tuple[LinkReport, ...] = ()
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(link.bytes_sent for link in self.links)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(link.bytes_received for link in self.links)
+
+
+async def all_reduce(
+    spec: RoundSpec,
+    carrier: Carrier,
+    source: Totals,
+    result: Totals,
+    *,
+    stall_seconds: float,
+    join_seconds: float | None = None,
+    to_thread: ToThread = anyio.to_thread.run_sync,
+) -> RoundReport:
+    """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
+
+    stall_seconds: a member silent for that long fails the round. join_seconds (default: the
+    same): how long members may take to begin. Raises RoundFailed, and nothing else that a remote
+    could cause. Cancelling it drops the streams, which fails the round for the others too.
+    """
+    dtype = dtype_of(spec.codec)
+    for name, array in (("source", source), ("result", result)):
+        if array.shape != (spec.elements,) or array.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {spec.elements} {dtype}, not {array.shape} {array.dtype}"
+            )
+        if not array.flags.c_contiguous:
+            raise ValueError(f"{name} must be contiguous")
+    started = time.monotonic()
+    if len(spec.members) == 1:
+        await to_thread(partial(_copy_alone, spec, source, result))
+        return RoundReport(time.monotonic() - started)
+    round_ = _Round(spec, carrier, source, result, to_thread)
+    try:
+        await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
+    except RoundFailed as failure:
+        failure.links = round_.links_report()
+        raise
+    finally:
+        round_.let_go()
+    return RoundReport(time.monotonic() - started, round_.links_report())
+
+
+def _strike(spec: RoundSpec) -> None:
+    if faults.active is not None:
+        faults.strike(faults.Phase.ALL_REDUCE, int(spec.round_id.split("/")[1]))
+
+
+def _copy_alone(spec: RoundSpec, source: Totals, result: Totals) -> None:
+    _strike(spec)
+    try:
+        check_finite(source)
+    except NotFiniteError as error:
+        raise _not_finite(spec, spec.my_index) from error
+    result[:] = source
+
+
+def _not_finite(spec: RoundSpec, member: int | None) -> RoundFailed:
+    culprit = None if member is None else spec.members[member]
+    whose = "the sum of the gradients" if culprit is None else f"the gradient of member {culprit}"
+    return RoundFailed(
+        f"{whose} holds an infinity or a NaN", culprit, failure=RoundFailure.NON_FINITE
+    )
+
+
+class _Round:
+    def __init__(
+        self,
+        spec: RoundSpec,
+        carrier: Carrier,
+        source: Totals,
+        result: Totals,
+        to_thread: ToThread,
+    ) -> None:
+        self.spec = spec
+        self.state = RoundState(spec, round_tag(spec.round_id), anyio.current_time())
+        self._carrier = carrier
+        self._source = source
+        self._result = result
+        self._to_thread = to_thread
+        self._digest = plan_digest(spec)
+        self._slices = partition(spec)
+        self._me = spec.my_index
+        self._attendance = Attendance()
+        self._failure: RoundFailed | None = None
+        self._work_scope = anyio.CancelScope()
+        self._arrivals: Arrivals | None = None
+        # What members sent and was not summed yet, per place in the group.
+        window = spec.window_pieces
+        self._inboxes = [
+            anyio.create_memory_object_stream[EncodedPiece](window) for _ in spec.members
+        ]
+        self._sums_queued = [0] * len(spec.members)
+        self._incoming_links: dict[int, Link] = {}
+        self._all_here = anyio.Event()
+
+    # --------------------------------------------------------------------------- the round's life
+
+    async def run(self, stall_seconds: float, join_seconds: float) -> None:
+        async with anyio.create_task_group() as pumps:
+            with self._work_scope:
+                await self._guarded(self._work, pumps, stall_seconds, join_seconds)
+            if self._failure is not None:
+                await self._tell_others(self._failure)
+            pumps.cancel_scope.cancel()
+        if self._failure is not None:
+            raise self._failure
+
+    def links_report(self) -> tuple[LinkReport, ...]:
+        return tuple(
+            LinkReport(link.peer, link.route, link.bytes_sent, link.bytes_received)
+            for link in self._attendance.links
+        )
+
+    def let_go(self) -> None:
+        """A finished round is part of reference cycles; the shared memory must not wait for the
+        garbage collector."""
+        self._source = self._result = np.empty(0, dtype_of(self.spec.codec))
+        self._inboxes.clear()
+
+    async def _work(
+        self, pumps: anyio.abc.TaskGroup, stall_seconds: float, join_seconds: float
+    ) -> None:
+        others = [i for i in range(len(self.spec.members)) if i != self._me]
+        reducers = [i for i in others if self._slices[i].pieces]
+        senders = others if self._slices[self._me].pieces else []
+        self._attendance.to_accept = {self.spec.members[i] for i in reducers}
+        self._attendance.to_come = {self.spec.members[i] for i in senders}
+        with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
+            self._arrivals = arrivals
+            async with anyio.create_task_group() as watched:
+                watched.start_soon(
+                    watch, self.state, self._attendance, self._fail, stall_seconds, join_seconds
+                )
+                async with anyio.create_task_group() as work:
+                    for reducer in reducers:
+                        work.start_soon(self._guarded, self._use_reducer, reducer, pumps)
+                    if senders:
+                        work.start_soon(self._guarded, self._reduce_own_slice)
+                        await self._welcome(arrivals, work, pumps)
+                watched.cancel_scope.cancel()
+
+    def _fail(self, failure: RoundFailed) -> None:
+        """The first failure is the round's; everything stops."""
+        if self._failure is None:
+            self._failure = failure
+            if self._arrivals is not None:
+                self._arrivals.farewell = abort_frame(self.spec, self.state.tag, failure)
+        self._work_scope.cancel()
+
+    async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
+        try:
+            await function(*arguments)
+        except RoundFailed as failure:
+            self._fail(failure)
+        except NotFiniteError as error:
+            self._fail(_not_finite(self.spec, error.member))
+        except (NetworkError, ProtocolError) as error:
+            self._fail(RoundFailed(str(error), failure=RoundFailure.STOPPED))
+
+    async def _tell_others(self, failure: RoundFailed) -> None:
+        with anyio.move_on_after(ABORT_GRACE_SECONDS):
+            async with anyio.create_task_group() as ends:
+                for link in self._attendance.links:
+                    if link.told:
+                        ends.start_soon(link.channel.abort)
+                    else:
+                        link.abort(failure)
+                        ends.start_soon(link.drain)
+
+    def _add_link(self, link: Link, pumps: anyio.abc.TaskGroup) -> Link:
+        self._attendance.links.append(link)
+        pumps.start_soon(link.pump)
+        return link
+
+    # ------------------------------------------------------------------ as a member of a reducer
+
+    async def _use_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
+        """Send my part of slice `reducer`, take its sums."""
+        peer = self.spec.members[reducer]
+        try:
+            channel = await self._carrier.open(peer)
+        except (NetworkError, ProtocolError) as error:
+            raise RoundFailed(
+                f"member {peer} cannot be reached ({error})",
+                peer,
+                failure=RoundFailure.UNREACHABLE,
+            ) from error
+        link = self._add_link(Link(channel, peer, self.state, on_failure=self._fail), pumps)
+        await link.send_hello(self._digest)
+        # Nothing but the greeting before the other side has begun: a stream that nobody reads
+        # yet would fill up, and some carriers reset such a stream.
+        await link.receive(Kind.ACCEPT)
+        link.accepted = True
+        self._attendance.to_accept.discard(peer)
+        credit = anyio.Semaphore(self.spec.window_pieces)
+        async with anyio.create_task_group() as both:
+            both.start_soon(self._guarded, self._send_parts, link, credit)
+            both.start_soon(self._guarded, self._take_sums, link, credit)
+        await link.send(Kind.BYE)
+        link.quiet = True
+        link.finish(last_word=True)
+        await link.pumped.wait()
+
+    async def _send_parts(self, link: Link, credit: anyio.Semaphore) -> None:
+        part = self._slices[link.peer_index]
+        for piece in range(part.pieces):
+            await credit.acquire()
+            start, stop = part.piece(piece)
+            encode = partial(self._encode_own, self._source[start:stop])
+            encoded = await self._off_loop(encode, stop - start)
+            await link.send(
+                Kind.PIECE, piece=piece, exponent=encoded.exponent, payload=encoded.payload
+            )
+
+    def _encode_own(self, values_P: Totals) -> EncodedPiece:
+        try:
+            return encode_piece(values_P, self.spec.codec)
+        except NotFiniteError as error:
+            raise NotFiniteError(self._me) from error
+
+    async def _take_sums(self, link: Link, credit: anyio.Semaphore) -> None:
+        part = self._slices[link.peer_index]
+        codec = self.spec.codec
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            target_P = self._result[start:stop]
+            _strike(self.spec)
+            sizes = payload_sizes(stop - start, codec)
+            header = await link.receive(Kind.SUM, piece=piece, sizes=sizes)
+            if not exponent_is_valid(header.exponent, codec):
+                raise link.violated(f"sent a sum scaled by 2**{header.exponent}")
+            if codec == "none":
+                await link.receive_into(target_P.data.cast("B"))
+                decode = partial(check_finite, target_P, link.peer_index)
+            else:
+                payload = np.empty(header.payload_bytes, np.uint8).data
+                await link.receive_into(payload)
+                if not payload_is_whole(payload, stop - start, codec):
+                    raise link.violated("sent a sum that its bytes do not make")
+                decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
+            credit.release()
+            await self._off_loop(decode, stop - start)
+
+    def _decode_sum(self, exponent: int, payload: memoryview, target_P: Totals, link: Link) -> None:
+        target_P[:] = decode_piece(exponent, payload, self.spec.codec, len(target_P))
+        check_finite(target_P, link.peer_index)
+
+    # ---------------------------------------------------------------------------- as the reducer
+
+    async def _welcome(
+        self,
+        arrivals: Arrivals,
+        work: anyio.abc.TaskGroup,
+        pumps: anyio.abc.TaskGroup,
+    ) -> None:
+        """Take one stream from each other member; refuse repetitions."""
+        while self._attendance.to_come:
+            arrival = await arrivals.receive()
+            if arrival.sender not in self._attendance.to_come:
+                await arrival.channel.abort()
+                continue
+            sender = self.spec.members.index(arrival.sender)
+            link = Link(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
+            link.bytes_received += HELLO_BYTES
+            self._add_link(link, pumps)
+            if arrival.hello.sender != sender or arrival.hello.digest != self._digest:
+                self._fail(link.violated("was given another plan for this round"))
+                return
+            link.accepted = True
+            self._attendance.to_come.discard(link.peer)
+            self._incoming_links[sender] = link
+            work.start_soon(self._guarded, self._serve_member, link)
+        self._all_here.set()
+
+    async def _serve_member(self, link: Link) -> None:
+        """Read all parts of my slice from one member, and its goodbye."""
+        await link.send(Kind.ACCEPT)
+        member, codec = link.peer_index, self.spec.codec
+        part = self._slices[self._me]
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            sizes = payload_sizes(stop - start, codec)
+            header = await link.receive(Kind.PIECE, piece=piece, sizes=sizes)
+            if piece - self._sums_queued[member] >= self.spec.window_pieces:
+                raise link.violated("sent more than its credit")
+            if not exponent_is_valid(header.exponent, codec):
+                raise link.violated(f"sent a piece scaled by 2**{header.exponent}")
+            payload = np.empty(header.payload_bytes, np.uint8).data
+            await link.receive_into(payload)
+            if not payload_is_whole(payload, stop - start, codec):
+                raise link.violated("sent a piece that its bytes do not make")
+            self._inboxes[member][0].send_nowait(EncodedPiece(header.exponent, payload))
+        await link.receive(Kind.BYE)
+        link.quiet = True
+        link.finish()
+        await link.pumped.wait()
+
+    async def _reduce_own_slice(self) -> None:
+        """Sum my slice piece by piece, in group order, and send the sums to everybody."""
+        await self._all_here.wait()
+        part = self._slices[self._me]
+        for piece in range(part.pieces):
+            start, stop = part.piece(piece)
+            inputs: list[EncodedPiece | None] = []
+            for member, (_, inbox) in enumerate(self._inboxes):
+                self._attendance.waiting_for = self.spec.members[member]
+                inputs.append(None if member == self._me else await inbox.receive())
+            self._attendance.waiting_for = None
+            reduce = partial(
+                reduce_piece,
+                self._source[start:stop],
+                inputs,
+                self.spec.codec,
+                self._result[start:stop],
+            )
+            summed = await self._off_loop(reduce, stop - start)
+            for member, link in self._incoming_links.items():
+                self._sums_queued[member] += 1
+                if piece == part.pieces - 1:
+                    # Nothing more is due from here; the member's goodbye is due from there.
+                    link.sends_beats = False
+                await link.send(
+                    Kind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload
+                )
+
+    async def _off_loop(self, function: Callable[[], T], elements: int) -> T:
+        if elements <= INLINE_ELEMENTS:
+            return function()
+        return await self._to_thread(function)

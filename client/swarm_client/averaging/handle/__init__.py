@@ -1,0 +1,1 @@
+"""The daemon's side of the averaging worker: supervisor, requests, stream bridge (trio)."""

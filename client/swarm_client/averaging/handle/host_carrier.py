@@ -1,0 +1,99 @@
+"""The carrier that is always there: streams over the daemon's own py-libp2p host.
+
+Serves rounds in the daemon where there is no averaging worker, and through the `bridge` rounds in
+the worker, for the pairs that p2pd does not connect. Streams are authenticated by the connection's
+Noise handshake, through a relay too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+
+from swarm_client.averaging.all_reduce.carrier import Arrivals
+from swarm_client.averaging.all_reduce.incoming import IncomingHub
+from swarm_client.averaging.all_reduce.plan import RoundSpec
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.framed_stream import FramedStream
+from swarm_shared.network.node import Node
+from swarm_shared.protocol import PathKind
+from swarm_shared.protocol.framing import FrameLimits
+
+PROTOCOL = "/swarmtrain/all-reduce/1"
+CHUNK_BYTES = 256 * 1024
+_LIMITS = FrameLimits(max_header_bytes=0, max_payload_bytes=CHUNK_BYTES)
+
+
+class FramedChannel:
+    """A byte stream in the payloads of a framed stream."""
+
+    def __init__(self, stream: FramedStream) -> None:
+        self._stream = stream
+        self._rest = memoryview(b"")
+        self.route = Route.HOST_RELAYED if stream.remote_address is None else Route.HOST
+
+    async def send(self, data: bytes | memoryview) -> None:
+        for offset in range(0, len(data), CHUNK_BYTES):
+            await self._stream.send(b"", data[offset : offset + CHUNK_BYTES])
+
+    async def receive(self, max_bytes: int) -> memoryview:
+        while not self._rest:
+            try:
+                frame = await self._stream.receive()
+            except LinkClosed:
+                # Ended and lost are the same to a round: it says goodbye in its own frames.
+                return memoryview(b"")
+            self._rest = memoryview(frame.payload)
+        chunk, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
+        return chunk
+
+    async def aclose(self) -> None:
+        await self._stream.close()
+
+    async def abort(self) -> None:
+        await self._stream.reset()
+
+
+class Libp2pAveraging:
+    """Answers members' streams on `node` and opens streams to them."""
+
+    def __init__(self, node: Node, addresses: Callable[[PeerId], Sequence[str]]) -> None:
+        """`addresses`: where a member's host is; none if it must be connected already."""
+        self._node = node
+        self._addresses = addresses
+        self.hub = IncomingHub()
+        # The waiting room asks who may come in, more strictly than the node would, and gives a
+        # roster that is behind a moment.
+        node.serve(PROTOCOL, self._serve, _LIMITS, public=True)
+
+    async def _serve(self, stream: FramedStream) -> None:
+        await self.hub.accept(stream.remote, FramedChannel(stream))
+
+    async def open(self, peer: PeerId, *, relayed: bool = True) -> FramedChannel:
+        """NetworkError when there is no connection, or only a relayed one and none is wanted."""
+        addresses = self._addresses(peer)
+        if not relayed:
+            await self._node.connect(peer, addresses)
+            path = self._node.path(peer)
+            if path is not None and path.kind is PathKind.RELAYED:
+                raise NetworkError("there is no direct connection to it, only a relayed one")
+        stream = await self._node.open_stream(peer, PROTOCOL, _LIMITS, addresses)
+        return FramedChannel(stream)
+
+    def carrier(self) -> Libp2pCarrier:
+        return Libp2pCarrier(self)
+
+
+class Libp2pCarrier:
+    """The network of one round in the daemon."""
+
+    def __init__(self, averaging: Libp2pAveraging) -> None:
+        self._averaging = averaging
+
+    async def open(self, peer: PeerId) -> FramedChannel:
+        return await self._averaging.open(peer)
+
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+        return self._averaging.hub.round(tag, {peer: peer for peer in spec.members})

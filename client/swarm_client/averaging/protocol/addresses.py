@@ -1,0 +1,21 @@
+"""Addresses as p2pd takes them. Text in, text out; no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_CIRCUIT = "/p2p-circuit"
+
+
+def is_relayed(address: str) -> bool:
+    return _CIRCUIT in address
+
+
+def without_owner(address: str, owner: str) -> str:
+    """Without the peer ID of the one it belongs to, which may stand at its end."""
+    return address.removesuffix(f"/p2p/{owner}")
+
+
+def through_relays(relays: Sequence[str]) -> list[str]:
+    """Where a p2pd can be reached that holds a slot at each of these relays (…/p2p/ID)."""
+    return [f"{relay}{_CIRCUIT}" for relay in relays]

@@ -1,0 +1,64 @@
+"""What the daemon and its averaging worker say at the head of a bridged stream. Values only.
+
+Each stream of the daemon's libp2p host that the worker uses is a unix connection of its own. The
+worker connects to the daemon to have one opened; the daemon connects to the worker to hand over
+one that has come. Behind the head both carry the stream's bytes, and nothing else.
+
+    worker → daemon   OpenStream          daemon → worker   Opened | NotOpened, then the stream
+    daemon → worker   Arrival, then the stream, whose greeting comes first
+
+A head is a little-endian u32 length and so much JSON.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_client.averaging.all_reduce.routes import Route
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
+
+DAEMON_SOCKET = "daemon.sock"
+WORKER_SOCKET = "worker.sock"
+HEAD_LENGTH = struct.Struct("<I")
+MAX_HEAD_BYTES = 4096
+
+
+class OpenStream(FrozenModel):
+    kind: Literal["open_stream"] = "open_stream"
+    peer: PeerId
+    relayed: bool
+    """Whether a relayed connection will do."""
+
+
+class Opened(FrozenModel):
+    kind: Literal["opened"] = "opened"
+    route: Route
+
+
+class NotOpened(FrozenModel):
+    kind: Literal["not_opened"] = "not_opened"
+    reason: Annotated[str, Field(max_length=1000)]
+
+
+class Arrival(FrozenModel):
+    """`sender` is authenticated by the host's connection and admitted by the daemon."""
+
+    kind: Literal["arrival"] = "arrival"
+    sender: PeerId
+    route: Route
+
+
+OpenAnswer = Annotated[Opened | NotOpened, Field(discriminator="kind")]
+open_requests: TypeAdapter[OpenStream] = TypeAdapter(OpenStream)
+open_answers: TypeAdapter[Opened | NotOpened] = TypeAdapter(OpenAnswer)
+arrivals: TypeAdapter[Arrival] = TypeAdapter(Arrival)
+
+
+def encode_head(message: FrozenModel) -> bytes:
+    body = message.model_dump_json().encode()
+    assert len(body) <= MAX_HEAD_BYTES, "heads are short"
+    return HEAD_LENGTH.pack(len(body)) + body

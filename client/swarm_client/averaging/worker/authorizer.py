@@ -1,0 +1,163 @@
+"""Calls of hivemind's DHT, between members of the run only.
+
+hivemind asks an authorizer to sign what it sends and to check what it gets, requests and answers
+alike. Its own ones want RSA keys and a token server; this one takes what a member has anyway: the
+organiser's certificate for its main key, that key's word on its p2pd (the carrier binding), and
+p2pd's own key, which signs each call. A stranger has no certificate, and whoever copies a member's
+has not its key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections import OrderedDict
+from typing import Any
+
+from swarm_client.averaging.protocol.messages import ShowMembership
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError, SignatureError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import (
+    CLOCK_SKEW_SECONDS,
+    MAX_CREDENTIAL_BYTES,
+    MEMBERSHIP_DOMAIN,
+    MembershipCertificate,
+    check_certificate,
+    open_carrier_binding,
+)
+from swarm_shared.identity.keys import Identity, verify
+from swarm_shared.identity.signing import open_message
+
+_CALL_DOMAIN = b"swarmtrain-directory-call-1\x00"
+_NONCE_BYTES = 16
+_MAX_NONCES = 65_536
+_MAX_TOKENS = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class RunAuthorizer:
+    """Satisfies hivemind.utils.auth.AuthorizerBase. `show` must come before the first call."""
+
+    def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
+        self._key = p2pd_key
+        self._clock = clock
+        self._membership: ShowMembership | None = None
+        self._revoked: frozenset[PeerId] = frozenset()
+        self._tokens: OrderedDict[bytes, tuple[PeerId, PeerId, float]] = OrderedDict()
+        """Tokens that held: member, its p2pd's peer ID, and when to look again."""
+        self._nonces: OrderedDict[bytes, float] = OrderedDict()
+        self.refused = 0
+
+    def show(self, membership: ShowMembership) -> None:
+        """What this peer shows from now on, and whom it takes for a member."""
+        before = self._membership
+        if before is None or (before.run, before.organiser) != (
+            membership.run,
+            membership.organiser,
+        ):
+            self._tokens.clear()
+        self._membership = membership
+        self._revoked = frozenset(membership.revoked)
+
+    # ----------------------------------------------------------------------- hivemind's interface
+
+    async def sign_request(self, request: Any, service_public_key: object) -> None:
+        self._put_token(request.auth.client_access_token)
+        request.auth.time = self._clock()
+        request.auth.nonce = secrets.token_bytes(_NONCE_BYTES)
+        request.auth.signature = self._key.sign(_signed_part(request))
+
+    async def validate_request(self, request: Any) -> bool:
+        auth = request.auth
+        try:
+            self._check_signed(request, auth.client_access_token)
+            self._check_fresh(auth.time, auth.nonce)
+        except (AdmissionError, ProtocolError) as error:
+            return self._refuse("a call", error)
+        return True
+
+    async def sign_response(self, response: Any, request: Any) -> None:
+        self._put_token(response.auth.service_access_token)
+        response.auth.nonce = request.auth.nonce
+        response.auth.signature = self._key.sign(_signed_part(response))
+
+    async def validate_response(self, response: Any, request: Any) -> bool:
+        try:
+            self._check_signed(response, response.auth.service_access_token)
+            if response.auth.nonce != request.auth.nonce:
+                raise SignatureError("it answers another call")
+        except (AdmissionError, ProtocolError) as error:
+            return self._refuse("an answer", error)
+        return True
+
+    # ------------------------------------------------------------------------------------- checks
+
+    def _put_token(self, token: Any) -> None:
+        """hivemind's fields for a token hold the two envelopes."""
+        if self._membership is None:
+            raise NetworkError("this peer is not admitted to a run yet")
+        token.public_key = self._membership.binding
+        token.signature = self._membership.certificate
+
+    def _check_signed(self, message: Any, token: Any) -> None:
+        member, p2pd = self._holder(token.signature, token.public_key)
+        if member in self._revoked:
+            raise AdmissionError(f"{member} is revoked")
+        signature = message.auth.signature
+        message.auth.signature = b""
+        verify(p2pd, _signed_part(message), signature)
+
+    def _holder(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
+        """The member that the token names, and its p2pd. Raises when it is not one."""
+        membership, now = self._membership, self._clock()
+        if membership is None:
+            raise AdmissionError("this peer is not admitted to a run yet")
+        if max(len(certificate), len(binding)) > MAX_CREDENTIAL_BYTES:
+            raise SignatureError("its token is too long")
+        key = hashlib.sha256(hashlib.sha256(certificate).digest() + binding).digest()
+        known = self._tokens.get(key)
+        if known is not None and now <= known[2]:
+            return known[0], known[1]
+        named, _ = open_message(
+            certificate, MembershipCertificate, MEMBERSHIP_DOMAIN, membership.organiser,
+            MAX_CREDENTIAL_BYTES,
+        )  # fmt: skip
+        valid = check_certificate(
+            certificate, membership.run, membership.organiser, now, named.peer
+        )
+        bound = open_carrier_binding(binding, valid.peer, now)
+        p2pd = PeerId(bound.carrier_peer_id)
+        self._tokens[key] = (valid.peer, p2pd, min(valid.expires, bound.expires))
+        if len(self._tokens) > _MAX_TOKENS:
+            self._tokens.popitem(last=False)
+        return valid.peer, p2pd
+
+    def _check_fresh(self, sent_at: float, nonce: bytes) -> None:
+        now = self._clock()
+        if not abs(sent_at - now) <= CLOCK_SKEW_SECONDS:
+            raise SignatureError(f"it was signed {now - sent_at:.0f} s ago, or clocks differ")
+        if len(nonce) != _NONCE_BYTES or nonce in self._nonces:
+            raise SignatureError("it was heard before")
+        self._nonces[nonce] = now
+        while self._nonces:
+            oldest, heard_at = next(iter(self._nonces.items()))
+            # A member that floods others could have an old call of its own repeated: no gain.
+            if now - heard_at <= 2 * CLOCK_SKEW_SECONDS and len(self._nonces) <= _MAX_NONCES:
+                break
+            del self._nonces[oldest]
+
+    def _refuse(self, what: str, error: Exception) -> bool:
+        self.refused += 1
+        logger.info("%s of the directory was refused: %s", what, error)
+        return False
+
+
+def _signed_part(message: Any) -> bytes:
+    """Everything but the signature; a request is never taken for another kind of request."""
+    assert message.auth.signature == b""
+    name: str = message.DESCRIPTOR.full_name
+    content: bytes = message.SerializeToString(deterministic=True)
+    return _CALL_DOMAIN + name.encode() + b"\x00" + content

@@ -1,0 +1,92 @@
+"""hivemind's DHT as the second directory: signed records that peers find without a coordinator.
+
+The DHT node lives in the averaging worker's event loop and shares its p2pd (hivemind.DHT would
+fork a process and start another one). Only members of the run are answered (`authorizer`). Records
+are opaque bytes here: the daemon signs what it publishes and checks what it finds, because any
+member can store under any key.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+
+from swarm_client.averaging.worker.authorizer import RunAuthorizer
+from swarm_client.averaging.worker.hivemind_imports import Hivemind
+from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_shared.base.errors import NetworkError
+
+logger = logging.getLogger(__name__)
+
+ENTER_SECONDS = 5.0
+MAX_RECORDS = 4096
+MAX_RECORD_BYTES = 48 * 1024
+"""Of what others may have stored, as much is handed on."""
+
+
+class Directory:
+    """Made by `start`."""
+
+    def __init__(self, hivemind: Hivemind, node: Any, streams: P2pdStreams) -> None:
+        self._hivemind = hivemind
+        self._node = node
+        self._streams = streams
+
+    @classmethod
+    async def start(
+        cls, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, authorizer: RunAuthorizer
+    ) -> Directory:
+        """A node of its own; `bootstrap` joins it to others'."""
+        node = await hivemind.DHTNode.create(
+            p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer
+        )
+        return cls(hivemind, node, streams)
+
+    async def bootstrap(self, initial_peers: Sequence[str]) -> int:
+        """Enter the directory through peers (…/p2p/ID); returns how many answered."""
+        reached: list[str] = []
+        async with anyio.create_task_group() as tasks:
+            for address in initial_peers:
+                tasks.start_soon(self._enter, address, reached)
+        if reached:
+            await self._node.find_nearest_nodes([self._node.node_id])
+        return len(reached)
+
+    async def _enter(self, address: str, reached: list[str]) -> None:
+        peer_id = address.rpartition("/p2p/")[2]
+        try:
+            with anyio.fail_after(ENTER_SECONDS):
+                await self._streams.connect(peer_id, [address])
+        except (NetworkError, TimeoutError) as error:
+            logger.info("the directory cannot be entered through %s: %s", address, error)
+            return
+        peer = self._hivemind.PeerID.from_base58(peer_id)
+        if await self._node.protocol.call_ping(peer, strict=False) is not None:
+            reached.append(address)
+
+    async def publish(
+        self, key: str, subkey: str, value: bytes, expires_unix_seconds: float
+    ) -> bool:
+        """Store under (key, subkey); False when no node took it (a later one is there)."""
+        return bool(
+            await self._node.store(
+                key=key, subkey=subkey, value=value, expiration_time=expires_unix_seconds
+            )
+        )
+
+    async def lookup(self, key: str) -> list[tuple[str, bytes, float]]:
+        """(subkey, value, expiry) of all records under `key`; what is not one is left out."""
+        found = await self._node.get(key, latest=True)
+        if found is None or not isinstance(found.value, dict):
+            return []
+        records: list[tuple[str, bytes, float]] = []
+        for subkey, entry in found.value.items():
+            value = entry.value
+            if not isinstance(subkey, str) or not isinstance(value, bytes):
+                continue
+            if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
+                records.append((subkey, value, float(entry.expiration_time)))
+        return records

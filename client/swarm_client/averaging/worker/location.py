@@ -1,0 +1,68 @@
+"""Where others reach this volunteer's p2pd, as it changes. asyncio, in the averaging worker."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+
+from swarm_client.averaging.protocol.addresses import is_relayed, through_relays
+from swarm_client.averaging.worker.hivemind_imports import Hivemind
+from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
+from swarm_shared.base.errors import NetworkError
+
+LOOK_SECONDS = 5.0
+LOOK_SECONDS_AT_START = 0.5
+"""While a relay that p2pd was told of has not been reached: it takes about a second."""
+STARTING_LOOKS = 20
+
+logger = logging.getLogger(__name__)
+
+
+class Location:
+    """p2pd announces a relay only where it takes the relay's address for a public one, which it
+    does not on a local network; so the relays that it is connected to are counted here."""
+
+    def __init__(
+        self, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, relays: Sequence[str]
+    ) -> None:
+        self._hivemind = hivemind
+        self._p2p = p2p
+        self._streams = streams
+        self._relays = relays
+
+    async def now(self) -> tuple[str, ...]:
+        """Addresses without p2pd's peer ID, direct ones first. NetworkError when p2pd is gone."""
+        try:
+            _, own = await self._p2p._client.identify()
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd does not say where it is: {error}") from error
+        direct = [text for text in map(str, own) if not is_relayed(text)]
+        return (*direct, *through_relays(await self._reached()))
+
+    async def _reached(self) -> list[str]:
+        if not self._relays:
+            return []
+        connected = await self._streams.connected()
+        return [relay for relay in self._relays if relay.rpartition("/p2p/")[2] in connected]
+
+    async def follow(
+        self, known: tuple[str, ...], moved: Callable[[tuple[str, ...]], None]
+    ) -> None:
+        """Call `moved` whenever the addresses are others than before."""
+        looks = 0
+        while True:
+            waits_for_relay = len(known) == 0 or sum(map(is_relayed, known)) < len(self._relays)
+            early = waits_for_relay and looks < STARTING_LOOKS
+            await anyio.sleep(LOOK_SECONDS_AT_START if early else LOOK_SECONDS)
+            looks += 1
+            try:
+                now = await self.now()
+            except NetworkError as error:
+                logger.info("%s", error)
+                continue
+            if now != known:
+                known = now
+                moved(now)

@@ -1,0 +1,184 @@
+"""The carriers of a round in the averaging worker: p2pd's streams, and the daemon's host's.
+
+p2pd authenticates the remote of every stream (Noise or TLS 1.3) and tells its peer ID before the
+stream's first byte. That ID is p2pd's own; the daemon has checked the certificate that binds it
+to the member's main key before it named it here. asyncio.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import anyio
+
+from swarm_client.averaging.all_reduce.carrier import Arrivals, Channel
+from swarm_client.averaging.all_reduce.errors import RouteAbsentError
+from swarm_client.averaging.all_reduce.incoming import IncomingHub
+from swarm_client.averaging.all_reduce.plan import RoundSpec
+from swarm_client.averaging.all_reduce.routes import Route, RouteFault
+from swarm_client.averaging.all_reduce.stream_race import Opener, Opening
+from swarm_client.averaging.protocol.addresses import is_relayed, without_owner
+from swarm_client.averaging.protocol.messages import Member
+from swarm_client.averaging.worker.hivemind_imports import Hivemind
+from swarm_client.averaging.worker.host_streams import HostStreams, host_name
+from swarm_client.averaging.worker.packed_address import AddressBytes
+from swarm_client.averaging.worker.socket_channel import SocketChannel
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+from swarm_shared.base.types import PeerId
+
+PROTOCOL = "/swarmtrain/all-reduce/1"
+OPEN_SECONDS = 15.0
+TURN_SECONDS = 0.4
+"""How long the other end may take to come, where it is its turn to dial: for its first packet to
+arrive over any line. Longer, and an end whose p2pd is being started again is waited for."""
+_LOOK_SECONDS = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class P2pdStreams:
+    """Opens streams over one p2pd and takes those of remotes into `hub`."""
+
+    def __init__(self, hivemind: Hivemind, p2p: Any, hub: IncomingHub) -> None:
+        self._hivemind = hivemind
+        self._p2p = p2p
+        self._hub = hub
+
+    async def serve(self) -> None:
+        await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+
+    async def _accept(
+        self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        try:
+            channel = SocketChannel(reader, writer, _route(info))
+            await self._hub.accept(info.peer_id.to_base58(), channel)
+        except Exception:  # a supervisor: asyncio would only print it
+            logger.exception("a stream from %s failed", info.peer_id)
+
+    async def connect(self, p2pd_peer_id: str, addresses: Sequence[str]) -> None:
+        """Make sure that p2pd is connected to another one. NetworkError if it cannot be."""
+        try:
+            peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
+            targets = [
+                AddressBytes(self._hivemind, without_owner(text, p2pd_peer_id))
+                for text in addresses
+            ]
+        except ValueError as error:
+            raise NetworkError(f"{p2pd_peer_id} has an address that is none: {error}") from error
+        try:
+            with anyio.fail_after(OPEN_SECONDS):
+                await self._p2p._client.connect(peer, targets)
+        except TimeoutError as error:
+            raise LinkTimeout(f"p2pd {p2pd_peer_id} did not answer") from error
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd {p2pd_peer_id} cannot be reached: {error}") from error
+
+    async def connected(self) -> dict[str, list[str]]:
+        """The peer IDs that p2pd is connected to, and the remote addresses of the connections."""
+        found: dict[str, list[str]] = {}
+        try:
+            with anyio.fail_after(OPEN_SECONDS):
+                for info in await self._p2p._client.list_peers():
+                    found.setdefault(info.peer_id.to_base58(), []).extend(map(str, info.addrs))
+        except TimeoutError as error:
+            raise LinkTimeout("p2pd does not answer") from error
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd does not answer: {error}") from error
+        return found
+
+    async def open(
+        self, p2pd_peer_id: str, addresses: Iterable[str], *, relayed: bool
+    ) -> SocketChannel:
+        """A stream over a relay, or over anything but a relay."""
+        usable = [address for address in addresses if is_relayed(address) == relayed]
+        if not usable and not await self._is_connected(p2pd_peer_id, relayed=relayed):
+            # The other end may be behind a router and still come to us.
+            raise RouteAbsentError("p2pd has no address that leads there, and no connection")
+        if usable and (relayed or not await self._has_come(p2pd_peer_id)):
+            await self.connect(p2pd_peer_id, usable)
+        peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
+        try:
+            with anyio.fail_after(OPEN_SECONDS):
+                stream = await self._p2p.call_binary_stream_handler(peer, PROTOCOL)
+        except TimeoutError as error:
+            raise LinkTimeout(f"p2pd {p2pd_peer_id} opened no stream in time") from error
+        except self._hivemind.daemon_errors as error:
+            raise NetworkError(f"p2pd {p2pd_peer_id} opened no stream: {error}") from error
+        info, reader, writer = stream
+        channel = SocketChannel(reader, writer, _route(info))
+        if channel.route is Route.P2PD_RELAYED and not relayed:
+            await channel.abort()
+            raise RouteAbsentError("p2pd is connected through a relay, and keeps to that")
+        return channel
+
+    async def _has_come(self, p2pd_peer_id: str) -> bool:
+        """Whether there is a direct connection, once the other end has had its turn to make one.
+
+        Members of a round dial each other at the same moment. Both from the port that they listen
+        on, these are two halves of one TCP connection: each end takes itself for the one that
+        dialled, and their handshakes fail ("noise: message is too short"). So one of the two, by
+        their names, waits for the other; on a loopback nobody is ever that simultaneous.
+        """
+        if await self._is_connected(p2pd_peer_id, relayed=False):
+            return True
+        if self._p2p.peer_id.to_base58() < p2pd_peer_id:
+            return False
+        with anyio.move_on_after(TURN_SECONDS):
+            while not await self._is_connected(p2pd_peer_id, relayed=False):
+                await anyio.sleep(_LOOK_SECONDS)
+            return True
+        return False
+
+    async def _is_connected(self, p2pd_peer_id: str, *, relayed: bool) -> bool:
+        known = (await self.connected()).get(p2pd_peer_id, [])
+        return any(is_relayed(address) == relayed for address in known)
+
+
+class GroupCarrier:
+    """The network of one round: each stream goes by the best route that its pair has."""
+
+    def __init__(self, p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub) -> None:
+        self._p2pd = p2pd
+        self._host = host
+        self._hub = hub
+        self._members: Mapping[PeerId, Member] = {}
+        self.faults: list[RouteFault] = []
+        """Routes that were tried in vain."""
+
+    @classmethod
+    def of(
+        cls, members: Sequence[Member], p2pd: P2pdStreams, host: HostStreams, hub: IncomingHub
+    ) -> GroupCarrier:
+        carrier = cls(p2pd, host, hub)
+        carrier._members = {member.peer_id: member for member in members}
+        return carrier
+
+    async def open(self, peer: PeerId) -> Channel:
+        member = self._members[peer]
+        openers = [(route, self._opener(member, route)) for route in member.routes]
+        return await Opening(peer, self.faults.append).first(openers)
+
+    def _opener(self, member: Member, route: Route) -> Opener:
+        if not route.over_p2pd:
+            relayed = route is Route.HOST_RELAYED
+            return partial(self._host.open, member.peer_id, relayed=relayed)
+        relayed = route is Route.P2PD_RELAYED
+        return partial(self._p2pd.open, member.p2pd_peer_id, member.p2pd_addresses, relayed=relayed)
+
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+        names: dict[str, PeerId] = {}
+        for peer in spec.members:
+            names[host_name(peer)] = peer
+            if self._members[peer].p2pd_peer_id:
+                names[self._members[peer].p2pd_peer_id] = peer
+        return self._hub.round(tag, names)
+
+
+def _route(info: Any) -> Route:
+    return Route.P2PD_RELAYED if is_relayed(str(info.addr)) else Route.P2PD

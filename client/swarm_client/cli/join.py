@@ -1,0 +1,240 @@
+"""Commands that start a daemon, in the foreground or behind the terminal: join, daemon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from swarm_client.cli.options import home_option, say
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
+from swarm_shared.base.text import printable
+
+START_SECONDS = 60.0
+"""For imports on a machine whose cores are busy."""
+
+ADMISSION_SECONDS = 60.0
+"""A coordinator that answers at all does so sooner."""
+
+POLL_SECONDS = 0.05
+FRESH_LOG_BYTES = 5 * 2**20
+"""A log of a daemon behind the terminal that is longer is begun anew."""
+
+
+@click.command()
+@click.argument("invite")
+@home_option
+@click.option(
+    "--device", "devices", multiple=True, metavar="DEVICE",
+    help="Device that holds a stage: cpu, cuda:0, … or auto (every GPU, else the processor); "
+    "may be repeated.  [default: auto]",
+)  # fmt: skip
+@click.option(
+    "--stage",
+    type=click.IntRange(min=0),
+    help="Hold this stage instead of the assigned one; one device only.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Compute threads on a CPU.  [default: all cores but one]",
+)
+@click.option("--name", help="Public name for the contributions; none by default.")
+@click.option("--team", help="Team that the contributions also count for; none by default.")
+@click.option(
+    "--listen",
+    default="/ip4/0.0.0.0/tcp/0",
+    show_default=True,
+    help="Multiaddr to listen on.",
+)
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Memory offered per device, in GiB.",
+)
+@click.option(
+    "--relay/--no-relay",
+    default=True,
+    show_default=True,
+    help="Relay traffic of members that cannot be dialled, if this machine can be.",
+)
+@click.option(
+    "--set",
+    "preferences",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Preference that overrides the file for this run; see `swarm-client config`.",
+)
+@click.option("--detach", is_flag=True, help="Start a background daemon and return.")
+def join(
+    invite: str,
+    home: Path | None,
+    devices: tuple[str, ...],
+    stage: int | None,
+    threads: int | None,
+    name: str | None,
+    team: str | None,
+    listen: str,
+    memory_gib: float | None,
+    relay: bool,
+    preferences: tuple[str, ...],
+    detach: bool,
+) -> None:
+    """Join the run that INVITE names; Ctrl-C leaves cleanly.
+
+    If a daemon already runs in this home, it joins the run and this command returns.
+    """
+    from pydantic import ValidationError
+
+    from swarm_client.control.client import is_running
+    from swarm_client.control.messages import JoinArguments, first_fault
+    from swarm_client.preferences.layers import load, preferences_path
+    from swarm_shared.identity.invite import Invite
+
+    Invite.decode(invite)
+    load(preferences_path(home), flags=preferences)
+    try:
+        arguments = JoinArguments(
+            invite=invite, device=",".join(devices) or "auto", stage=stage, threads=threads,
+            name=name, team=team, listen=listen,
+            memory_bytes=int(memory_gib * 2**30) if memory_gib is not None else None,
+            may_relay=relay, preferences=preferences,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise UsageError(f"this cannot be asked for: {first_fault(error)}") from error
+    place = Home.where(home)
+    if is_running(place.socket_path):
+        tell_daemon(place, arguments)
+    elif detach:
+        _start_behind(place)
+        try:
+            tell_daemon(place, arguments)
+        except SwarmError:
+            _end(place)
+            raise
+    else:
+        _in_foreground(home, arguments)
+
+
+def _in_foreground(home: Path | None, arguments: object) -> None:
+    import trio
+
+    from swarm_client.control.messages import JoinArguments
+    from swarm_client.daemon.daemon import DaemonOptions, run_daemon
+    from swarm_client.fault_injection import faults
+
+    assert isinstance(arguments, JoinArguments)
+    injector = faults.activate(arguments.name or "", daemon_pid=os.getpid())
+    if injector is not None:
+        from swarm_client.fault_injection.network_outage import install
+
+        injector.drop_network = install().begin
+        say("FAULT INJECTION IS ON: this volunteer will fail on purpose")
+    trio.run(run_daemon, DaemonOptions(home, arguments, foreground=True), say)
+
+
+@click.command()
+@home_option
+@click.option("--idle", is_flag=True, help="Do not continue the chosen run.")
+def daemon(home: Path | None, idle: bool) -> None:
+    """Run without an invite and continue the chosen run; for services. SIGTERM stops it."""
+    import trio
+
+    from swarm_client.daemon.daemon import DaemonOptions, run_daemon
+    from swarm_client.machine.sd_notify import Notifier
+
+    notifier = Notifier.from_environment(os.environ)
+    trio.run(run_daemon, DaemonOptions(home, resume=not idle), say, notifier)
+
+
+def tell_daemon(place: Home, arguments: object) -> None:
+    """Have a running daemon join, and say what happens until it is in or has failed."""
+    from swarm_client.control.client import ask, stream
+    from swarm_client.control.messages import JoinArguments, Problem, error_of
+    from swarm_client.control.status_document import LogLine, Status
+    from swarm_shared.identity.invite import Invite
+
+    assert isinstance(arguments, JoinArguments)
+    run = str(Invite.decode(arguments.invite).run_id)
+    socket_path = place.socket_path
+    seen = max((line["number"] for line in ask(socket_path, "log")["lines"]), default=0)
+    click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["said"]))
+    deadline = time.monotonic() + ADMISSION_SECONDS
+    for document in stream(socket_path, "follow"):
+        if problem := ask(socket_path, "failure")["problem"]:
+            raise error_of(Problem.model_validate(problem))
+        for line in map(LogLine.model_validate, ask(socket_path, "log", after=seen)["lines"]):
+            seen = line.number
+            if line.level == "event":
+                click.echo(f"  {printable(line.text)}")
+        status = Status.model_validate(document)
+        if status.run is not None and status.run.id == run and status.run.coordinator_attached:
+            click.echo(f"{status.word.value}; `swarm-client status` says how it goes")
+            return
+        if time.monotonic() > deadline:
+            click.echo("the run has not answered yet; the daemon goes on trying", err=True)
+            return
+    raise DaemonError(f"the daemon has ended; its log is in {place.log_folder}")
+
+
+def _start_behind(place: Home) -> None:
+    """Start a daemon in a session of its own and wait until it answers.
+
+    SwarmError with its own last words and exit code when it ends before that.
+    """
+    from swarm_client.control.client import is_running
+
+    Home.at(place.path)
+    log_path = place.log_folder / "daemon.log"
+    try:
+        fresh = not log_path.exists() or log_path.stat().st_size > FRESH_LOG_BYTES
+        with log_path.open("wb" if fresh else "ab") as log:
+            began_at = log.tell()
+            process = subprocess.Popen(
+                [sys.executable, "-m", "swarm_client", "daemon", "--idle", "--home",
+                 str(place.path)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+            )  # fmt: skip
+    except OSError as error:
+        raise DaemonError(
+            f"no daemon could be started with its log in {log_path}: {error}"
+        ) from error
+    deadline = time.monotonic() + START_SECONDS
+    while not is_running(place.socket_path):
+        code = process.poll()
+        if code is not None:
+            _raise_as(code, _last_error(log_path, began_at))
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise DaemonError(f"the daemon did not answer in time; its log is {log_path}")
+        time.sleep(POLL_SECONDS)
+
+
+def _last_error(log_path: Path, began_at: int) -> str:
+    with log_path.open("rb") as log:
+        log.seek(began_at)
+        lines = log.read(64 * 1024).decode(errors="replace").splitlines()
+    marker = "swarm-client: error: "
+    told = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
+    return told[-1] if told else f"the daemon ended at once; its log is {log_path}"
+
+
+def _raise_as(code: int, sentence: str) -> None:
+    from swarm_client.control.messages import error_with
+
+    raise error_with(code, sentence)
+
+
+def _end(place: Home) -> None:
+    """The daemon that was started for a run which does not want us has nothing to do."""
+    from swarm_client.control.client import ask
+
+    try:
+        ask(place.socket_path, "shutdown")
+    except DaemonError:
+        return  # it has ended by itself

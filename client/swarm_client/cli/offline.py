@@ -1,0 +1,128 @@
+"""Commands that need no daemon: credit, doctor, paths, completion, version."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from swarm_client.cli.options import home_option, json_option, print_json
+from swarm_client.machine.home import Home
+from swarm_shared.base.version import SOFTWARE_VERSION
+
+PROGRAM = "swarm-client"
+
+
+@click.command()
+@home_option
+@json_option
+def credit(home: Path | None, as_json: bool) -> None:
+    """Show what this machine has contributed, from its own contribution log."""
+    from swarm_client.cli.text import contribution_text
+    from swarm_client.control import contribution_log
+    from swarm_client.control.client import NoDaemon, ask
+    from swarm_client.control.status_document import ContributionView, Status
+
+    place = Home.where(home)
+    try:
+        view: ContributionView = Status.model_validate(
+            ask(place.socket_path, "status")
+        ).contribution
+    except NoDaemon:
+        view = contribution_log.read(place.contribution_path).view(datetime.datetime.now().date())
+    if as_json:
+        print_json(view.model_dump(mode="json"))
+    else:
+        click.echo(contribution_text(view))
+
+
+@click.command()
+@click.argument("invite", required=False)
+@home_option
+@click.option(
+    "--device", default="auto", show_default=True, help="Device to check: cpu, cuda:0, … or auto."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
+def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
+    """Check this machine and the path to the run that INVITE names, within half a minute.
+
+    Downloads nothing and changes nothing in the home. The exit code is 0 if no check failed
+    (warnings do not fail a check), otherwise that of the first failed check.
+    """
+    import trio
+
+    from swarm_client.doctor.checkup import DoctorOptions, check_up, seconds_left
+    from swarm_client.doctor.report import table
+
+    # What is worth a person's time is in the table.
+    for name in ("swarm_client", "swarm_shared"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+        logging.getLogger(name).propagate = False
+    if sys.stderr.isatty():
+        click.echo("checking this machine; this takes half a minute at most …", err=True)
+    options = DoctorOptions(invite, home, device, total_seconds=seconds_left())
+    report = trio.run(check_up, options)
+    columns = shutil.get_terminal_size().columns
+    click.echo(report.model_dump_json(indent=2) if as_json else table(report, min(columns, 110)))
+    sys.exit(report.exit_code)
+
+
+@click.command()
+@home_option
+@json_option
+def paths(home: Path | None, as_json: bool) -> None:
+    """Print the paths of all files of this program, whether they exist or not."""
+    import platformdirs
+
+    from swarm_client.preferences.layers import preferences_path
+
+    place = Home.where(home)
+    found = {
+        "home": place.path,
+        "preferences": preferences_path(home),
+        "identity": place.identity_path,
+        "socket": place.socket_path,
+        "runs": place.runs_path,
+        "contribution": place.contribution_path,
+        "data": place.path / "runs",
+        "logs": place.log_folder,
+        "errors": platformdirs.user_log_path("swarmtrain", appauthor=False),
+    }
+    if as_json:
+        print_json({name: str(path) for name, path in found.items()})
+        return
+    for name, path in found.items():
+        click.echo(f"{name:<12} {path}")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@click.pass_context
+def completion(context: click.Context, shell: str) -> None:
+    """Print the completion script for SHELL.
+
+    bash: eval "$(swarm-client completion bash)" in ~/.bashrc; zsh likewise in ~/.zshrc; fish:
+    swarm-client completion fish > ~/.config/fish/completions/swarm-client.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    kind = get_completion_class(shell)
+    assert kind is not None, "click knows these shells"
+    root = context.find_root().command
+    # Without asking the shell for its version: this only prints.
+    script = kind(root, {}, PROGRAM, "_SWARM_CLIENT_COMPLETE")
+    click.echo(script.source_template % script.source_vars())
+
+
+@click.command()
+@json_option
+def version(as_json: bool) -> None:
+    """Print the version of this program."""
+    if as_json:
+        print_json({"software": SOFTWARE_VERSION})
+    else:
+        click.echo(SOFTWARE_VERSION)

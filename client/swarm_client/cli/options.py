@@ -1,0 +1,72 @@
+"""What commands share: where the home is, JSON for programs, and words for people."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import UsageError
+from swarm_shared.base.text import printable
+
+JSON_VERSION = 1
+"""In every JSON document that a command prints; fields are only added within a version."""
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+home_option = click.option(
+    "--home",
+    type=click.Path(path_type=Path, file_okay=False),
+    envvar="SWARM_CLIENT_HOME",
+    help="Folder of identity, caches and logs.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+def socket_of(home: Path | None) -> Path:
+    return Home.where(home).socket_path
+
+
+def print_json(document: dict[str, Any]) -> None:
+    click.echo(json.dumps({"version": JSON_VERSION, **document}, indent=2))
+
+
+def answered(document: dict[str, Any], as_json: bool) -> None:
+    """What the daemon says it does now."""
+    if as_json:
+        print_json(document)
+    else:
+        click.echo(printable(str(document["said"])))
+
+
+def say(text: str) -> None:
+    """One event, one line, with the time of day.
+
+    Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
+    """
+    now = datetime.datetime.now().strftime("%H:%M:%S")
+    with contextlib.suppress(OSError):
+        click.echo(f"{now}  {text}")
+
+
+def seconds_of(text: str) -> float:
+    """Like 90s, 30m, 2h, 1h30m, 1d. UsageError for anything else."""
+    found = re.fullmatch(r"(?:\d+[smhd])+", text.strip())
+    seconds = sum(int(n) * _UNITS[u] for n, u in re.findall(r"(\d+)([smhd])", text))
+    if found is None or not 0 < seconds <= 366 * 86400:
+        raise UsageError(f"{text!r} is no time; say it like 30m, 2h or 1h30m, at most 366d")
+    return float(seconds)
+
+
+def count_text(value: float) -> str:
+    """Like 950, 12.3 k, 4.56 M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g}"

@@ -1,0 +1,265 @@
+"""`swarm-client service`: the daemon as a service that starts by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from swarm_client.cli.options import home_option, json_option, print_json
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import DaemonError, UsageError
+from swarm_shared.base.text import printable
+
+if TYPE_CHECKING:
+    from swarm_client.service.steps import Step
+    from swarm_client.service.systemd import Place
+
+_HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
+"""What `ProtectHome=yes` makes empty for the system unit."""
+
+system_option = click.option(
+    "--system",
+    is_flag=True,
+    help="Service of the whole machine, under a user of its own; needs root.",
+)
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the steps without carrying them out."
+)
+manager_option = click.option(
+    "--start/--no-start",
+    default=True,
+    show_default=True,
+    help="--no-start writes files only: for images and chroots without a running systemd.",
+)
+
+
+@click.group()
+def service() -> None:
+    """Run the daemon as a service: from login, or with --system from boot."""
+
+
+@service.command()
+@system_option
+@dry_run_option
+@manager_option
+@home_option
+def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None:
+    """Install the service and start it; an installed service is updated to this program."""
+    steps: tuple[Step, ...]
+    if sys.platform == "darwin":
+        steps = _mac_install(system, home)
+        after = "it starts again at every login"
+    else:
+        from swarm_client.service import systemd
+
+        place = _systemd_place(system, start)
+        command = _command(system, home)
+        text = systemd.unit_text(command, system=system)
+        steps = systemd.install(place, text, running=start)
+        if system:
+            steps = (*systemd.make_system_user(_user_exists()), *steps)
+        after = (
+            f"tell it what to do with `sudo -u {systemd.SYSTEM_USER} {command[0]} join INVITE "
+            f"--home {systemd.SYSTEM_HOME}`"
+            if system
+            else "it runs while you are logged in; `loginctl enable-linger` lets it go on after "
+            "that. `swarm-client join INVITE` tells it which run"
+        )
+    if start:
+        steps = (*_end_the_one_at_work(home, system), *steps)
+    _do(steps, dry_run)
+    if not dry_run:
+        click.echo(f"installed; {after}")
+
+
+@service.command()
+@system_option
+@dry_run_option
+@manager_option
+@click.option("--purge", is_flag=True, help="With --system, also remove its user and all its data.")
+def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
+    """Stop the service and remove it; the home is kept. Succeeds if none is installed."""
+    steps: tuple[Step, ...]
+    if purge and not system:
+        raise UsageError(
+            "--purge goes with --system; a user's own data goes with the program, by the "
+            "uninstall script's --purge"
+        )
+    if sys.platform == "darwin":
+        from swarm_client.service import launchd
+
+        _no_system_on_mac(system)
+        steps = launchd.uninstall(launchd.agent_path(Path.home()), os.getuid())
+    else:
+        from swarm_client.service import systemd
+
+        place = _place_for(system)
+        _check_root(system)
+        running = start and systemd.manager_runs(place)
+        steps = systemd.uninstall(place, running=running)
+        if purge:
+            steps = (*steps, *systemd.purge_system())
+    _do(steps, dry_run)
+    if not dry_run:
+        click.echo("removed")
+
+
+@service.command()
+@system_option
+@json_option
+def status(system: bool, as_json: bool) -> None:
+    """Show whether the service is installed, and its state."""
+    found: dict[str, Any]
+    if sys.platform == "darwin":
+        from swarm_client.service import launchd
+
+        _no_system_on_mac(system)
+        path = launchd.agent_path(Path.home())
+        loaded = launchd.is_loaded(os.getuid())
+        found = {
+            "installed": path.exists(), "enabled": path.exists(), "path": str(path),
+            "state": "loaded" if loaded else "not loaded", "text": "",
+        }  # fmt: skip
+    else:
+        from swarm_client.service import systemd
+
+        place = _place_for(system)
+        said = systemd.shown(place)
+        found = {
+            "installed": place.unit.exists(), "enabled": place.link.is_symlink(),
+            "path": str(place.unit),
+            "state": said.get("ActiveState", "unknown: no systemd answers here"),
+            "text": said.get("StatusText", ""),
+        }  # fmt: skip
+    if as_json:
+        print_json(found)
+        return
+    if not found["installed"]:
+        words = "swarm-client service install" + (" --system" if system else "")
+        click.echo(f"not installed; `{words}` does that")
+        return
+    click.echo(f"installed  {found['path']}")
+    click.echo(f"starts     {'by itself' if found['enabled'] else 'only by hand: not enabled'}")
+    click.echo(f"state      {found['state']}")
+    if found["text"]:
+        click.echo(f"last said  {printable(str(found['text']))}")
+
+
+def _do(steps: Sequence[Step], dry_run: bool) -> None:
+    from swarm_client.service.steps import WriteFile, carry_out
+
+    if not dry_run:
+        carry_out(steps, click.echo)
+        return
+    for step in steps:
+        click.echo(f"would {step}")
+        if isinstance(step, WriteFile):
+            click.echo("".join(f"    {line}\n" for line in step.content.splitlines()), nl=False)
+
+
+# ---------------------------------------------------------------- Linux
+
+
+def _place_for(system: bool) -> Place:
+    from swarm_client.service import systemd
+
+    if not sys.platform.startswith("linux"):
+        raise DaemonError(
+            f"on {sys.platform} there is no service to install; under Windows, install inside "
+            "WSL with installers/windows/install.ps1, which also makes a task that starts it"
+        )
+    if system:
+        return systemd.system_place()
+    return systemd.user_place(
+        Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config").absolute()
+    )
+
+
+def _systemd_place(system: bool, start: bool) -> Place:
+    from swarm_client.service import systemd
+
+    place = _place_for(system)
+    _check_root(system)
+    if start and not systemd.manager_runs(place):
+        whose = "of this machine" if system else "of yours"
+        raise DaemonError(
+            f"no systemd {whose} answers here (containers, `su` and other init systems have none), "
+            "so nothing was changed; `swarm-client join INVITE --detach` goes on behind the "
+            "terminal, a line `@reboot swarm-client daemon` in `crontab -e` starts it with the "
+            "machine, and --no-start writes the unit all the same"
+        )
+    return place
+
+
+def _check_root(system: bool) -> None:
+    if system and os.geteuid() != 0:
+        raise UsageError(
+            "--system changes the whole machine and needs root: run the same with sudo, or leave "
+            "--system out for a service of your own"
+        )
+
+
+def _user_exists() -> bool:
+    import pwd
+
+    from swarm_client.service.systemd import SYSTEM_USER
+
+    try:
+        pwd.getpwnam(SYSTEM_USER)
+    except KeyError:
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- macOS
+
+
+def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
+    from swarm_client.service import launchd
+
+    _no_system_on_mac(system)
+    log = Home.at(home).log_folder / "service.log"
+    text = launchd.agent_text(_command(False, home), log)
+    return launchd.install(launchd.agent_path(Path.home()), text, os.getuid())
+
+
+def _no_system_on_mac(system: bool) -> None:
+    if system:
+        raise UsageError("--system is for systemd; on macOS there is an agent of each user")
+
+
+# ---------------------------------------------------------------- both
+
+
+def _command(system: bool, home: Path | None) -> tuple[str, ...]:
+    """What the service runs: this very program, with the home that was named."""
+    script = Path(sys.executable).with_name("swarm-client")
+    if system and any(script.is_relative_to(folder) for folder in _HIDDEN_FROM_UNITS):
+        raise UsageError(
+            f"this program lies in {script.parent}, which services of the machine cannot see; "
+            "install the .deb, or the program again with `--prefix /opt/swarmtrain`, and use that"
+        )
+    if system and home is not None:
+        raise UsageError("--system has a home of its own, /var/lib/swarmtrain; leave --home out")
+    words = (str(script),) if script.exists() else (sys.executable, "-m", "swarm_client")
+    named = () if home is None else ("--home", str(Home.where(home).path))
+    return (*words, "daemon", *named)
+
+
+def _end_the_one_at_work(home: Path | None, system: bool) -> tuple[Step, ...]:
+    """A daemon behind a terminal holds the home: the service takes its place."""
+    from swarm_client.control.client import is_running
+    from swarm_client.service.steps import Run
+
+    if system:
+        return ()
+    place = Home.where(home)
+    if not is_running(place.socket_path):
+        return ()
+    program = (sys.executable, "-m", "swarm_client")
+    return (Run((*program, "shutdown", "--home", str(place.path)), may_fail=True),)

@@ -1,0 +1,80 @@
+"""A status document, and what was given, for a person: pure text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from swarm_client.cli.options import count_text
+from swarm_client.control.status_document import ContributionView, DeviceView, RunView, Status
+from swarm_client.control.status_sentence import clock_text
+from swarm_shared.base.text import printable
+
+REACHED = {
+    "public": "others can dial in",
+    "mapped": "others can dial in through the router",
+    "behind_nat": "behind a router: relays and punched holes",
+    "unknown": "whether others can dial in is not known yet",
+}
+
+
+def status_text(status: Status) -> str:
+    return "\n".join(printable(line) for line in _lines(status))
+
+
+def _lines(status: Status) -> Iterator[str]:
+    yield f"{status.word.value}: {status.sentence}"
+    if status.run is not None:
+        yield _row("run", _run_text(status.run))
+    name = f" ({status.name})" if status.name else ""
+    yield _row("this peer", f"…{status.peer[-8:]}{name}")
+    for device in status.devices:
+        yield _row("device" if len(status.devices) == 1 else device.id, _device_text(device))
+    for stage in status.stages:
+        rate = stage.microbatches_per_second
+        made = f", {rate:.2f} microbatches/s" if rate else ""
+        yield _row(f"stage {stage.stage}", f"{stage.peers} peer(s){made}")
+    if status.run is not None:
+        traffic = status.traffic
+        reached = REACHED.get(traffic.reachability, traffic.reachability)
+        yield _row(
+            "network",
+            f"{reached}; {count_text(traffic.sent_bytes)}B sent, "
+            f"{count_text(traffic.received_bytes)}B received",
+        )
+    if status.away is not None:
+        ended = status.away.began + status.away.seconds
+        yield _row("away", f"{status.away.sentence}, until {clock_text(ended, status.time)}")
+    yield _row("given", contribution_text(status.contribution))
+
+
+def _row(label: str, text: str) -> str:
+    return f"  {label:<10} {text}"
+
+
+def _run_text(run: RunView) -> str:
+    text = f"{run.name or run.id[:12]}: step {run.version} of {run.steps}"
+    if run.loss is not None:
+        text += f", loss {run.loss:.4f}"
+    if run.tokens_per_second:
+        text += f", {run.tokens_per_second:,.0f} tokens/s"
+    return text + ("" if run.coordinator_attached else " (as last heard)")
+
+
+def _device_text(device: DeviceView) -> str:
+    if device.stage is None:
+        return f"{device.label}: {device.phase}"
+    return (
+        f"{device.label}: stage {device.stage}, {device.phase}, "
+        f"{device.microbatches_per_second:.2f} microbatches/s, {device.queued} in hand"
+    )
+
+
+def contribution_text(given: ContributionView) -> str:
+    if not given.steps:
+        return "nothing yet"
+    days = f", {given.streak_days} day(s) in a row" if given.streak_days else ""
+    return (
+        f"{given.microbatches:,} microbatches, {count_text(given.tokens)} tokens in "
+        f"{given.steps:,} steps; credit {count_text(given.credit)}, lately "
+        f"{count_text(given.recent_credit)} a day{days}"
+    )

@@ -1,0 +1,1 @@
+"""Whether and how this volunteer can be reached: reachability, port mapping, relay policy."""

@@ -1,0 +1,310 @@
+"""The life of a port mapping: found, asked for, renewed before it lapses, given back at the end.
+
+NAT-PMP is preferred where a router has both: one datagram and no XML. Everything here is the
+router's word, of which only the plausible part is passed on; whether the mapping leads anywhere is
+for a probe from outside to say (`swarm_client.connectivity.reachability`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import anyio.to_thread
+import trio
+
+from swarm_client.connectivity.port_mapping import nat_pmp, upnp
+from swarm_client.connectivity.port_mapping.gateway import (
+    FindGateway,
+    Gateway,
+    default_gateway,
+    is_outer_address,
+)
+from swarm_shared.base.errors import NetworkError
+
+logger = logging.getLogger(__name__)
+
+LIFETIME_SECONDS = 7200
+"""What RFC 6886 recommends to ask for; what a killed client leaves behind is gone after it."""
+LONGEST_RENEWAL_SECONDS = 900.0
+"""Also how soon a router's new outer address is noticed."""
+SHORTEST_RENEWAL_SECONDS = 0.5
+MAP_SECONDS = 15.0
+"""Of a router that answers, however slowly."""
+GIVE_BACK_SECONDS = 1.0
+_PORTS_TRIED = 3
+_OWN_PORTS = range(49_152, 65_536)
+"""For private use (RFC 6335)."""
+
+MappingProtocol = Literal["nat-pmp", "upnp"]
+
+
+class DoubleNatError(NetworkError):
+    """The router is itself behind another one, so that its ports lead nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """The router's word that what reaches its external port comes to this machine."""
+
+    external_address: str
+    external_port: int
+    internal_port: int
+    lifetime_seconds: int
+    protocol: MappingProtocol
+
+    @property
+    def multiaddr(self) -> str:
+        return f"/ip4/{self.external_address}/tcp/{self.external_port}"
+
+
+class _Router(Protocol):
+    """A gateway that has answered one of the two protocols."""
+
+    protocol: MappingProtocol
+    external_address: ipaddress.IPv4Address
+
+    async def refresh(self) -> None:
+        """Asks for the external address anew."""
+
+    async def map(self, port: int, external_port: int) -> tuple[int, int]:
+        """(external port, lifetime in seconds)."""
+
+    async def unmap(self, port: int, external_port: int) -> None: ...
+
+
+class PortMapper:
+    """`map` a port, keep `run` running, and the mapping stays until `run` is cancelled."""
+
+    def __init__(
+        self,
+        on_change: Callable[[Mapping | None], None] = lambda mapping: None,
+        find_gateway: FindGateway = default_gateway,
+        nat_pmp_port: int = nat_pmp.PORT,
+    ) -> None:
+        self._on_change = on_change
+        self._find_gateway = find_gateway
+        self._nat_pmp_port = nat_pmp_port
+        self._lock = trio.Lock()
+        self._gateway: Gateway | None = None
+        self._router: _Router | None = None
+        self._expires = 0.0
+        self._mapped = trio.Event()
+        self.mapping: Mapping | None = None
+        self.problem = ""
+        """Why there is no mapping, in words for the volunteer."""
+        self.double_nat = False
+
+    async def map(self, port: int) -> Mapping | None:
+        """Asks the router to forward a port to `port`; None, and `problem`, when it does not.
+
+        Within three seconds when no router answers. A mapping that is there is renewed.
+        """
+        async with self._lock:
+            with trio.move_on_after(MAP_SECONDS) as scope:
+                try:
+                    await self._map(port)
+                except NetworkError as error:
+                    self._lost(error)
+            if scope.cancelled_caught:
+                self._lost(NetworkError("the router takes too long to answer"))
+            return self.mapping
+
+    async def run(self) -> None:
+        """Renews what is mapped until cancelled, then gives it back."""
+        try:
+            while True:
+                if self.mapping is None:
+                    await self._mapped.wait()
+                    continue
+                await trio.sleep(self._seconds_to_renewal())
+                await self._renew()
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.release()
+
+    async def release(self) -> None:
+        """Gives the mapping back, within GIVE_BACK_SECONDS or not at all: it lapses by itself."""
+        mapping, router = self.mapping, self._router
+        self._forget()
+        if mapping is None or router is None:
+            return
+        with trio.move_on_after(GIVE_BACK_SECONDS) as scope:
+            try:
+                await router.unmap(mapping.internal_port, mapping.external_port)
+            except NetworkError as error:
+                logger.info("port %d was not given back: %s", mapping.external_port, error)
+        if scope.cancelled_caught:
+            logger.info("the router took too long to take port %d back", mapping.external_port)
+
+    # Mapping
+
+    async def _map(self, port: int) -> None:
+        gateway = await anyio.to_thread.run_sync(self._find_gateway, abandon_on_cancel=True)
+        old = self.mapping
+        if self._router is not None and (
+            gateway != self._gateway or old is None or old.internal_port != port
+        ):
+            await self.release()
+            old = None
+        if gateway is None:
+            raise NetworkError("this machine has no home router that it could ask")
+        if self._router is None:
+            self._router = await _answering_router(gateway, self._nat_pmp_port)
+            self._gateway = gateway
+        else:
+            await self._router.refresh()
+        router = self._router
+        _check_outer(router.external_address)
+        # The same number inside and outside where it can be had: then a hole that is punched
+        # for this port and the mapping are one and the same.
+        external_port, lifetime = await router.map(port, old.external_port if old else port)
+        mapping = Mapping(
+            str(router.external_address), external_port, port, lifetime, router.protocol
+        )
+        self._expires = trio.current_time() + lifetime
+        self._take(mapping)
+
+    def _take(self, mapping: Mapping) -> None:
+        known, self.mapping = self.mapping, mapping
+        self.problem, self.double_nat = "", False
+        self._mapped.set()
+        if known is None or known.multiaddr != mapping.multiaddr:
+            logger.info("the router forwards %s by %s", mapping.multiaddr, mapping.protocol)
+            self._on_change(mapping)
+
+    def _lost(self, error: NetworkError) -> None:
+        """A renewal that fails costs nothing before the mapping lapses."""
+        self.problem = str(error)
+        self.double_nat = isinstance(error, DoubleNatError)
+        if self.double_nat or self.mapping is None or trio.current_time() >= self._expires:
+            self._forget()
+
+    def _forget(self) -> None:
+        known, self.mapping = self.mapping, None
+        self._router = self._gateway = None
+        if self._mapped.is_set():
+            self._mapped = trio.Event()
+        if known is not None:
+            self._on_change(None)
+
+    # Renewal
+
+    def _seconds_to_renewal(self) -> float:
+        """Half of what is left (RFC 6886, 3.3), again and again while renewals fail."""
+        left = self._expires - trio.current_time()
+        return max(SHORTEST_RENEWAL_SECONDS, min(left / 2, LONGEST_RENEWAL_SECONDS))
+
+    async def _renew(self) -> None:
+        if self.mapping is not None:
+            await self.map(self.mapping.internal_port)
+
+
+async def _answering_router(gateway: Gateway, nat_pmp_port: int) -> _Router:
+    """Tries both protocols at once. NetworkError with both reasons when neither answers."""
+    found: list[_Router] = []
+    reasons: list[str] = []
+
+    async def attempt(router: _NatPmpRouter | _UpnpRouter) -> None:
+        try:
+            await router.refresh()
+        except NetworkError as error:
+            reasons.append(str(error))
+        else:
+            found.append(router)
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(attempt, _NatPmpRouter(gateway, nat_pmp_port))
+        if upnp.AVAILABLE:
+            nursery.start_soon(attempt, _UpnpRouter(gateway))
+    if not found:
+        raise NetworkError("; ".join(sorted(reasons)))
+    return found[0]
+
+
+def _check_outer(address: ipaddress.IPv4Address) -> None:
+    if not is_outer_address(address):
+        raise DoubleNatError(
+            f"the router's own outer address is {address}, which cannot be reached from the "
+            "internet: another router, or the provider's, stands before it (double NAT)"
+        )
+
+
+class _NatPmpRouter:
+    protocol: MappingProtocol = "nat-pmp"
+
+    def __init__(self, gateway: Gateway, udp_port: int) -> None:
+        self._gateway = gateway.address
+        self._udp_port = udp_port
+        self.external_address = ipaddress.IPv4Address(0)
+
+    async def refresh(self) -> None:
+        answer = await self._ask(nat_pmp.external_address_request())
+        assert isinstance(answer, nat_pmp.ExternalAddress), "`ask` matches answers to requests"
+        self.external_address = answer.address
+
+    async def map(self, port: int, external_port: int) -> tuple[int, int]:
+        answer = await self._ask(nat_pmp.map_request(port, external_port, LIFETIME_SECONDS))
+        assert isinstance(answer, nat_pmp.PortMapped), "`ask` matches answers to requests"
+        if not answer.external_port or not answer.lifetime_seconds:
+            raise NetworkError(
+                f"the router claims to forward port {answer.external_port} for "
+                f"{answer.lifetime_seconds} s"
+            )
+        return answer.external_port, answer.lifetime_seconds
+
+    async def unmap(self, port: int, external_port: int) -> None:
+        await self._ask(nat_pmp.map_request(port, 0, 0))
+
+    async def _ask(self, request: bytes) -> nat_pmp.Answer:
+        return await nat_pmp.ask(self._gateway, request, self._udp_port)
+
+
+class _UpnpRouter:
+    protocol: MappingProtocol = "upnp"
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._device: upnp.Device | None = None
+        self.external_address = ipaddress.IPv4Address(0)
+
+    async def refresh(self) -> None:
+        if self._device is None:
+            self._device = await upnp.find(self._gateway)
+        text = await self._device.external_address()
+        try:
+            self.external_address = ipaddress.IPv4Address(text)
+        except ValueError as error:
+            raise NetworkError(f"the router does not know its outer address ({text!r})") from error
+
+    async def map(self, port: int, external_port: int) -> tuple[int, int]:
+        assert self._device is not None
+        for attempt in range(_PORTS_TRIED):
+            if attempt:
+                external_port = random.choice(_OWN_PORTS)
+            try:
+                await self._map(self._device, port, external_port)
+            except upnp.RouterError as error:
+                if error.code != upnp.CONFLICT:
+                    raise
+                continue
+            return external_port, LIFETIME_SECONDS
+        raise NetworkError(f"the router has given away each of the {_PORTS_TRIED} ports tried")
+
+    async def _map(self, device: upnp.Device, port: int, external_port: int) -> None:
+        try:
+            await device.map(external_port, port, LIFETIME_SECONDS)
+        except upnp.RouterError as error:
+            if error.code != upnp.NO_LEASES:
+                raise
+            # Stays when this client is killed; its next start asks for the same port again.
+            await device.map(external_port, port, 0)
+
+    async def unmap(self, port: int, external_port: int) -> None:
+        assert self._device is not None
+        await self._device.unmap(external_port)

@@ -1,0 +1,130 @@
+"""NAT-PMP (RFC 6886): two requests of a few bytes over UDP.
+
+Bytes first: `external_address_request`, `map_request` and `parse_answer` do no I/O. `ask` sends
+a request and waits for its answer.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import trio
+
+from swarm_shared.base.errors import FrameError, LinkTimeout, NetworkError
+
+PORT = 5351
+_VERSION = 0
+_ANSWER_BIT = 128
+_HEAD = struct.Struct(">BBHI")
+_ADDRESS_ANSWER_BYTES = 12
+_MAP_ANSWER_BYTES = 16
+
+RETRY_SECONDS = (0.25, 0.5, 1.0, 0.75)
+"""How long each try waits (RFC 6886, 3.1: doubling from 250 ms), cut off at 2.5 s in all: a
+router on the same cable answers within milliseconds, or never."""
+
+
+class Operation(IntEnum):
+    EXTERNAL_ADDRESS = 0
+    MAP_UDP = 1
+    MAP_TCP = 2
+
+
+_REFUSALS = {
+    1: "it speaks another version of the protocol",
+    2: "it is set up not to open ports",
+    3: "it has no connection to the internet itself",
+    4: "it has no port left to open",
+    5: "it does not know the request",
+}
+
+
+class RefusedError(NetworkError):
+    """The router answered no."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalAddress:
+    address: ipaddress.IPv4Address
+
+
+@dataclass(frozen=True, slots=True)
+class PortMapped:
+    internal_port: int
+    external_port: int
+    lifetime_seconds: int
+
+
+Answer = ExternalAddress | PortMapped
+
+
+def external_address_request() -> bytes:
+    return struct.pack(">BB", _VERSION, Operation.EXTERNAL_ADDRESS)
+
+
+def map_request(internal_port: int, external_port: int, lifetime_seconds: int) -> bytes:
+    """Asks for a TCP mapping; `external_port` is a wish. A lifetime of 0 takes it away."""
+    return struct.pack(
+        ">BBHHHI",
+        _VERSION, Operation.MAP_TCP, 0, internal_port, external_port, lifetime_seconds,
+    )  # fmt: skip
+
+
+def parse_answer(datagram: bytes, operation: Operation) -> Answer:
+    """The answer to `operation`. RefusedError when it is no, FrameError when it is none."""
+    if len(datagram) < _HEAD.size:
+        raise FrameError(f"the router answered with {len(datagram)} bytes, too few for NAT-PMP")
+    version, answered, result, _ = _HEAD.unpack_from(datagram)
+    if version != _VERSION or answered != operation | _ANSWER_BIT:
+        raise FrameError(
+            f"the router answered with version {version}, operation {answered} to {operation}"
+        )
+    if result:
+        raise RefusedError(
+            f"the router refuses: {_REFUSALS.get(result, f'NAT-PMP result code {result}')}"
+        )
+    if operation is Operation.EXTERNAL_ADDRESS and len(datagram) == _ADDRESS_ANSWER_BYTES:
+        return ExternalAddress(ipaddress.IPv4Address(datagram[8:12]))
+    if operation is not Operation.EXTERNAL_ADDRESS and len(datagram) == _MAP_ANSWER_BYTES:
+        return PortMapped(*struct.unpack(">HHI", datagram[8:]))
+    raise FrameError(f"the router answered {operation.name} with {len(datagram)} bytes")
+
+
+async def ask(gateway: ipaddress.IPv4Address, request: bytes, port: int = PORT) -> Answer:
+    """Sends `request` until it is answered.
+
+    LinkTimeout when it is not, RefusedError when the router says no, NetworkError when nothing
+    there speaks NAT-PMP. What is no answer to it is passed over: anybody may send datagrams.
+    """
+    operation = Operation(request[1])
+    nonsense = ""
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
+        try:
+            # Connected: the kernel drops what comes from anywhere else, and tells of a closed port.
+            await udp.connect((str(gateway), port))
+            for seconds in RETRY_SECONDS:
+                await udp.send(request)
+                with trio.move_on_after(seconds):
+                    while True:
+                        datagram = await udp.recv(1100)  # RFC 6886, 1.1: never longer
+                        try:
+                            answer = parse_answer(datagram, operation)
+                        except FrameError as error:
+                            nonsense = f"; {error}"
+                            continue
+                        if _fits(answer, request):
+                            return answer
+                        nonsense = "; the router answered for another port"
+        except OSError as error:
+            raise NetworkError(f"the router does not speak NAT-PMP ({error.strerror})") from error
+    raise LinkTimeout(f"the router does not answer to NAT-PMP{nonsense}")
+
+
+def _fits(answer: Answer, request: bytes) -> bool:
+    """Whether an answer is to this very request, and not one that comes late."""
+    return isinstance(answer, ExternalAddress) or answer.internal_port == int.from_bytes(
+        request[4:6], "big"
+    )

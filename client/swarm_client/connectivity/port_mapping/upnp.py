@@ -1,0 +1,187 @@
+"""UPnP Internet Gateway Device: found by SSDP here, spoken to by miniupnpc.
+
+The search is our own, because miniupnpc's takes whoever on the network answers first. An answer
+counts when it comes from the default gateway and points to the default gateway; miniupnpc then
+reads that router's description and calls its functions. It blocks, so it runs in a thread, and
+who waits for it does so for a limited time (`Device.call`); py-libp2p brings it along.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import anyio
+import anyio.to_thread
+import trio
+
+from swarm_client.connectivity.port_mapping.gateway import Gateway
+from swarm_shared.base.errors import LinkTimeout, NetworkError
+
+try:
+    import miniupnpc
+except ImportError:  # no ready-made package for this machine: NAT-PMP alone serves
+    miniupnpc = None
+
+logger = logging.getLogger(__name__)
+
+AVAILABLE: Final = miniupnpc is not None
+DESCRIPTION: Final = "swarmtrain"
+"""What the router's own pages show beside the mapping."""
+
+SEARCH_SECONDS = 2.5
+_SEARCH_AGAIN_SECONDS = 0.8
+_MAX_DATAGRAM_BYTES = 4096
+_GROUP = ("239.255.255.250", 1900)
+_TARGETS = (
+    "urn:schemas-upnp-org:device:InternetGatewayDevice:1",
+    "urn:schemas-upnp-org:device:InternetGatewayDevice:2",
+)
+CALL_SECONDS = 5.0
+"""Home routers are slow machines; miniupnpc itself waits three seconds for each answer."""
+
+NO_LEASES: Final = "OnlyPermanentLeasesSupported"
+CONFLICT: Final = "ConflictInMappingEntry"
+
+T = TypeVar("T")
+
+
+class RouterError(NetworkError):
+    """The router answered with an error; `code` is miniupnpc's word for it."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__(f"the router refuses by UPnP: {code}")
+        self.code = code
+
+
+def search_request(target: str) -> bytes:
+    lines = (
+        "M-SEARCH * HTTP/1.1",
+        f"HOST: {_GROUP[0]}:{_GROUP[1]}",
+        'MAN: "ssdp:discover"',
+        "MX: 1",
+        f"ST: {target}",
+        "",
+        "",
+    )
+    return "\r\n".join(lines).encode("ascii")
+
+
+def description_url(datagram: bytes, gateway: ipaddress.IPv4Address) -> str | None:
+    """Where the answer says the router's description is; None when it is not at the gateway."""
+    lines = datagram[:_MAX_DATAGRAM_BYTES].decode("latin-1").splitlines()
+    if not lines or not lines[0].startswith("HTTP/1.1 200"):
+        return None
+    for line in lines[1:]:
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "location":
+            url = value.strip()
+            return url if is_at(url, gateway) else None
+    return None
+
+
+def is_at(url: str, gateway: ipaddress.IPv4Address) -> bool:
+    """Whether `url` is plain HTTP to the gateway's own address, however one reads it."""
+    host = re.escape(str(gateway))
+    return re.fullmatch(rf"http://{host}(:[0-9]{{1,5}})?(/[!-~]*)?", url) is not None
+
+
+async def find(gateway: Gateway) -> Device:
+    """The gateway's UPnP device. NetworkError when it has none, LinkTimeout without an answer."""
+    if not AVAILABLE:
+        raise NetworkError("UPnP is not available: miniupnpc is not installed")
+    url = await _search(gateway)
+    device = Device(gateway.address, url)
+    await device.open()
+    return device
+
+
+async def _search(gateway: Gateway) -> str:
+    with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as udp:
+        try:
+            # Out by the way that leads to the gateway, not by some virtual machine's network.
+            await udp.bind((str(gateway.own_address), 0))
+            udp.setsockopt(
+                trio.socket.IPPROTO_IP, trio.socket.IP_MULTICAST_IF, gateway.own_address.packed
+            )
+            udp.setsockopt(trio.socket.IPPROTO_IP, trio.socket.IP_MULTICAST_TTL, 2)
+            with trio.move_on_after(SEARCH_SECONDS):
+                while True:
+                    for target in _TARGETS:
+                        await udp.sendto(search_request(target), _GROUP)
+                    with trio.move_on_after(_SEARCH_AGAIN_SECONDS):
+                        return await _first_answer(udp, gateway)
+        except OSError as error:
+            raise NetworkError(f"the router cannot be searched for ({error.strerror})") from error
+    raise LinkTimeout("the router does not answer to UPnP")
+
+
+async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
+    while True:
+        datagram, sender = await udp.recvfrom(_MAX_DATAGRAM_BYTES)
+        url = description_url(datagram, gateway.address)
+        if url is not None and sender[0] == str(gateway.address):
+            return url
+        logger.info("passed over an answer to the search for a router from %s", sender[0])
+
+
+class Device:
+    """The router as miniupnpc knows it. One call at a time."""
+
+    def __init__(self, gateway: ipaddress.IPv4Address, url: str) -> None:
+        self._gateway = gateway
+        self._url = url
+        self._upnp: Any = None
+        # Its own: a thread that a silent router holds up must not take one from the daemon.
+        self._threads = anyio.CapacityLimiter(2)
+
+    async def open(self) -> None:
+        """Reads the router's description."""
+        self._upnp = miniupnpc.UPnP()
+        control_url = await self.call(lambda upnp: upnp.selectigd(self._url))
+        if not isinstance(control_url, str) or not is_at(control_url, self._gateway):
+            self._upnp = None
+            raise NetworkError("the router's description points away from the router")
+
+    async def external_address(self) -> str:
+        """As the router says it, unchecked."""
+        return str(await self.call(lambda upnp: upnp.externalipaddress()))
+
+    async def map(self, external_port: int, port: int, lifetime_seconds: int) -> None:
+        """Forwards `external_port` to this machine. RouterError when the router says no."""
+        await self.call(
+            lambda upnp: upnp.addportmapping(
+                external_port, "TCP", upnp.lanaddr, port, DESCRIPTION, "", lifetime_seconds
+            )
+        )
+
+    async def unmap(self, external_port: int) -> None:
+        await self.call(lambda upnp: upnp.deleteportmapping(external_port, "TCP", ""))
+
+    async def call(self, function: Callable[[Any], T]) -> T:
+        if self._upnp is None:
+            await self.open()
+        upnp = self._upnp
+
+        def in_thread() -> T:
+            try:
+                return function(upnp)
+            except Exception as error:  # miniupnpc raises nothing narrower
+                raise RouterError(str(error)[:100] or "no reason given") from error
+
+        # Out of reach meanwhile: a call that is given up goes on in its thread with this object.
+        self._upnp = None
+        with trio.move_on_after(CALL_SECONDS):
+            try:
+                result = await anyio.to_thread.run_sync(
+                    in_thread, abandon_on_cancel=True, limiter=self._threads
+                )
+            except RouterError:
+                self._upnp = upnp
+                raise
+            self._upnp = upnp
+            return result
+        raise LinkTimeout(f"the router took more than {CALL_SECONDS:g} s for an answer by UPnP")

@@ -1,0 +1,357 @@
+"""Whether strangers can open a connection to this volunteer, and where.
+
+Two parts: `judge` draws the conclusion from what was seen and does no I/O; `examine` and
+`ReachabilityWatch` ask observers outside (`swarm_shared.probe.server`) and the home router.
+
+Only an observer's fresh connection to the listening port counts as proof, and only one that sees
+this machine at an address of the internet: whoever stands in the same network reaches what nobody
+else does. A router's mapping is asked for when there is no way in without it, and kept only while
+an observer comes in through it.
+
+What cannot be told apart from outside: a router that lets in whomever this machine has talked to,
+and nobody else. Observers are always talked to. Routers for homes that do that are rare, and hole
+punching works through them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import trio
+
+from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_shared.base.endpoint import Endpoint, IpAddress
+from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import Node
+from swarm_shared.network.addresses.dial_order import Interfaces, is_global
+from swarm_shared.probe.client import ProbeBusy, visit
+from swarm_shared.protocol import DoctorHello, DoctorWelcome, PeerRecord, Reachability
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 15.0
+"""Connecting, a hello, and dials of three seconds each side by side."""
+LONGEST_WAIT_SECONDS = 3.0
+"""An observer that is busy for longer is asked at the next check."""
+CHECK_SECONDS = 600.0
+FIRST_RETRY_SECONDS = 5.0
+"""While nothing is known, doubling up to CHECK_SECONDS."""
+SETTLE_SECONDS = 1.0
+"""A network that changes does so several times in a row."""
+OBSERVERS_ASKED = 2
+"""For the second opinion, besides the first observer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """What one observer saw."""
+
+    observer: PeerId
+    observed: Endpoint | None
+    """Where the connection came from; None when through a relay."""
+    mapped: Endpoint | None = None
+    """The router's mapping of the listening port, when a connection left from that port."""
+    reached: frozenset[int] = frozenset()
+    """Ports at the observed address at which the observer reached this very peer."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the observer stands outside."""
+        return self.observed is not None and is_global(self.observed.multiaddr)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    reachability: Reachability = Reachability.UNKNOWN
+    addresses: tuple[str, ...] = ()
+    """To be announced: an observer came in here."""
+    observed: IpAddress | None = None
+    behind_router: bool | None = None
+    """False when the observed address is this machine's own."""
+    port_preserved: bool | None = None
+    """Whether the router gives the listening port the same number outside."""
+    endpoint_independent: bool | None = None
+    """Whether two observers saw the same mapping of the listening port."""
+    note: str = ""
+    """What else a person should know: why a mapping failed, who could not look."""
+
+    @property
+    def hole_punching(self) -> bool | None:
+        """Whether a peer can be told where a hole will be; None when it cannot be known.
+
+        A mapping that is the same for all can be told; one that keeps the port most likely is.
+        """
+        if self.endpoint_independent is not None:
+            return self.endpoint_independent
+        return True if self.port_preserved or self.behind_router is False else None
+
+
+class Observer(Protocol):
+    """Somebody outside who can be asked."""
+
+    @property
+    def peer(self) -> PeerId: ...
+
+    async def look(self, ports: Sequence[int]) -> Sighting:
+        """Try these ports at the address that the observer sees. NetworkError and its like."""
+
+
+@dataclass(slots=True)
+class PeerObserver:
+    """The coordinator, or a volunteer that answers this one."""
+
+    node: Node
+    peer: PeerId
+    addresses: tuple[str, ...]
+    hello: Callable[[], DoctorHello]
+    welcome: DoctorWelcome | None = field(default=None, init=False)
+    """Of the last look."""
+
+    async def look(self, ports: Sequence[int]) -> Sighting:
+        await self.node.connect(self.peer, self.addresses, from_listening_port=True)
+        async with visit(self.node, self.peer, self.hello(), self.addresses) as probe:
+            self.welcome = probe.welcome
+            observed = _endpoint(probe.welcome.observed_address)
+            reached: frozenset[int] = frozenset()
+            if observed is not None:
+                candidates = [Endpoint(observed.ip, port).multiaddr for port in ports]
+                results = await probe.dial_back(candidates)
+                reached = frozenset(
+                    port for port, result in zip(ports, results, strict=True) if result.reached
+                )
+            mapped = _endpoint(self.node.observed_address(self.peer))
+            return Sighting(self.peer, observed, mapped, reached)
+
+
+def member_observers(
+    node: Node, records: Iterable[PeerRecord], hello: Callable[[], DoctorHello]
+) -> list[PeerObserver]:
+    """Members of the run that can be asked, in random order so that none is asked by all."""
+    public = (Reachability.PUBLIC, Reachability.MAPPED)
+    found = [
+        PeerObserver(node, record.peer, record.addresses, hello)
+        for record in records
+        if record.reachability in public and record.peer != node.peer_id
+    ]
+    random.shuffle(found)
+    return found
+
+
+def judge(
+    port: int,
+    own_addresses: frozenset[IpAddress],
+    sightings: Sequence[Sighting],
+    mapping: Mapping | None,
+    note: str = "",
+) -> Finding:
+    """What follows from the sightings. The first that counts decides: the coordinator's, if any.
+
+    `mapping` is the router's promise, believed when an observer came in through it.
+    """
+    outside = [sighting for sighting in sightings if sighting.counts]
+    if not outside:
+        seen = [sighting for sighting in sightings if sighting.observed is not None]
+        if seen:
+            note = note or "whoever could look is in this machine's own network"
+        return Finding(note=note or "nobody could be asked")
+    first = outside[0]
+    assert first.observed is not None, "it counts"
+    ip = first.observed.ip
+    found = Finding(
+        observed=ip,
+        behind_router=ip not in own_addresses,
+        port_preserved=_port_preserved(port, outside),
+        endpoint_independent=_endpoint_independent(outside),
+        note=note,
+    )
+    if (
+        mapping is not None
+        and mapping.external_address == str(ip)
+        and mapping.external_port in first.reached
+    ):
+        return replace(found, reachability=Reachability.MAPPED, addresses=(mapping.multiaddr,))
+    if port in first.reached:
+        # Half of the homes have no IPv6: for them it takes a relay, even if others come in by it.
+        reachability = Reachability.PUBLIC if ip.version == 4 else Reachability.BEHIND_NAT
+        address = Endpoint(ip, port).multiaddr
+        return replace(found, reachability=reachability, addresses=(address,))
+    if not found.behind_router:
+        note = note or "a firewall, on this machine or before it, lets nobody in"
+    return replace(found, reachability=Reachability.BEHIND_NAT, note=note)
+
+
+async def examine(
+    port: int,
+    first: Observer,
+    others: Callable[[], Sequence[Observer]],
+    mapper: PortMapper | None,
+) -> Finding:
+    """One whole check: who comes in, with the router's help if need be. Raises nothing expected.
+
+    `others` is asked after the first observer has answered, and gives those for a second opinion.
+    """
+    own = Interfaces.of_this_machine().hosts
+    mapping = mapper.mapping if mapper is not None else None
+    ports = [port] if mapping is None else sorted({port, mapping.external_port})
+    notes: list[str] = []
+    sightings = await _look(first, ports, notes)
+    observers = [first, *others()]
+    sightings += await _second_opinion(observers[1 : 1 + OBSERVERS_ASKED], ports)
+    deciding = next((sighting for sighting in sightings if sighting.counts), None)
+    found = judge(port, own, sightings, mapping, "; ".join(notes))
+    if (
+        mapper is None
+        or deciding is None
+        or deciding.observed is None
+        or deciding.observed.ip.version != 4
+        or found.behind_router is False
+        or found.reachability is not Reachability.BEHIND_NAT
+    ):
+        return found
+    observer = next(one for one in observers if one.peer == deciding.observer)
+    return await _with_router(port, own, observer, sightings, mapper)
+
+
+async def _with_router(
+    port: int,
+    own: frozenset[IpAddress],
+    observer: Observer,
+    sightings: Sequence[Sighting],
+    mapper: PortMapper,
+) -> Finding:
+    """Asks the router for a way in, and the observer to come by it."""
+    mapping = await mapper.map(port)
+    if mapping is None:
+        return judge(port, own, sightings, None, mapper.problem)
+    notes: list[str] = []
+    again = await _look(observer, [mapping.external_port], notes)
+    if not again:
+        # Neither proved nor refuted: kept for the next check, and not announced.
+        return judge(port, own, sightings, None, "; ".join(notes))
+    seen = [*again, *(sighting for sighting in sightings if sighting.observer != observer.peer)]
+    found = judge(port, own, seen, mapping)
+    if found.reachability is Reachability.MAPPED:
+        return found
+    note = f"the router claims to forward {mapping.multiaddr}, and nobody comes in there"
+    if found.observed is not None and mapping.external_address != str(found.observed):
+        note = (
+            f"the router says that its address is {mapping.external_address}, and others see "
+            f"{found.observed}: there is another router in between (double NAT)"
+        )
+    await mapper.release()
+    return judge(port, own, sightings, None, note)
+
+
+async def _look(observer: Observer, ports: Sequence[int], notes: list[str]) -> list[Sighting]:
+    """The observer's sighting, if it gives one; else its reason goes into `notes`."""
+    for last_try in (False, True):
+        try:
+            with trio.move_on_after(LOOK_SECONDS):
+                return [await observer.look(ports)]
+            notes.append(f"{_short(observer.peer)} took more than {LOOK_SECONDS:g} s")
+            return []
+        except ProbeBusy as error:
+            if last_try or error.retry_after_seconds > LONGEST_WAIT_SECONDS:
+                notes.append(f"{_short(observer.peer)} has no time: {error}")
+                return []
+            await trio.sleep(error.retry_after_seconds)
+        except (NetworkError, AdmissionError, ProtocolError) as error:
+            log.info("%s gave no sighting: %s", observer.peer, error)
+            notes.append(f"{_short(observer.peer)} could not look: {error}")
+            return []
+    raise AssertionError("the last try returns")
+
+
+async def _second_opinion(others: Sequence[Observer], ports: Sequence[int]) -> list[Sighting]:
+    """The first of a few that answers; that they do not is nothing that a person must know."""
+    for observer in others:
+        found = await _look(observer, ports, [])
+        if found:
+            return found
+    return []
+
+
+def _port_preserved(port: int, sightings: Sequence[Sighting]) -> bool | None:
+    mapped = [sighting.mapped.port for sighting in sightings if sighting.mapped is not None]
+    return all(number == port for number in mapped) if mapped else None
+
+
+def _endpoint_independent(sightings: Sequence[Sighting]) -> bool | None:
+    mapped = [sighting.mapped for sighting in sightings if sighting.mapped is not None]
+    # Of one IP version: this machine may have one address in each.
+    same = [one for one in mapped if one.ip.version == mapped[0].ip.version]
+    return None if len(same) < 2 else len(set(same)) == 1
+
+
+def _endpoint(address: str | None) -> Endpoint | None:
+    return None if address is None else Endpoint.parse(address)
+
+
+def _short(peer: PeerId) -> str:
+    return f"…{peer[-8:]}"
+
+
+class ReachabilityWatch:
+    """Checks now, whenever the network changes, and every ten minutes or so."""
+
+    def __init__(
+        self,
+        port: int,
+        first: Observer,
+        others: Callable[[], Sequence[Observer]],
+        mapper: PortMapper | None,
+        on_change: Callable[[Finding], None],
+        check_seconds: float = CHECK_SECONDS,
+        settle_seconds: float = SETTLE_SECONDS,
+    ) -> None:
+        self.finding = Finding()
+        self._port = port
+        self._first = first
+        self._others = others
+        self._mapper = mapper
+        self._on_change = on_change
+        self._check_seconds = check_seconds
+        self._settle_seconds = settle_seconds
+        self._examining = False
+        self._changed = trio.Event()
+
+    def network_changed(self) -> None:
+        """What is known may not hold any more: look again, soon."""
+        self._changed.set()
+
+    def mapping_changed(self, mapping: Mapping | None) -> None:
+        """For `PortMapper(on_change=…)`: the router has taken the mapping away, or moved it."""
+        if not self._examining:
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        retry_seconds = FIRST_RETRY_SECONDS
+        while True:
+            self._changed = trio.Event()
+            found = await self._examine()
+            if found != self.finding:
+                self.finding = found
+                self._on_change(found)
+            pause_seconds = self._check_seconds * random.uniform(0.9, 1.1)
+            if found.reachability is Reachability.UNKNOWN and found.observed is None:
+                pause_seconds = min(retry_seconds, pause_seconds)
+                retry_seconds = min(2 * retry_seconds, self._check_seconds)
+            else:
+                retry_seconds = FIRST_RETRY_SECONDS
+            with trio.move_on_after(pause_seconds):
+                await self._changed.wait()
+                retry_seconds = FIRST_RETRY_SECONDS
+                await trio.sleep(self._settle_seconds)
+
+    async def _examine(self) -> Finding:
+        self._examining = True
+        try:
+            return await examine(self._port, self._first, self._others, self._mapper)
+        finally:
+            self._examining = False

@@ -1,0 +1,100 @@
+"""What this home has given, day by day: credit, its recent average, streaks.
+
+Credit is tokens times the share of the model's work that the stage was, counted in applied steps.
+The recent average decays with a half-life of seven days, as BOINC's does, so that it says what is
+given a day now. Values only, but for `read` and `write`. What counts is the run's ledger; this is
+what was seen here, for the volunteer's own eyes.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from swarm_client.control.status_document import ContributionView
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.frozen_model import FrozenModel
+
+FORMAT = 1
+MAX_BYTES = 2**20
+HALF_LIFE_DAYS = 7.0
+KEPT_DAYS = 400
+"""More than a year to plot; what is older stays in the sums."""
+
+
+class Diary(FrozenModel):
+    format: int = FORMAT
+    microbatches: int = Field(default=0, ge=0)
+    tokens: int = Field(default=0, ge=0)
+    steps: int = Field(default=0, ge=0)
+    credit: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    days: dict[str, float] = Field(default_factory=dict)
+    """ISO date → credit, oldest first."""
+
+    def with_step(
+        self, day: datetime.date, microbatches: int, tokens: int, credit: float, steps: int = 1
+    ) -> Diary:
+        """`steps`: 0 for what another device of this machine counted in a step entered before."""
+        days = dict(self.days)
+        key = day.isoformat()
+        if credit > 0:
+            days[key] = days.get(key, 0.0) + credit
+        kept = dict(sorted(days.items())[-KEPT_DAYS:])
+        return Diary(
+            microbatches=self.microbatches + microbatches, tokens=self.tokens + tokens,
+            steps=self.steps + steps, credit=self.credit + credit, days=kept,
+        )  # fmt: skip
+
+    def view(self, today: datetime.date) -> ContributionView:
+        return ContributionView(
+            microbatches=self.microbatches, tokens=self.tokens, steps=self.steps,
+            credit=self.credit, recent_credit=recent_credit(self.days, today),
+            days=tuple(sorted(self.days.items())), streak_days=streak(self.days, today),
+        )  # fmt: skip
+
+
+def recent_credit(days: dict[str, float], today: datetime.date) -> float:
+    """Credit a day: a weighted mean in which a day counts half of one a week later."""
+    keep: float = 0.5 ** (1.0 / HALF_LIFE_DAYS)
+    total = 0.0
+    for day, credit in days.items():
+        age = max(0, (today - datetime.date.fromisoformat(day)).days)
+        total += credit * float(keep**age)
+    return total * (1.0 - keep)
+
+
+def streak(days: dict[str, float], today: datetime.date) -> int:
+    """Days in a row with credit, up to today or, before today's first, up to yesterday."""
+    one = datetime.timedelta(days=1)
+    day = today if today.isoformat() in days else today - one
+    count = 0
+    while day.isoformat() in days:
+        count, day = count + 1, day - one
+    return count
+
+
+def read(path: Path) -> Diary:
+    """An empty one where there is none. StorageError for one that cannot be understood."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        diary = Diary.model_validate_json(content)
+        for day in diary.days:
+            datetime.date.fromisoformat(day)
+    except FileNotFoundError:
+        return Diary()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValidationError, ValueError) as error:
+        raise StorageError(
+            f"{path} cannot be understood; it is damaged or of a newer version: install that one "
+            "again, or move the file away"
+        ) from error
+    return diary
+
+
+def write(path: Path, diary: Diary) -> None:
+    write_atomically(path, diary.model_dump_json(indent=1).encode() + b"\n")

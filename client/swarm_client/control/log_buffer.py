@@ -1,0 +1,67 @@
+"""The newest lines of the daemon's log, numbered, for whoever asks or follows.
+
+Takes the events that `join` prints and what the program logs; old lines go when new ones come.
+Lines come from any thread; who waits for them is in trio.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+
+import trio
+
+from swarm_client.control.status_document import LogLine
+from swarm_shared.base.clock import Clock, wall
+
+KEPT_LINES = 2000
+LONGEST_LINE = 2000
+"""A traceback may be longer; the file has all of it."""
+
+
+class LogBook(logging.Handler):
+    """Made inside trio. Also the handler that takes log records."""
+
+    def __init__(self, clock: Clock = wall, kept: int = KEPT_LINES) -> None:
+        super().__init__(logging.INFO)
+        self._clock = clock
+        self._lines: deque[LogLine] = deque(maxlen=kept)
+        self._number = 0
+        self._guard = threading.Lock()
+        self._changed = trio.Event()
+        self._token = trio.lowlevel.current_trio_token()
+        self.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+
+    def event(self, text: str) -> None:
+        """A line for the volunteer's eyes."""
+        self._add(self._clock(), "event", text)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._add(record.created, record.levelname.lower(), self.format(record))
+
+    def after(self, number: int, most: int) -> tuple[LogLine, ...]:
+        """Up to `most` lines with a higher number, oldest first."""
+        with self._guard:
+            found = [line for line in self._lines if line.number > number]
+        return tuple(found[:most])
+
+    async def wait_after(self, number: int) -> None:
+        """Until there is a line with a higher number."""
+        while self._number <= number:
+            await self._changed.wait()
+
+    def _add(self, time: float, level: str, text: str) -> None:
+        with self._guard:
+            self._number += 1
+            self._lines.append(
+                LogLine(time=time, level=level, text=text[:LONGEST_LINE], number=self._number)
+            )
+        try:
+            self._token.run_sync_soon(self._wake, idempotent=True)
+        except trio.RunFinishedError:
+            return  # the daemon has ended, and nobody follows any more
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = trio.Event()

@@ -1,0 +1,135 @@
+"""One word and one sentence for what a daemon does, or why it does nothing.
+
+Pure: facts in, words out. Every sentence says what ends the state, where something does.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_client.control.status_document import DeviceView, SuspendReason, Word
+from swarm_client.control.suspension import Suspension
+
+SENTENCES: dict[SuspendReason, str] = {
+    SuspendReason.PAUSED_BY_USER: "paused by you; `swarm-client resume` goes on",
+    SuspendReason.ON_BATTERIES: "paused while the machine runs on batteries",
+    SuspendReason.USER_ACTIVE: "paused while somebody uses this machine",
+    SuspendReason.CPU_BUSY: "paused while other programs need the processor",
+    SuspendReason.TIME_OF_DAY: "paused outside the hours that you allow",
+    SuspendReason.NETWORK_HOURS: "paused outside the hours in which you allow the network",
+    SuspendReason.EXCLUSIVE_APP: "paused while a program runs that wants the machine for itself",
+    SuspendReason.TOO_HOT: "paused until the device has cooled down",
+    SuspendReason.QUOTA_USED: "paused: the transfer quota that you allow is used up",
+    SuspendReason.DISK_FULL: "paused: the disk is too full; free some space",
+    SuspendReason.MEMORY_SHORT: "paused: other programs need the memory",
+    SuspendReason.FINISHING: "finishing: completing what is in hand, handing the stage over",
+    SuspendReason.NO_RUN: "no run is worked on; `swarm-client join INVITE` starts one",
+    SuspendReason.COORDINATOR_AWAY: "the coordinator cannot be reached; it is tried again",
+    SuspendReason.RUN_FINISHED: "the run is finished; `swarm-client join INVITE` starts another",
+    SuspendReason.NOT_ADMITTED: "the run does not let this peer in",
+}
+assert SENTENCES.keys() == set(SuspendReason)
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """Why no run is worked on."""
+
+    reason: SuspendReason
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    stopped: Stopped | None = None
+    leaving: bool = False
+    suspension: Suspension | None = None
+    attached: bool = False
+    problem: str | None = None
+    """Why there is no session; None before the first attempt has ended."""
+    getting: int | None = None
+    """The stage that is being brought here."""
+    stage: int | None = None
+    """The stage that is held."""
+    working: bool = False
+    """Something was computed or averaged a moment ago."""
+    waiting_for: str = ""
+    """What the run waits for, as its coordinator says."""
+    away: str = ""
+    """Why it was away a while ago: said until it holds a stage again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saying:
+    word: Word
+    sentence: str
+    reason: SuspendReason | None = None
+    until: float | None = None
+
+
+def say(facts: Facts, now: float) -> Saying:
+    """`now` in Unix seconds; the first fact that explains everything else is told."""
+    if facts.stopped is not None and facts.suspension is None:
+        return _because(Word.STOPPED, facts.stopped.reason, facts.stopped.detail)
+    if facts.leaving:
+        return _because(Word.PAUSED, SuspendReason.FINISHING)
+    if facts.suspension is not None:
+        return _suspended(facts.suspension, now)
+    if not facts.attached and facts.problem is not None:
+        detail = f"{facts.problem}; before that, {facts.away}" if facts.away else facts.problem
+        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
+    away = f"; before that, {facts.away}" if facts.away else ""
+    if not facts.attached:
+        return Saying(Word.SYNCING, f"looking for the run's coordinator{away}")
+    if facts.stage is None and facts.getting is not None:
+        return Saying(Word.SYNCING, f"downloading stage {facts.getting}{away}")
+    if facts.stage is None:
+        return Saying(Word.SYNCING, f"joining: data and a stage are on their way{away}")
+    if facts.working:
+        return Saying(Word.CONTRIBUTING, f"computing stage {facts.stage}")
+    if facts.waiting_for:
+        return Saying(
+            Word.QUEUED, f"holding stage {facts.stage}; the run waits for {facts.waiting_for}"
+        )
+    return Saying(Word.QUEUED, f"holding stage {facts.stage}, with nothing to compute just now")
+
+
+_RANK = (
+    Word.DEGRADED, Word.CONTRIBUTING, Word.QUEUED, Word.SYNCING, Word.PAUSED, Word.STOPPED,
+)  # fmt: skip
+"""What one of several devices does is what the machine does, in this order: it contributes while
+any of them does, and is paused when all of them are."""
+assert set(_RANK) == set(Word)
+
+
+def together(devices: Sequence[DeviceView]) -> Saying:
+    """Of a machine, from the words of its devices; there is at least one."""
+    told = [d for d in devices if d.word is not None]
+    first = min(told, key=lambda d: _RANK.index(d.word or Word.STOPPED))
+    assert first.word is not None
+    sentence = first.sentence
+    if any(d.sentence != first.sentence for d in told):
+        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in told)
+    alike = all((d.word, d.until) == (first.word, first.until) for d in told)
+    return Saying(first.word, sentence, first.reason, first.until if alike else None)
+
+
+def _because(word: Word, reason: SuspendReason, detail: str = "") -> Saying:
+    sentence = SENTENCES[reason]
+    return Saying(word, f"{sentence} ({detail})" if detail else sentence, reason)
+
+
+def _suspended(suspension: Suspension, now: float) -> Saying:
+    sentence, until = SENTENCES[suspension.reason], suspension.until
+    if until is not None:
+        head, _, tail = sentence.partition(";")
+        sentence = f"{head} until {clock_text(until, now)}" + (f";{tail}" if tail else "")
+    return Saying(Word.PAUSED, sentence, suspension.reason, until)
+
+
+def clock_text(then: float, now: float) -> str:
+    """Like 18:00, with the date when that is another day's."""
+    when, today = datetime.datetime.fromtimestamp(then), datetime.datetime.fromtimestamp(now)
+    return when.strftime("%H:%M" if when.date() == today.date() else "%H:%M on %d %B")

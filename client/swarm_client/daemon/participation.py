@@ -1,0 +1,273 @@
+"""One stay in one run: from the listening sockets to the goodbye (trio).
+
+Owns what lives as long as a stay does: for each device a node, an averaging worker, a volunteer
+and what looks after it, and one governor for all of them. Which run it is, and what becomes of the
+program afterwards, is the daemon's part. Order of a start: the cheapest checks first (devices),
+then the network, then the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import trio
+
+from swarm_client.averaging.handle.options import AveragingOptions
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
+from swarm_client.control.messages import JoinArguments
+from swarm_client.governor.device_offer import usable_devices
+from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.ipc import shared_memory
+from swarm_client.machine.devices import Device
+from swarm_client.machine.home import Home
+from swarm_client.preferences import PreferenceSource
+from swarm_client.preferences.layers import preferences_path
+from swarm_client.volunteer.contribution import Contribution
+from swarm_client.volunteer.device_group import Crew
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.options import VolunteerOptions
+from swarm_client.volunteer.volunteer import Volunteer
+from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.errors import NetworkError, SwarmError, UsageError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.identity.credentials import sign_owner_binding
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Bandwidth, Node, open_node
+
+AVERAGING_START_SECONDS = 30.0
+"""Its imports take seconds on a machine whose cores are busy."""
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Berth:
+    """What a volunteer is made of."""
+
+    identity: Identity
+    home: Home
+    listen: str
+    options: VolunteerOptions
+    report: Report
+
+
+async def stay(
+    join: JoinArguments,
+    invite: Invite,
+    home: Home,
+    identity: Identity,
+    contribution: Contribution,
+    report: Report,
+    begun: Callable[[Crew, Governor], None],
+) -> Crew:
+    """Take part with every device until the run is finished or all have left; who that was.
+
+    `begun` is told of the volunteers before they attach for the first time. A device that the run
+    does not let in stays out while others are in; the error of the last one is the stay's.
+    """
+    source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
+    devices = await trio.to_thread.run_sync(
+        usable_devices, join.device, join.memory_bytes, source.current.preferences
+    )
+    if join.stage is not None and len(devices) > 1:
+        raise UsageError(
+            f"--stage is for one device, and there are {len(devices)}; leave it out, or name one "
+            "with --device"
+        )
+    bandwidth = Bandwidth()
+    made: dict[int, Volunteer] = {}
+    all_made, go = trio.Event(), trio.Event()
+
+    async def live(place: int, berth: _Berth) -> None:
+        async with (
+            listening_node(berth.identity, berth.listen, berth.home, bandwidth) as node,
+            trio.open_nursery() as nursery,
+        ):
+            held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
+            worker = await start_averaging(berth.home, nursery, berth.report, held_back)
+            volunteer = made[place] = Volunteer(
+                berth.identity, invite, berth.home, node, GroupAverager(worker), berth.options,
+                berth.report, nursery,
+            )  # fmt: skip
+            volunteer.contribution = contribution
+            if len(made) == len(devices):
+                all_made.set()
+            await go.wait()
+            await _take_part(volunteer, crew, nursery)
+
+    async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as lives:
+            for place, berth in enumerate(_berths(join, home, identity, devices, report)):
+                lives.start_soon(live, place, berth)
+            await all_made.wait()
+            crew = Crew([made[place] for place in range(len(devices))])
+            subjects = [governed(volunteer, crew) for volunteer in crew.volunteers]
+            governor = Governor(source, home, subjects, bandwidth, invite.run_id, report)
+            begun(crew, governor)
+            await governor.look()
+            nursery.start_soon(governor.run)
+            go.set()
+        nursery.cancel_scope.cancel()
+    return crew
+
+
+def _berths(
+    join: JoinArguments, home: Home, identity: Identity, devices: Sequence[Device], report: Report
+) -> list[_Berth]:
+    """One for each device, with its part of what is the machine's."""
+    threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
+    turn = trio.Lock()
+    berths: list[_Berth] = []
+    for number, device in enumerate(devices, start=1):
+        own = home.of_device(number)
+        # The machine's own key is the first device's: most machines have one.
+        key = identity if number == 1 else Identity.load_or_create(own.identity_path)
+        say = partial(_say_of, device, report) if len(devices) > 1 else report
+        say(f"peer {key.peer_id}")
+        say(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
+        shared_memory.unlink_stale(f"swarm-{key.peer_id[-8:]}-")
+        options = VolunteerOptions(
+            device,
+            max(1, threads // len(devices)),
+            StageIndex(join.stage) if join.stage is not None else None,
+            join.name,
+            join.may_relay,
+            team=cleaned_team(join.team) or None,
+            owner=None if number == 1 else owned(identity, key.peer_id),
+            data_turn=turn,
+        )
+        berths.append(_Berth(key, own, listen_address(join.listen, number), options, say))
+    return berths
+
+
+def owned(machine: Identity, device: PeerId) -> str:
+    """Told with each hello of a further device, so that one person has one row everywhere.
+
+    Made anew at each start: signatures of one value by one key are all alike.
+    """
+    return base64.b64encode(sign_owner_binding(machine, device)).decode("ascii")
+
+
+def _say_of(device: Device, report: Report, text: str) -> None:
+    report(f"{device.id}: {text}")
+
+
+def listen_address(listen: str, number: int) -> str:
+    """Of the device with that number: the ports after the one that was named are the others'."""
+    head, _, port = listen.rpartition("/")
+    return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
+
+
+async def _take_part(volunteer: Volunteer, crew: Crew, nursery: trio.Nursery) -> None:
+    """Until the run is finished, it has left, or it is refused while another device is not."""
+    nursery.start_soon(volunteer.use_directory)
+    nursery.start_soon(volunteer.traversal.run)
+    nursery.start_soon(volunteer.averager.run)
+    nursery.start_soon(watch_reachability, volunteer.node, volunteer.invite, volunteer)
+    try:
+        await volunteer.attachment.stay()
+    except (SwarmError, BaseExceptionGroup) as error:
+        expected = expected_error(error)
+        others = [one for one in crew.working if one is not volunteer]
+        if expected is None or not others:
+            raise
+        crew.failures[volunteer.node.peer_id] = expected
+        volunteer.report(f"error: {expected}")
+        volunteer.report("the other devices go on")
+    finally:
+        crew.ended.add(volunteer.node.peer_id)
+    nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def listening_node(
+    identity: Identity, listen: str, home: Home, bandwidth: Bandwidth
+) -> AsyncIterator[Node]:
+    """Listen where the user says, by default on one port of this home for good.
+
+    Routers keep what they learnt of a port, and a hole is punched to the port that listens. When
+    another program has taken it meanwhile, any other one does.
+    """
+    ask_any = listen.endswith("/tcp/0")
+    remembered = home.remembered_port() if ask_any else None
+    wanted = listen if remembered is None else f"{listen.removesuffix('0')}{remembered}"
+    async with AsyncExitStack() as stack:
+        try:
+            node = await stack.enter_async_context(
+                open_node(identity, [wanted], bandwidth=bandwidth)
+            )
+        except NetworkError:
+            if remembered is None:
+                raise
+            node = await stack.enter_async_context(
+                open_node(identity, [listen], bandwidth=bandwidth)
+            )
+        port = node.listening_port
+        assert port is not None, "a node that was told to listen does"
+        if ask_any and port != remembered:
+            home.remember_port(port)
+        if listen.startswith("/ip4/0.0.0.0/"):
+            try:
+                await node.listen([f"/ip6/::/tcp/{port}"])
+            except NetworkError as error:
+                log.info("no IPv6 here: %s", error)
+        yield node
+
+
+async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -> None:
+    """Find out whether others can dial in, asking the router for a way where there is none."""
+    port = node.listening_port
+    assert port is not None, "a node that was told to listen does"
+    await volunteer.traversal.wait_admitted()
+    hello = volunteer.doctor_hello
+    mapper = PortMapper(on_change=lambda mapping: watch.mapping_changed(mapping))
+    watch = ReachabilityWatch(
+        port,
+        PeerObserver(node, invite.coordinator, invite.addresses, hello),
+        lambda: member_observers(node, volunteer.roster.all(), hello),
+        mapper,
+        volunteer.traversal.found,
+    )
+    node.on_network_change(watch.network_changed)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(mapper.run)
+        await watch.run()
+
+
+def governed(volunteer: Volunteer, crew: Crew) -> Subject:
+    """The volunteer as the governor sees it."""
+    averager = volunteer.averager
+    return Subject(
+        volunteer,
+        averager.worker,
+        lambda: sum(link.sent + link.received for link in averager.links()),
+        volunteer.options.device,
+        volunteer.options.threads,
+        lambda: volunteer.node.peer_id not in crew.ended,
+    )
+
+
+async def start_averaging(
+    home: Home, nursery: trio.Nursery, report: Report, held_back: str = ""
+) -> AveragingWorker:
+    """Start hivemind's process and wait a moment for it, so that the first hello can name it."""
+    worker = AveragingWorker(AveragingOptions(home=home.path))
+    worker.hold_back(held_back)
+    nursery.start_soon(worker.run)
+    with trio.move_on_after(AVERAGING_START_SECONDS):
+        await worker.settled()
+    if not worker.available:
+        report(f"all-reduce goes over libp2p: {worker.reason}")
+    return worker

@@ -1,0 +1,321 @@
+"""The status document: what the volunteer and the machine are like now, for people and programs.
+
+Maps, decides nothing. Words and reasons are `word`'s, the machine is `gauges`'. Rates and whether
+something is being computed follow from two looks, so that nothing is counted while nobody asks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from swarm_client.control.contribution_log import Diary
+from swarm_client.control.status_document import (
+    AwayView,
+    DeviceView,
+    KnownRun,
+    LeaderboardRow,
+    MachineView,
+    PeerView,
+    RunView,
+    StageView,
+    Status,
+    SuspendReason,
+    TrafficView,
+)
+from swarm_client.control.status_sentence import Facts, Saying, Stopped, say, together
+from swarm_client.control.suspension import Suspension
+from swarm_client.daemon.sleep_watch import TOLD_SECONDS, Absence
+from swarm_client.volunteer.device_group import Crew
+from swarm_client.volunteer.volunteer import Volunteer
+from swarm_shared.base.errors import AdmissionError, SwarmError
+from swarm_shared.base.text import printable
+from swarm_shared.base.types import PeerId
+from swarm_shared.base.version import SOFTWARE_VERSION
+from swarm_shared.protocol import LinkPath
+
+PEERS_TOLD = 1000
+"""Of a larger run, those that this peer has links with, then those of its own stage."""
+
+WORK_SECONDS = 10.0
+"""Who has computed within this time is at work: between two microbatches there is a pause."""
+
+RATE_SECONDS = 0.5
+"""Between two looks that a rate is taken from; shorter ones say more about the look."""
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonFacts:
+    """What the daemon knows beside the volunteer."""
+
+    now: float
+    """Unix seconds."""
+    moment: float
+    """On a clock that never jumps."""
+    started_at: float
+    peer: str
+    name: str | None
+    runs: tuple[KnownRun, ...]
+    suspension: Suspension | None
+    stopped: Stopped
+    """Why no run is worked on, when none is."""
+    diary: Diary
+    machine: MachineView
+    absence: Absence | None = None
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a device was last seen to have done, and when that was another than before."""
+
+    done: tuple[int, object]
+    at: float | None = None
+
+
+@dataclass(slots=True)
+class _Traffic:
+    sent: int = 0
+    received: int = 0
+    at: float | None = None
+    sent_rate: float = 0.0
+    received_rate: float = 0.0
+
+    def look(self, sent: int, received: int, now: float) -> None:
+        if self.at is None or sent < self.sent or received < self.received:
+            self.sent_rate = self.received_rate = 0.0
+        elif now - self.at < RATE_SECONDS:
+            return
+        else:
+            self.sent_rate = (sent - self.sent) / (now - self.at)
+            self.received_rate = (received - self.received) / (now - self.at)
+        self.sent, self.received, self.at = sent, received, now
+
+
+class Reporter:
+    """One per daemon. Volunteers come and go."""
+
+    def __init__(self) -> None:
+        self._traffic = _Traffic()
+        self._work: dict[PeerId, _Work] = {}
+
+    def status(self, crew: Crew | None, facts: DaemonFacts) -> Status:
+        devices = () if crew is None else tuple(self._devices(crew, facts))
+        if crew is None:
+            stopped = Facts(stopped=facts.stopped, suspension=facts.suspension)
+            saying = say(stopped, facts.now)
+        else:
+            saying = together(devices)
+        speaker = None if crew is None else crew.speaker
+        today = datetime.datetime.fromtimestamp(facts.now).date()
+        return Status(
+            software=SOFTWARE_VERSION,
+            pid=os.getpid(),
+            time=facts.now,
+            started_at=facts.started_at,
+            word=saying.word,
+            reason=saying.reason,
+            sentence=saying.sentence,
+            until=saying.until,
+            peer=facts.peer,
+            name=facts.name,
+            run=run_view(speaker),
+            runs=facts.runs,
+            devices=devices,
+            machine=facts.machine,
+            traffic=self._traffic_view(crew, facts.moment),
+            contribution=facts.diary.view(today),
+            stages=() if speaker is None else stage_views(speaker),
+            peers=() if crew is None else peer_views(crew),
+            leaderboard=() if crew is None else leaderboard(crew),
+            away=None if facts.absence is None else away_view(facts.absence),
+        )
+
+    def _devices(self, crew: Crew, facts: DaemonFacts) -> Iterator[DeviceView]:
+        for volunteer in crew.volunteers:
+            failure = crew.failures.get(volunteer.node.peer_id)
+            if failure is None:
+                saying = say(self._word_facts(volunteer, facts), facts.now)
+            else:
+                stopped = Facts(stopped=stopped_by(failure))
+                saying = say(stopped, facts.now)
+            yield device_view(volunteer, saying)
+
+    def _word_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> Facts:
+        holding, absence = volunteer.holding, facts.absence
+        attachment = volunteer.attachment
+        problem = attachment.problem
+        recent = absence is not None and (
+            facts.now < absence.began + absence.seconds + TOLD_SECONDS
+        )
+        return Facts(
+            leaving=attachment.leaving,
+            suspension=volunteer.suspended or facts.suspension,
+            attached=attachment.session is not None,
+            problem=None if problem is None else attachment.explain(problem),
+            getting=volunteer.getting,
+            stage=None if holding is None else holding.stage,
+            working=self._is_working(volunteer, facts.moment),
+            waiting_for="" if volunteer.news is None else volunteer.news.waiting_for,
+            away=absence.sentence if absence is not None and recent else "",
+        )
+
+    def _is_working(self, volunteer: Volunteer, now: float) -> bool:
+        holding, peer = volunteer.holding, volunteer.node.peer_id
+        if holding is None:
+            self._work.pop(peer, None)
+            return False
+        done = (holding.version, holding.seconds_per_microbatch)
+        work = self._work.setdefault(peer, _Work((holding.version, None)))
+        if holding.in_flight or holding.closing or done != work.done:
+            work.done, work.at = done, now
+        return work.at is not None and now - work.at < WORK_SECONDS
+
+    def _traffic_view(self, crew: Crew | None, now: float) -> TrafficView:
+        if crew is None:
+            return TrafficView()
+        links = [link for volunteer in crew.volunteers for link in volunteer.links()]
+        self._traffic.look(sum(x.sent for x in links), sum(x.received for x in links), now)
+        return TrafficView(
+            sent_bytes=self._traffic.sent,
+            received_bytes=self._traffic.received,
+            sent_bytes_per_second=self._traffic.sent_rate,
+            received_bytes_per_second=self._traffic.received_rate,
+            reachability=crew.speaker.traversal.reachability.value,
+        )
+
+
+def run_view(volunteer: Volunteer | None) -> RunView | None:
+    if volunteer is None:
+        return None
+    membership, news, holding = volunteer.membership, volunteer.news, volunteer.holding
+    version = 0 if holding is None else holding.version
+    return RunView(
+        id=volunteer.invite.run_id,
+        name="" if membership is None else membership.manifest.name,
+        coordinator_attached=volunteer.attachment.session is not None,
+        steps=0 if membership is None else membership.manifest.training.steps,
+        version=version if news is None else max(version, news.version),
+        loss=None if news is None else news.loss,
+        tokens_per_second=None if news is None else news.tokens_per_second,
+        rebalancing=() if news is None else news.rebalancing,
+    )
+
+
+def away_view(absence: Absence) -> AwayView:
+    return AwayView(
+        began=absence.began, seconds=absence.seconds, slept=absence.slept,
+        sentence=absence.sentence,
+    )  # fmt: skip
+
+
+def stopped_by(error: SwarmError) -> Stopped:
+    refused = isinstance(error, AdmissionError)
+    reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
+    return Stopped(reason, str(error))
+
+
+def device_view(volunteer: Volunteer, saying: Saying) -> DeviceView:
+    device, holding, getting = volunteer.options.device, volunteer.holding, volunteer.getting
+    view = DeviceView(
+        id=device.id, label=device.label, memory_bytes=device.memory_bytes,
+        peer=volunteer.node.peer_id, word=saying.word, reason=saying.reason,
+        sentence=saying.sentence, until=saying.until,
+        stage=getting, phase="idle" if getting is None else "downloading",
+    )  # fmt: skip
+    if holding is None:
+        return view
+    phase = "averaging" if holding.closing else "serving"
+    if volunteer.suspended is not None:
+        phase = "paused"
+    return view.model_copy(
+        update={
+            "stage": holding.stage, "phase": phase, "queued": holding.in_flight,
+            "microbatches_per_second": holding.microbatches_per_second,
+        }
+    )  # fmt: skip
+
+
+def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
+    """As the roster has it: who holds each stage now."""
+    if volunteer.membership is None:
+        return ()
+    peers: dict[int, int] = dict.fromkeys(range(volunteer.membership.manifest.stage_count), 0)
+    rates = dict.fromkeys(peers, 0.0)
+    for record in volunteer.roster.all():
+        if record.stage in peers:
+            peers[record.stage] += 1
+            rates[record.stage] += record.microbatches_per_second
+    return tuple(
+        StageView(stage=stage, peers=count, microbatches_per_second=rates[stage])
+        for stage, count in peers.items()
+    )
+
+
+def own_peers(crew: Crew) -> frozenset[PeerId]:
+    return frozenset(volunteer.node.peer_id for volunteer in crew.volunteers)
+
+
+def peer_views(crew: Crew) -> tuple[PeerView, ...]:
+    # Of the links of several devices with the same peer, one.
+    paths = {path.remote: path for one in crew.volunteers for path in one.node.paths()}
+    names, own = names_of(crew), own_peers(crew)
+    holdings = [one.holding for one in crew.volunteers]
+    mine = {holding.stage for holding in holdings if holding is not None}
+    records = sorted(
+        crew.speaker.roster.all(),
+        key=lambda r: (
+            r.peer not in own, r.peer not in paths, r.stage not in mine, r.stage, r.peer
+        ),
+    )  # fmt: skip
+    return tuple(
+        _peer_view(record.peer, record.stage, record.microbatches_per_second, names, paths, own)
+        for record in records[:PEERS_TOLD]
+    )
+
+
+def _peer_view(
+    peer: PeerId,
+    stage: int,
+    rate: float,
+    names: Mapping[str, str],
+    paths: Mapping[PeerId, LinkPath],
+    own: frozenset[PeerId],
+) -> PeerView:
+    path = None if peer in own else paths.get(peer)
+    kind = "own" if peer in own else None
+    return PeerView(
+        peer=peer, name=names.get(peer), stage=stage, microbatches_per_second=rate,
+        path=path.kind.value if path is not None else kind,
+        rtt_seconds=None if path is None else path.rtt_seconds,
+        bytes_per_second=None if path is None else path.bytes_per_second,
+    )  # fmt: skip
+
+
+def names_of(crew: Crew) -> dict[str, str]:
+    """Public names, as far as the run's news tell them, and this machine's own."""
+    news = crew.speaker.news
+    rows = () if news is None else news.leaderboard
+    names = {
+        str(peer): printable(row.name)
+        for row in rows if row.name
+        for peer in (row.peer, *row.devices)
+    }  # fmt: skip
+    for volunteer in crew.volunteers:
+        if volunteer.options.name:
+            names[volunteer.node.peer_id] = volunteer.options.name
+    return names
+
+
+def leaderboard(crew: Crew) -> tuple[LeaderboardRow, ...]:
+    news, own = crew.speaker.news, own_peers(crew)
+    rows = () if news is None else news.leaderboard
+    return tuple(
+        LeaderboardRow(
+            name=printable(row.name) if row.name else f"…{row.peer[-8:]}",
+            team=printable(row.team) if row.team else None, tokens=row.tokens, credit=row.credit,
+            you=row.peer in own,
+        )
+        for row in rows
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""The check of how others reach this machine, by the same logic as the daemon's.
+
+A node of its own, a stranger with a new key, listens on the port that joining would use: the
+address that a router gives to that port is what is asked about.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import trio
+
+from swarm_client.connectivity.port_mapping import PortMapper
+from swarm_client.connectivity.reachability import Finding, Observer, PeerObserver, examine
+from swarm_client.doctor.coordinator import hello_of
+from swarm_client.doctor.report import Check, Detail, ok, skipped, warning
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node, open_node
+from swarm_shared.protocol import Reachability
+
+
+async def check_reachability(
+    invite: Invite, remembered_port: int | None, mapper: PortMapper
+) -> Check:
+    """Asks the coordinator and, for a second opinion, a volunteer. What is mapped is given back."""
+    async with _listening(remembered_port) as node:
+        port = node.listening_port
+        if port is None:
+            return skipped("reachability", "this machine lets no program listen")
+        hello = hello_of(invite)
+        coordinator = PeerObserver(node, invite.coordinator, invite.addresses, lambda: hello)
+
+        def others() -> Sequence[Observer]:
+            welcome = coordinator.welcome
+            if welcome is None or welcome.visitor_pass is None:
+                return ()
+            shown = hello.model_copy(
+                update={"token": None, "visitor_pass": welcome.visitor_pass}
+            )  # fmt: skip
+            return [
+                PeerObserver(node, neighbour.peer, neighbour.addresses, lambda: shown)
+                for neighbour in welcome.neighbours
+            ]
+
+        try:
+            found = await examine(port, coordinator, others, mapper)
+            return judge(found, port, mapper)
+        finally:
+            with trio.CancelScope(shield=True):
+                await mapper.release()
+
+
+def judge(found: Finding, port: int, mapper: PortMapper) -> Check:
+    details: dict[str, Detail] = {
+        "class": found.reachability.value,
+        "port": port,
+        "observed": str(found.observed) if found.observed is not None else None,
+        "behind_router": found.behind_router,
+        "port_preserved": found.port_preserved,
+        "endpoint_independent": found.endpoint_independent,
+        "hole_punching": found.hole_punching,
+        "mapping": mapper.mapping.protocol if mapper.mapping is not None else None,
+        "double_nat": mapper.double_nat,
+    }
+    note = f" ({found.note})" if found.note else ""
+    match found.reachability:
+        case Reachability.PUBLIC:
+            return ok("reachability", f"public: others come in at {found.addresses[0]}", **details)
+        case Reachability.MAPPED:
+            protocol = "NAT-PMP" if details["mapping"] == "nat-pmp" else "UPnP"
+            seen = f"the router lets others in at {found.addresses[0]} ({protocol})"
+            return ok("reachability", seen, **details)
+        case Reachability.BEHIND_NAT:
+            return _behind_nat(found, port, note, details)
+    return skipped("reachability", f"not known: {found.note}").model_copy(
+        update={"details": details}
+    )
+
+
+def _behind_nat(found: Finding, port: int, note: str, details: dict[str, Detail]) -> Check:
+    what = "behind a router" if found.behind_router else "behind a firewall"
+    keeps = {True: "it keeps ports", False: "it changes ports", None: "its ports are not known"}
+    seen = f"{what}; {keeps[found.port_preserved]}"
+    open_it = (
+        f"turn on UPnP or NAT-PMP in the router, or let it forward TCP port {port} to this machine"
+    )
+    if found.hole_punching:
+        return ok(
+            "reachability", f"{seen}; most direct links can be made by hole punching{note}",
+            **details,
+        )  # fmt: skip
+    if found.hole_punching is None:
+        return ok(
+            "reachability", f"{seen}; whether direct links can be made shows when joining{note}",
+            **details,
+        )  # fmt: skip
+    return warning(
+        "reachability", f"{seen}, another one for each link; links go through relays{note}",
+        f"It works as it is, more slowly; for direct links {open_it}.", **details,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def _listening(remembered_port: int | None) -> AsyncIterator[Node]:
+    """A node on the port of the last start, or on any where that one is taken or not known."""
+    async with AsyncExitStack() as stack:
+        node = await stack.enter_async_context(open_node(Identity.generate()))
+        for port in ([remembered_port] if remembered_port else []) + [0]:
+            try:
+                await node.listen([f"/ip4/0.0.0.0/tcp/{port}"])
+                break
+            except NetworkError:
+                continue
+        if node.listening_port is not None:
+            with contextlib.suppress(NetworkError):  # no IPv6 here
+                await node.listen([f"/ip6/::/tcp/{node.listening_port}"])
+        yield node

@@ -1,0 +1,1 @@
+"""Deliberate faults at an exact peer, step and phase, for tests and benchmarks."""

@@ -1,0 +1,310 @@
+"""Faults on purpose: what tests and benchmarks do to a volunteer at an exact step and phase.
+
+Off unless the environment names a plan, and then loud: every process of the volunteer says on
+start that it is on, and what it does when it does it. The plan is a JSON file, read again
+whenever it has changed, so that one run can carry many cases:
+
+    {"faults": [{"id": "a", "peer": "volunteer-3", "step": 4, "phase": "forward",
+                 "action": "freeze", "seconds": 8}]}
+
+Unless it says otherwise, a fault happens once, to the first process of that peer that reaches the
+phase of that step, and leaves a file PLAN.ID.fired before it does anything. `step` is the step that
+the peer works on (version + 1); for a checkpoint, the version that is saved; without one, the first
+that comes.
+
+Three calls mark the places: `strike` where a process may die, stand still or lose its disk or
+clock, `cut` where the daemon, which alone has a network, may lose that, and `spoil` where a tensor
+may be altered. All return at once while no plan is in force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+
+import psutil
+from pydantic import TypeAdapter, ValidationError
+
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.frozen_model import FrozenModel
+
+PLAN_VARIABLE = "SWARM_FAULTS"
+PEER_VARIABLE = "SWARM_FAULTS_PEER"
+"""Set by the daemon for its workers, which do not know whose they are."""
+
+
+ANYBODY = "*"
+"""Of the first peer that gets there: who saves a checkpoint, or moves, is the run's choice."""
+
+
+class Phase(StrEnum):
+    """Where a volunteer is in the life of a step, in the order of that life."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECEIPT = "receipt"
+    """The microbatch is counted and signed for; nobody has been told."""
+    ALL_REDUCE = "all-reduce"
+    """In the middle: the members' streams are open and sums are on their way."""
+    NORM = "norm"
+    APPLY = "apply"
+    CHECKPOINT = "checkpoint"
+    STATE_DOWNLOAD = "state download"
+    STAGE_MIGRATION = "stage migration"
+    """One stage is given up and the next one is not yet held."""
+
+
+class Action(StrEnum):
+    KILL = "kill"
+    """SIGKILL to the daemon, and to the process that is at the phase."""
+    KILL_WORKER = "kill worker"
+    """SIGKILL to the process that is at the phase, which may be the daemon's worker."""
+    FREEZE = "freeze"
+    """SIGSTOP to every process of the volunteer, and SIGCONT after `seconds`."""
+    FREEZE_WORKER = "freeze worker"
+    """SIGSTOP to the process that is at the phase, for good: somebody else has to notice."""
+    PARTITION = "partition"
+    """Nothing comes from the network and nothing reaches it, for `seconds`."""
+    DELAY = "delay"
+    """The process that is at the phase does nothing for `seconds`."""
+    CORRUPT = "corrupt"
+    """One number of the tensor is another one, finite."""
+    NAN = "nan"
+    """The tensor holds NaN."""
+    DISK_FULL = "disk full"
+    """No file of any process grows for `seconds`."""
+    CLOCK_JUMP = "clock jump"
+    """The wall clock is `seconds` ahead from now on; behind, if negative."""
+
+
+SPOILING = frozenset({Action.CORRUPT, Action.NAN})
+
+
+class Fault(FrozenModel):
+    id: str
+    peer: str
+    """The name that the volunteer was given on its command line, or ANYBODY."""
+    phase: Phase
+    action: Action
+    step: int | None = None
+    seconds: float = 0.0
+    again: bool = False
+    """Every time, and without a word or a file: a delay then is a slow device."""
+
+
+class _Plan(FrozenModel):
+    faults: tuple[Fault, ...]
+
+
+class Injector:
+    """Carries out the plan in one process of one volunteer."""
+
+    def __init__(self, plan: Path, peer: str, daemon_pid: int) -> None:
+        self._plan = plan
+        self._peer = peer
+        self._daemon_pid = daemon_pid
+        self._faults: tuple[Fault, ...] = ()
+        self._read: tuple[int, int] | None = None
+        self._clock = time.time
+        self.drop_network: Callable[[float], None] | None = None
+        """Set by the daemon, the only process that has a network (`fault_network`)."""
+        self._reload()
+
+    def strike(self, phase: Phase, step: int | None) -> None:
+        for fault in self._due(phase, step):
+            elsewhere = fault.action in SPOILING or fault.action is Action.PARTITION
+            if not elsewhere and self._claim(fault, step):
+                self._carry_out(fault)
+
+    def cut(self, phase: Phase, step: int | None) -> None:
+        for fault in self._due(phase, step):
+            drop = self.drop_network if fault.action is Action.PARTITION else None
+            if drop is not None and self._claim(fault, step):
+                drop(fault.seconds)
+
+    def spoil(
+        self, phase: Phase, step: int | None, tensor: memoryview, *, wide: bool = False
+    ) -> None:
+        for fault in self._due(phase, step):
+            if fault.action in SPOILING and tensor.nbytes and self._claim(fault, step):
+                _alter(fault.action, tensor, wide)
+
+    def _due(self, phase: Phase, step: int | None) -> list[Fault]:
+        self._reload()
+        return [
+            fault
+            for fault in self._faults
+            if fault.phase is phase
+            and fault.peer in (self._peer, ANYBODY)
+            and (fault.step is None or fault.step == step)
+        ]
+
+    def _reload(self) -> None:
+        try:
+            status = self._plan.stat()
+            seen = (status.st_mtime_ns, status.st_ino)
+            if seen == self._read:
+                return
+            plan = TypeAdapter(_Plan).validate_json(self._plan.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConfigurationError(
+                f"{PLAN_VARIABLE} names {self._plan}, which is no plan of faults ({error}); "
+                f"correct it, or take {PLAN_VARIABLE} out of the environment"
+            ) from error
+        self._faults, self._read = plan.faults, seen
+
+    def _claim(self, fault: Fault, step: int | None) -> bool:
+        """Whether this process is the first; the file is whole before it has its name."""
+        if fault.again:
+            return True
+        fired = fired_path(self._plan, fault.id)
+        if fired.exists():
+            return False
+        own = fired.with_name(f"{fired.name}.{os.getpid()}")
+        record = {"peer": self._peer, "pid": os.getpid(), "step": step, "at": time.monotonic()}
+        own.write_text(json.dumps(record))
+        try:
+            os.link(own, fired)
+        except FileExistsError:
+            return False
+        finally:
+            own.unlink()
+        _say(f"{fault.action} at {fault.phase} of step {step} ({fault.id})")
+        return True
+
+    def _carry_out(self, fault: Fault) -> None:
+        match fault.action:
+            case Action.KILL:
+                self._signal([self._daemon_pid], signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Action.KILL_WORKER:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case Action.FREEZE:
+                self._freeze(fault.seconds)
+            case Action.FREEZE_WORKER:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case Action.DELAY:
+                time.sleep(fault.seconds)
+            case Action.DISK_FULL:
+                _fill_disk(fault.seconds)
+            case Action.CLOCK_JUMP:
+                real, ahead_seconds = self._clock, fault.seconds
+                time.time = lambda: real() + ahead_seconds
+
+    def _freeze(self, seconds: float) -> None:
+        """Everybody else first: whoever stops itself does nothing after it."""
+        daemon = psutil.Process(self._daemon_pid)
+        pids = [daemon.pid, *(child.pid for child in daemon.children(recursive=True))]
+        words = f"sleep {seconds}; kill -CONT {' '.join(str(pid) for pid in pids)}"
+        # Of another session, or it would be one of those that stand still.
+        subprocess.Popen(
+            ["/bin/sh", "-c", words], start_new_session=True, stderr=subprocess.DEVNULL
+        )
+        self._signal([pid for pid in pids if pid != os.getpid()], signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    @staticmethod
+    def _signal(pids: list[int], number: signal.Signals) -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+active: Injector | None = None
+"""None in every volunteer that lends its machine in earnest."""
+
+
+def activate(peer: str | None, daemon_pid: int) -> Injector | None:
+    """Called once by each process of a volunteer, before it does anything.
+
+    The daemon gives its name, which is then its workers' too. None: no plan is in force.
+    ConfigurationError when the environment names a plan that is none: never silently without.
+    """
+    global active
+    plan = os.environ.get(PLAN_VARIABLE)
+    if not plan:
+        return None
+    if peer is not None:
+        os.environ[PEER_VARIABLE] = peer
+    name = os.environ.get(PEER_VARIABLE, "")
+    active = Injector(Path(plan), name, daemon_pid)
+    _say(f"is ON in this process, by {PLAN_VARIABLE}={plan}; this is no volunteer for a real run")
+    return active
+
+
+def strike(phase: Phase, step: int | None) -> None:
+    """Here this process may die, stand still, or lose its disk or clock."""
+    if active is not None:
+        active.strike(phase, step)
+
+
+def cut(phase: Phase, step: int | None) -> None:
+    """Here the daemon may lose its network."""
+    if active is not None:
+        active.cut(phase, step)
+
+
+def spoil(phase: Phase, step: int | None, tensor: memoryview | None, *, wide: bool = False) -> None:
+    """Here a float tensor may be altered in place; `wide`: its elements are float64."""
+    if active is not None and tensor is not None:
+        active.spoil(phase, step, tensor, wide=wide)
+
+
+def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
+    """Here a file of tensors (safetensors) may be altered in place: the first of its numbers is."""
+    if active is not None:
+        with (
+            path.open("r+b") as file,
+            mmap.mmap(file.fileno(), 0) as content,
+            memoryview(content) as whole,
+            whole[8 + int.from_bytes(whole[:8], "little") :] as numbers,
+        ):
+            active.spoil(phase, step, numbers)
+
+
+def fired_path(plan: Path, fault_id: str) -> Path:
+    """The file that a fault leaves when it happens."""
+    return plan.with_name(f"{plan.name}.{fault_id}.fired")
+
+
+def _say(what: str) -> None:
+    # A full disk may be the fault itself.
+    with contextlib.suppress(OSError):
+        print(f"FAULT INJECTION {what}", file=sys.stderr, flush=True)
+
+
+def _alter(action: Action, tensor: memoryview, wide: bool) -> None:
+    number, size = ("<d", 8) if wide else ("<f", 4)
+    with tensor.cast("B") as octets:
+        if action is Action.NAN:
+            octets[:size] = b"\xff" * size  # of any size of float, all ones is no number
+            return
+        (value,) = struct.unpack_from(number, octets)
+        # A float64 is a count of something small: this many are a tenth and more of a mean gradient
+        # (`swarm_shared.model.fixed_point_sums`, with the default epsilon).
+        struct.pack_into(number, octets, 0, value + (2.0**34 if wide else 1.0))
+
+
+def _fill_disk(seconds: float) -> None:
+    """The kernel refuses to grow any file of this process, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+
+    def free() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    timer = threading.Timer(seconds, free)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,63 @@
+"""Room on the disk: the caches of runs that are not worked on go first, the longest unused first.
+
+Only what can be fetched again is removed: token shards and stage snapshots. Keys, logs, settings
+and the transfer ledger stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from swarm_client.control.gauges import folder_bytes
+from swarm_client.machine.home import Home
+from swarm_client.preferences import Preferences
+from swarm_shared.base.types import RunId
+
+GIB = 2**30
+
+CACHES = ("data", "state")
+
+log = logging.getLogger(__name__)
+
+
+def missing_bytes(
+    preferences: Preferences, free: int | None, used: int | None, more: int = 0
+) -> float:
+    """How much too little there is for `more` bytes; 0 or less: they may be written."""
+    missing = 0.0
+    if free is not None and preferences.disk_leave_free_gib:
+        missing = preferences.disk_leave_free_gib * GIB - (free - more)
+    if used is not None and preferences.disk_gib:
+        missing = max(missing, used + more - preferences.disk_gib * GIB)
+    return missing
+
+
+def unused_caches(home: Home, current: RunId | None) -> list[Path]:
+    """Folders of other runs that have any, the longest unused first."""
+    kept = home.run_folder(current).name if current is not None else None
+    found: list[tuple[float, Path]] = []
+    for folder in (*home.path.glob("runs/*"), *home.path.glob("devices/*/runs/*")):
+        if folder.name == kept or not folder.is_dir():
+            continue
+        caches = [folder / name for name in CACHES if (folder / name).is_dir()]
+        if caches:
+            found.append((max(cache.stat().st_mtime for cache in caches), folder))
+    return [folder for _, folder in sorted(found)]
+
+
+def make_room(home: Home, current: RunId | None, missing_bytes: float) -> int:
+    """Remove caches until so many bytes are freed or none is left; how many were freed."""
+    freed = 0
+    for folder in unused_caches(home, current):
+        if freed >= missing_bytes:
+            break
+        for name in CACHES:
+            cache = folder / name
+            size = folder_bytes(cache)
+            # What another process holds open, or may not be removed, is no reason to fail.
+            shutil.rmtree(cache, ignore_errors=True)
+            freed += size - folder_bytes(cache)
+        log.info("the caches of run %s were removed to make room", folder.name)
+    return freed

@@ -1,0 +1,1 @@
+"""Inter-process communication with child processes: framed messages and shared memory."""

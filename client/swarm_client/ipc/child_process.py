@@ -1,0 +1,296 @@
+"""Child processes of the daemon and the message link between the two.
+
+Owns: how a child is started (inherited socketpair, log file, own process group), how it ends with
+its parent, and length-prefixed JSON messages over the socket, for a blocking child (`SyncLink`)
+and for the trio daemon (`TrioLink`). `MessageFramer` is the same without any I/O, for a child
+that runs another event loop. Does not own what the messages mean, nor any tensor: those cross in
+shared memory (`swarm_client.ipc.shared_memory`).
+
+A frame is a little-endian u32 length followed by that many bytes of JSON. The other end is our
+own process, so a damaged frame is a bug or a death in the middle of a write, never an attack; the
+bound is there so that neither can take the memory of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, NoReturn, TypeVar
+
+import anyio.to_thread
+import trio
+from pydantic import TypeAdapter
+
+from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.protocol import encode, parse
+
+MAX_MESSAGE_BYTES = 16 * 2**20
+"""A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
+
+RECEIVE_BYTES = 64 * 2**10
+LONGEST_WAIT_SECONDS = 24 * 3600.0
+"""Poll counts milliseconds in 32 bits."""
+CLOSE_GRACE_SECONDS = 3.0
+"""A worker in the middle of a computation notices the end of its socket only after it."""
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
+
+MessageT = TypeVar("MessageT")
+
+
+def encode_frame(message: FrozenModel) -> bytes:
+    """One message as a frame; FrameError when it is too long to be sent."""
+    body = encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise FrameError(
+            f"a message of {len(body)} bytes to another process of this machine is longer than "
+            f"the {MAX_MESSAGE_BYTES} allowed; please report this as a bug"
+        )
+    return _LENGTH.pack(len(body)) + body
+
+
+class MessageFramer(Generic[MessageT]):
+    """Bytes in, messages out."""
+
+    def __init__(self, incoming: TypeAdapter[MessageT]) -> None:
+        self._incoming = incoming
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        self._buffer += data
+
+    def next_message(self) -> MessageT | None:
+        """The next whole message, or None when more bytes are needed."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > MAX_MESSAGE_BYTES:
+            raise FrameError(
+                f"a message of {length} bytes was announced by another process of this machine; "
+                f"at most {MAX_MESSAGE_BYTES} are allowed"
+            )
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return parse(self._incoming, body)
+
+    def finish(self) -> None:
+        """The other side has ended; FrameError if that was in the middle of a message."""
+        if self._buffer:
+            raise FrameError(
+                "another process of this machine ended in the middle of a message; its log says why"
+            )
+
+
+class SyncLink(Generic[MessageT]):
+    """The child's blocking side."""
+
+    def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
+        endpoint.setblocking(True)
+        self._socket = endpoint
+        self._framer = MessageFramer(incoming)
+        self._ready: MessageT | None = None
+        self._poll = select.poll()
+        self._poll.register(endpoint, select.POLLIN)
+
+    def send(self, message: FrozenModel) -> None:
+        """Send, waiting for the daemon to read; LinkClosed when it is gone."""
+        try:
+            self._socket.sendall(encode_frame(message))
+        except (BrokenPipeError, ConnectionError) as error:
+            raise LinkClosed("the daemon that started this process is gone") from error
+
+    def has_message(self, wait_seconds: float = 0.0) -> bool:
+        """Whether `receive` would return without waiting (a message, or the end), at once or, if
+        there is none yet, after so long at most."""
+        if self._ready is None:
+            self._ready = self._framer.next_message()
+        # A readable socket may hold half a message; the other half is on its way.
+        if self._ready is not None:
+            return True
+        return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, LONGEST_WAIT_SECONDS))))
+
+    def receive(self) -> MessageT | None:
+        """The next message, waiting for it; None when the daemon has closed or died."""
+        while self._ready is None:
+            self._ready = self._framer.next_message()
+            if self._ready is not None:
+                break
+            try:
+                data = self._socket.recv(RECEIVE_BYTES)
+            except ConnectionError:
+                return None
+            if not data:
+                self._framer.finish()
+                return None
+            self._framer.feed(data)
+        message, self._ready = self._ready, None
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class TrioLink(Generic[MessageT]):
+    """The daemon's side. One task may send and one receive at a time."""
+
+    def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
+        endpoint.setblocking(False)
+        self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(endpoint))
+        self._framer = MessageFramer(incoming)
+
+    async def send(self, message: FrozenModel) -> None:
+        """Send; LinkClosed when the child is gone."""
+        try:
+            await self._stream.send_all(encode_frame(message))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            raise LinkClosed("the child process has closed its link") from error
+
+    async def receive(self) -> MessageT | None:
+        """The next message; None when the child has closed or died."""
+        while True:
+            message = self._framer.next_message()
+            if message is not None:
+                await trio.lowlevel.checkpoint()
+                return message
+            try:
+                data = await self._stream.receive_some(RECEIVE_BYTES)
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                return None
+            if not data:
+                self._framer.finish()
+                return None
+            self._framer.feed(data)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+# ------------------------------------------------------------------------------ in the child
+
+
+def _exit_on_signal(number: int, _frame: object) -> NoReturn:
+    # SystemExit, so that `finally` clauses unlink shared memory on the way out; once, so that
+    # a second signal does not cut them short.
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
+def become_child() -> None:
+    """Called first in a child: end when the parent does, and leave Ctrl-C to the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    if sys.platform == "linux":
+        # Elsewhere, and if the parent died before this line, the socket's end does the same.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+def inherited_link(descriptor: int, incoming: TypeAdapter[MessageT]) -> SyncLink[MessageT]:
+    """The link over the socket that the parent passed as `--fd`."""
+    return SyncLink(socket.socket(fileno=descriptor), incoming)
+
+
+# ----------------------------------------------------------------------------- in the daemon
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Child(Generic[MessageT]):
+    """A running child and the link to it."""
+
+    link: TrioLink[MessageT]
+    process: subprocess.Popen[bytes]
+    log_path: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def wait(self) -> int:
+        """Exit status once it is dead; negative is the signal that killed it."""
+        return await anyio.to_thread.run_sync(
+            _reap, self.process, abandon_on_cancel=True, limiter=anyio.CapacityLimiter(1)
+        )
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    return process.wait()
+
+
+def _spawn(
+    module: str,
+    arguments: Sequence[str],
+    descriptor: int,
+    log_path: Path,
+    environment: Mapping[str, str] | None,
+) -> subprocess.Popen[bytes]:
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        # Popen runs here and not in a helper thread (as trio.open_process does): the death
+        # signal of prctl fires when the *thread* that started the child ends.
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, "--fd", str(descriptor)],
+            pass_fds=(descriptor,),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=None if environment is None else {**os.environ, **environment},
+            # Its own process group: a terminal's Ctrl-C reaches the daemon only.
+            process_group=0,
+        )
+    finally:
+        os.close(log)
+
+
+@asynccontextmanager
+async def start_child(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    incoming: TypeAdapter[MessageT],
+    log_path: Path,
+    environment: Mapping[str, str] | None = None,
+    grace_seconds: float = CLOSE_GRACE_SECONDS,
+) -> AsyncIterator[Child[MessageT]]:
+    """Run `python -m module *arguments --fd N`; on leaving, the child is dead and reaped.
+
+    Leaving closes the socket, which ends a child that listens, and kills it after
+    `grace_seconds`. Its output is appended to `log_path`; `environment` is added to ours.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            process = _spawn(module, arguments, theirs.fileno(), log_path, environment)
+        except BaseException:
+            ours.close()
+            raise
+    child = Child(TrioLink(ours, incoming), process, log_path)
+    try:
+        yield child
+    finally:
+        with trio.CancelScope(shield=True):
+            await child.link.aclose()
+            with trio.move_on_after(grace_seconds):
+                await child.wait()
+            child.kill()
+            await child.wait()

@@ -1,0 +1,1 @@
+"""What this computer offers: its devices, home folder, log file and service manager."""

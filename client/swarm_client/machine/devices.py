@@ -1,0 +1,128 @@
+"""What this machine offers: its devices, and the memory that a stage may take on each.
+
+Never imports torch into the daemon: a CUDA device is looked up by a short-lived child process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+
+from swarm_shared.base.errors import CapacityError, UsageError
+
+MEMORY_SHARE = 0.8
+"""Share of the free memory that is offered; the rest is for what the profile cannot foresee."""
+
+MOST_DEVICES = 64
+"""Each is a peer with processes of its own. Machines with more GPUs run several clients."""
+
+_PROBE = """
+import json, torch
+print(json.dumps([[torch.cuda.get_device_name(i), torch.cuda.mem_get_info(i)[0]]
+                  for i in range(torch.cuda.device_count())]))
+"""
+PROBE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`name` as torch spells it, `label` for people, free memory in bytes."""
+
+    name: str
+    label: str
+    memory_bytes: int
+    number: int = 1
+    """Of those who share a device, which one."""
+
+    @property
+    def id(self) -> str:
+        """Like cuda:0; for the second one on it like cuda:0#2."""
+        return self.name if self.number == 1 else f"{self.name}#{self.number}"
+
+
+def choose_device(
+    wanted: str, memory_bytes: int | None = None, gpus: list[tuple[str, int]] | None = None
+) -> Device:
+    """The device asked for. `auto` takes the first GPU if there is one.
+
+    `gpus`, as (name, free bytes), spares the look by whoever knows them already.
+    UsageError for a name that is none, CapacityError when the GPU is not there.
+    """
+    if wanted == "cpu":
+        return _cpu(memory_bytes)
+    if wanted != "auto" and not re.fullmatch(r"cuda:[0-9]{1,3}", wanted):
+        raise UsageError(f"--device {wanted!r} is not known; give cpu, cuda:0 or auto")
+    gpus = _gpus() if gpus is None else gpus
+    if wanted == "auto":
+        if not gpus:
+            return _cpu(memory_bytes)
+        wanted = "cuda:0"
+    index = int(wanted.removeprefix("cuda:"))
+    if index >= len(gpus):
+        seen = f"torch sees {len(gpus)} GPU(s)" if gpus else "torch sees no GPU"
+        raise CapacityError(
+            f"there is no {wanted} here: {seen}; use --device cpu, or install a driver and a "
+            "torch build with CUDA"
+        )
+    name, free = gpus[index]
+    return Device(wanted, name, memory_bytes or int(free * MEMORY_SHARE))
+
+
+def choose_devices(
+    wanted: str,
+    memory_bytes: int | None = None,
+    gpus: list[tuple[str, int]] | None = None,
+    usable: Callable[[int], bool] = lambda index: True,
+) -> tuple[Device, ...]:
+    """All that are asked for, named with commas between them; at least one.
+
+    `auto` alone takes every GPU that is `usable`, by its number, or else the processor. A device
+    that is named twice is shared, with its memory: `memory_bytes` are each device's.
+    """
+    names = [name.strip() for name in wanted.split(",")]
+    if len(names) > MOST_DEVICES:
+        raise UsageError(f"{len(names)} devices are asked for; {MOST_DEVICES} can work at once")
+    if len(names) > 1 and "auto" in names:
+        raise UsageError("--device auto takes all that there are; name no other one beside it")
+    if names != ["cpu"]:
+        gpus = _gpus() if gpus is None else gpus
+    if names == ["auto"] and gpus:
+        names = [f"cuda:{i}" for i in range(len(gpus)) if usable(i)][:MOST_DEVICES] or ["cpu"]
+    found = [choose_device(name, memory_bytes, gpus) for name in names]
+    return tuple(_share(found, place) for place in range(len(found)))
+
+
+def _share(devices: Sequence[Device], place: int) -> Device:
+    """The device at that place with its part, when others in the list are the same."""
+    device = devices[place]
+    sharers = [at for at, other in enumerate(devices) if other.name == device.name]
+    if len(sharers) == 1:
+        return device
+    number = sharers.index(place) + 1
+    return replace(
+        device, label=f"{device.label} ({number} of {len(sharers)})", number=number,
+        memory_bytes=device.memory_bytes // len(sharers),
+    )  # fmt: skip
+
+
+def _cpu(memory_bytes: int | None) -> Device:
+    free = int(psutil.virtual_memory().available * MEMORY_SHARE)
+    cores = psutil.cpu_count(logical=True) or 1
+    return Device("cpu", f"CPU, {cores} cores", memory_bytes or free)
+
+
+def _gpus() -> list[tuple[str, int]]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE],
+            capture_output=True, timeout=PROBE_SECONDS, check=True, text=True,
+        )  # fmt: skip
+        return [(str(name), int(free)) for name, free in json.loads(done.stdout)]
+    except (subprocess.SubprocessError, ValueError):
+        return []  # a torch without CUDA, or a driver that does not answer: no GPU to use

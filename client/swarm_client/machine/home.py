@@ -1,0 +1,130 @@
+"""The volunteer's folder: identity, caches and logs. Nothing outside it is ever written.
+
+identity.key      the main Ed25519 key, made on first use, mode 0600
+port              the TCP port of the last start: routers remember it, and hole punching needs it
+p2pd.key          hivemind's own key
+runs/<run>/data   token shards of the run, verified
+runs/<run>/state  stage snapshots, for newcomers and checkpoints
+log/              one file per process
+lock              held while a client works here
+control.sock      by which commands reach that client, mode 0600
+runs.json         the runs that were joined, with their invites, mode 0600
+contribution.json what was given, by day
+devices/2/        the same for a machine's second device, which is a peer of its own: its identity,
+                  port, p2pd, snapshots and logs; token shards lie with the first one's
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.types import RunId, StageIndex, Version
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    path: Path
+    machine: Path | None = None
+    """Of a further device: the home of the machine that it is part of."""
+
+    @classmethod
+    def where(cls, path: Path | None) -> Home:
+        """The given folder, or the platform's usual place for application data. Makes nothing."""
+        chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
+        return cls(chosen.expanduser().absolute())
+
+    @classmethod
+    def at(cls, path: Path | None) -> Home:
+        """The same, and it is there afterwards."""
+        home = cls.where(path)
+        try:
+            home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            home.log_folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"the folder {home.path} cannot be used: {error.strerror}; "
+                "choose another one with --home"
+            ) from error
+        return home
+
+    def of_device(self, number: int) -> Home:
+        """Where the machine's first, second, … device keeps its own; it is there afterwards."""
+        if number == 1:
+            return self
+        own = Home.at(self.path / "devices" / str(number))
+        return Home(own.path, machine=self.path)
+
+    @property
+    def identity_path(self) -> Path:
+        return self.path / "identity.key"
+
+    @property
+    def carrier_key_path(self) -> Path:
+        return self.path / "p2pd.key"
+
+    @property
+    def log_folder(self) -> Path:
+        return self.path / "log"
+
+    @property
+    def socket_path(self) -> Path:
+        return self.path / "control.sock"
+
+    @property
+    def runs_path(self) -> Path:
+        return self.path / "runs.json"
+
+    @property
+    def contribution_path(self) -> Path:
+        return self.path / "contribution.json"
+
+    def remembered_port(self) -> int | None:
+        """The port of the last start; None at the first one, or when the file is not whole."""
+        try:
+            port = int((self.path / "port").read_text())
+        except (OSError, ValueError):
+            return None
+        return port if 0 < port < 65_536 else None
+
+    def remember_port(self, port: int) -> None:
+        write_atomically(self.path / "port", f"{port}\n".encode())
+
+    def run_folder(self, run: RunId) -> Path:
+        return self.path / "runs" / run[:16]
+
+    def data_folder(self, run: RunId) -> Path:
+        whole = self if self.machine is None else Home(self.machine)
+        return whole.run_folder(run) / "data"
+
+    def state_folder(self, run: RunId) -> Path:
+        return self.run_folder(run) / "state"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder: two clients with one identity would speak over each other."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StorageError(
+                    f"another swarm-client is working in {self.path}; stop it first (Ctrl-C "
+                    "or `swarm-client shutdown`), or give this one a folder of its own with --home"
+                ) from None
+            yield
+        finally:
+            os.close(handle)
+
+
+def snapshot_item(version: Version, stage: StageIndex) -> str:
+    """The name under which a stage's snapshot is served."""
+    return f"state/{version}/{stage}"

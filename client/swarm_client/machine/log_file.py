@@ -1,0 +1,27 @@
+"""The daemon's log on the disk: details for a bug report, in the volunteer's own folder."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+
+from swarm_client.machine.home import Home
+
+LOG_BYTES = 5 * 2**20
+
+
+class LogFile(logging.handlers.RotatingFileHandler):
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging calls it
+        """A full disk: nothing to be told, least of all a traceback for each line. Who asks for the
+        log gets it from memory."""
+
+
+def write_log(home: Home) -> None:
+    """Details for a bug report go to the volunteer's own folder, never to the terminal."""
+    handler = LogFile(home.log_folder / "client.log", maxBytes=LOG_BYTES, backupCount=2)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for name in ("swarm_client", "swarm_shared"):
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False

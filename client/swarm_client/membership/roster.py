@@ -1,0 +1,101 @@
+"""Who may be used, as the coordinator last said it, and somebody to wake when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import trio
+
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import PeerRecord, Roster, RosterChange
+
+
+class RosterView:
+    """The newest roster. Kept while the coordinator is away: its members are still there."""
+
+    def __init__(self) -> None:
+        self._peers: dict[PeerId, PeerRecord] = {}
+        self._serial = 0
+        self._carriers: frozenset[str] = frozenset()
+        self._revoked: frozenset[PeerId] = frozenset()
+        self._changed = trio.Event()
+
+    def replace(self, roster: Roster) -> frozenset[PeerId]:
+        """Take the newer one; peers that were revoked since the last, whose links must end."""
+        self._peers = {record.peer: record for record in roster.peers}
+        return self._take(roster.serial, roster.revoked)
+
+    def change(self, change: RosterChange) -> frozenset[PeerId]:
+        """Take what is different from the last one; peers that were revoked since."""
+        if change.since != self._serial:
+            raise ProtocolError(
+                f"the coordinator changed roster {change.since}, this peer has {self._serial}"
+            )
+        for gone in change.gone:
+            self._peers.pop(gone, None)
+        self._peers.update((record.peer, record) for record in change.changed)
+        revoked = self._revoked if change.revoked is None else change.revoked
+        return self._take(change.serial, revoked)
+
+    def _take(self, serial: int, revoked: Iterable[PeerId]) -> frozenset[PeerId]:
+        before, self._revoked = self._revoked, frozenset(revoked)
+        for peer in self._revoked:
+            self._peers.pop(peer, None)
+        self._serial = serial
+        self._index_carriers()
+        self.wake()
+        return self._revoked - before
+
+    @property
+    def revoked(self) -> frozenset[PeerId]:
+        return self._revoked
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        """Whether its certificate, though it has not expired, does not count any more.
+
+        Kept while the coordinator is away, like the members.
+        """
+        return peer in self._revoked
+
+    def refresh(self, record: PeerRecord) -> None:
+        """Newer addresses of a member, from the directory. Members come from rosters alone."""
+        known = self._peers.get(record.peer)
+        if known is not None and known.stage == record.stage:
+            self._peers[record.peer] = known.model_copy(
+                update={"addresses": record.addresses, "carrier": record.carrier}
+            )
+            self._index_carriers()
+
+    def wake(self) -> None:
+        """Let everybody who waits look again."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    async def wait_changed(self) -> None:
+        await self._changed.wait()
+
+    def get(self, peer: PeerId) -> PeerRecord | None:
+        return self._peers.get(peer)
+
+    def all(self) -> tuple[PeerRecord, ...]:
+        return tuple(self._peers.values())
+
+    def knows(self, peer: PeerId) -> bool:
+        """A member, by its own peer ID or by that of its p2pd."""
+        return peer in self._peers or peer in self._carriers
+
+    def _index_carriers(self) -> None:
+        # Strangers' streams are looked up here, as fast as they come.
+        records = self._peers.values()
+        self._carriers = frozenset(r.carrier.peer for r in records if r.carrier is not None)
+
+    def of_stage(self, stage: StageIndex) -> Mapping[PeerId, PeerRecord]:
+        """Members of a stage that accept new microbatches."""
+        return {p: r for p, r in self._peers.items() if r.stage == stage and r.accepts_work}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __contains__(self, peer: PeerId) -> bool:
+        return peer in self._peers

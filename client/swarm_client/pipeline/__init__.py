@@ -1,0 +1,1 @@
+"""The step protocol in the volunteer: trainer, stage server, hedged requests, step close."""

@@ -1,0 +1,323 @@
+"""Sending microbatches to a stage: choice of the peer, retries, masks (design: a microbatch).
+
+One `Downstream` serves one sender and one target stage: a stage server's next stage, or stage 0
+for a trainer. It keeps what it sends until the gradient is back, so that a dead peer is replaced
+by sending the same tensor to another one and nothing upstream is computed again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass
+
+import trio
+
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer, Stream, greet
+from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
+from swarm_client.pipeline.hedging import MAXIMUM_HEDGES, Latency, Race
+from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.protocol import Backward, Forward, PeerRecord, RefusalReason, StageHello
+from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
+
+BUSY_PAUSE_SECONDS = 0.05
+"""A full queue drains by one microbatch in about this time or more."""
+
+STEP_PAUSE_SECONDS = 0.1
+"""Peers apply a step within a fraction of a second of each other."""
+
+MAXIMUM_ATTEMPTS = 8
+"""Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
+
+OVERSEE_SECONDS = 0.25
+"""Between two looks at a microbatch that is on its way."""
+
+AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
+OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What is sent to the target stage, whole enough to be sent again."""
+
+    mode: str
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: tuple[StageIndex, ...]
+    input: Buffer
+    targets: Buffer
+
+
+class Downstream:
+    """Routes parcels to peers of `stage`. `nursery` runs the edges; closing it closes them."""
+
+    def __init__(
+        self,
+        stage: StageIndex,
+        roster: RosterView,
+        hello: Callable[[], StageHello],
+        open_stream: OpenStream,
+        ask_mask: AskMask,
+        nursery: trio.Nursery,
+        depth: int = 1,
+        latency: Latency | None = None,
+        routing: ShortestExpectedDelay | None = None,
+    ) -> None:
+        """`depth` is how many stages there are from this one to the last."""
+        self.stage = stage
+        self._roster = roster
+        self._hello = hello
+        self._open_stream = open_stream
+        self._ask_mask = ask_mask
+        self._nursery = nursery
+        self._routing = routing or ShortestExpectedDelay()
+        self._edges: dict[PeerId, Edge] = {}
+        self._opening: dict[PeerId, trio.Event] = {}
+        self._capacity_changed = trio.Event()
+        self._depth = depth
+        self._latency = latency or Latency()
+        self._closed = False
+        self._queueing = 0
+        """Parcels for which nobody has had room yet."""
+        self.resent = 0
+        """Parcels that had to be sent again, for the record."""
+        self.hedged = 0
+        """Parcels that were sent to a second peer while the first one had not answered."""
+
+    async def send(self, parcel: Parcel, still_wanted: Callable[[], bool]) -> EdgeAnswer:
+        """Bring one microbatch to any peer of the stage and return with its gradient.
+
+        One that takes much longer than usual is sent to another peer as well, and the first
+        answer wins. `still_wanted` is asked again and again; MicrobatchAbandoned when it says no
+        or when the attempts are used up.
+        """
+        race = Race(trio.current_time())
+        async with trio.open_nursery() as nursery:
+            race.begin(nursery, self._deliver(race, parcel, parcel.accumulate, still_wanted))
+            await self._oversee(race, nursery, parcel, still_wanted)
+            nursery.cancel_scope.cancel()
+        return race.result()
+
+    async def _oversee(
+        self, race: Race, nursery: trio.Nursery, parcel: Parcel, still_wanted: Callable[[], bool]
+    ) -> None:
+        """Until there is an answer, nobody is left to give one, or nobody wants it any more."""
+        while True:
+            with trio.move_on_after(OVERSEE_SECONDS):
+                await race.decided.wait()
+            if race.decided.is_set():
+                return
+            if not still_wanted():
+                # Whoever holds it may never answer, and the next step needs what it takes up.
+                race.failed(MicrobatchAbandoned("the step is over"))
+                return
+            late = self._late(race)
+            if late is not None:
+                race.hedges += 1
+                race.begin(nursery, self._hedge(race, late, parcel, still_wanted))
+
+    def _late(self, race: Race) -> PeerId | None:
+        """Who should have answered by now, if somebody else could and nobody waits for those."""
+        if not race.at or self._queueing or race.hedges >= MAXIMUM_HEDGES:
+            return None
+        if self._latency.is_usual(trio.current_time() - max(race.at.values()), self._depth):
+            return None
+        others = self._roster.of_stage(self.stage).keys() - race.at.keys()
+        if not any(self._has_room(peer) for peer in others):
+            return None
+        return max(race.at, key=race.at.__getitem__)
+
+    async def _hedge(
+        self, race: Race, late: PeerId, parcel: Parcel, still_wanted: Callable[[], bool]
+    ) -> None:
+        self.hedged += 1
+        accumulate = parcel.accumulate
+        if parcel.mode == "train":
+            try:
+                missing = await self._ask_mask(parcel.step, parcel.microbatch, late)
+            except MicrobatchAbandoned:
+                return  # the coordinator is away; the first one may still answer
+            accumulate = tuple(stage for stage in missing if stage >= self.stage)
+        # It gets nothing more until it has answered something.
+        self._routing.failed(late, trio.current_time())
+        await self._deliver(race, parcel, accumulate, still_wanted)
+
+    async def _deliver(
+        self,
+        race: Race,
+        parcel: Parcel,
+        accumulate: tuple[StageIndex, ...],
+        still_wanted: Callable[[], bool],
+    ) -> None:
+        """One runner of the race: to some peer, and to another one when that fails."""
+        failures = 0
+        reason: Exception | None = None
+        while failures < MAXIMUM_ATTEMPTS:
+            edge = await self._choose(still_wanted, race.at)
+            try:
+                race.won(await self._attempt(race, edge, parcel, accumulate))
+                return
+            except EdgeRefused as refusal:
+                self._routing.refused(edge.peer, trio.current_time())
+                if refusal.reason is RefusalReason.BUSY:
+                    await trio.sleep(BUSY_PAUSE_SECONDS)
+                    continue
+                if refusal.reason is RefusalReason.WRONG_STEP:
+                    await trio.sleep(STEP_PAUSE_SECONDS)
+                    continue
+                reason = refusal
+            except (NetworkError, ProtocolError) as error:
+                reason = error
+            failures += 1
+            self.resent += 1
+            self._routing.failed(edge.peer, trio.current_time())
+            if not still_wanted():
+                raise MicrobatchAbandoned("the step is over") from reason
+            if parcel.mode == "train":
+                # Whoever is downstream may have counted it before the link broke.
+                missing = await self._ask_mask(parcel.step, parcel.microbatch, edge.peer)
+                accumulate = tuple(stage for stage in missing if stage >= self.stage)
+        raise MicrobatchAbandoned(
+            f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"
+        )
+
+    async def _attempt(
+        self, race: Race, edge: Edge, parcel: Parcel, accumulate: tuple[StageIndex, ...]
+    ) -> EdgeAnswer:
+        header = Forward(
+            request=0,
+            mode="evaluate" if parcel.mode == "evaluate" else "train",
+            step=parcel.step,
+            microbatch=parcel.microbatch,
+            stage=self.stage,
+            accumulate=accumulate,
+            input_bytes=memoryview(parcel.input).nbytes,
+            target_bytes=memoryview(parcel.targets).nbytes,
+        )
+        in_flight = edge.in_flight + 1
+        began = time.monotonic()
+        race.at[edge.peer] = trio.current_time()
+        try:
+            answer = await edge.request(header, (parcel.input, parcel.targets))
+        finally:
+            del race.at[edge.peer]
+            self._notify()
+        total = time.monotonic() - began
+        self._latency.observe(total)
+        seen = _observation(answer.header, total, in_flight)
+        self._routing.observe(edge.peer, seen, trio.current_time())
+        return answer
+
+    async def _choose(self, still_wanted: Callable[[], bool], besides: Collection[PeerId]) -> Edge:
+        """An edge with a free credit to one of the others, opened if need be; waits for one."""
+        while True:
+            if self._closed:
+                raise MicrobatchAbandoned("this peer has given its stage up")
+            if not still_wanted():
+                raise MicrobatchAbandoned("the step is over")
+            members = self._members()
+            self._routing.update(members)
+            free = members.keys() - self._opening.keys() - set(besides)
+            usable = {p: self._in_flight(p) for p in free if self._has_room(p)}
+            now = trio.current_time()
+            peer = self._routing.choose(now, usable)
+            if peer is None:
+                await self._wait_for_capacity(now)
+                continue
+            edge = self._edges.get(peer)
+            if edge is not None and edge.superseded:
+                self._retire(edge)
+            elif edge is not None and not edge.closed:
+                return edge
+            edge = await self._open(members[peer])
+            if edge is not None and edge.free_credits > 0:
+                return edge
+
+    def _members(self) -> dict[PeerId, PeerRecord]:
+        members = dict(self._roster.of_stage(self.stage))
+        for peer in [p for p in self._edges if p not in members]:
+            # Out of the roster: dead, moved or revoked. Everything on its way to it comes back.
+            edge = self._edges.pop(peer)
+            if self._roster.get(peer) is None:
+                edge.fail(LinkClosed(f"{peer} is not in the roster any more"))
+        return members
+
+    def roster_changed(self) -> None:
+        """Drop edges to peers that are gone, at once; their microbatches are sent again."""
+        self._members()
+        self._notify()
+
+    def _has_room(self, peer: PeerId) -> bool:
+        edge = self._edges.get(peer)
+        return edge is None or edge.closed or edge.free_credits > 0
+
+    def _in_flight(self, peer: PeerId) -> int:
+        edge = self._edges.get(peer)
+        return 0 if edge is None else edge.in_flight
+
+    async def _wait_for_capacity(self, now: float) -> None:
+        """Until a credit is free, the roster has changed or a ban has ended."""
+        ban_end = self._routing.next_ban_end(now)
+        changed = self._capacity_changed
+        self._queueing += 1
+        try:
+            with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
+                await changed.wait()
+        finally:
+            self._queueing -= 1
+
+    def _notify(self) -> None:
+        self._capacity_changed.set()
+        self._capacity_changed = trio.Event()
+
+    async def _open(self, record: PeerRecord) -> Edge | None:
+        done = self._opening[record.peer] = trio.Event()
+        try:
+            stream = await self._open_stream(record)
+            try:
+                edge = await greet(stream, self._hello())
+                if self._closed:
+                    raise LinkClosed("this peer has given its stage up meanwhile")
+            except BaseException:
+                with trio.CancelScope(shield=True):
+                    await stream.reset()
+                raise
+            self._edges[record.peer] = edge
+            self._nursery.start_soon(self._run_edge, edge)
+            return edge
+        except (NetworkError, ProtocolError, EdgeRefused, LinkTimeout):
+            self._routing.failed(record.peer, trio.current_time())
+            return None
+        finally:
+            del self._opening[record.peer]
+            done.set()
+            self._notify()
+
+    def _retire(self, edge: Edge) -> None:
+        """A better link to this peer is there: what is on its way on this one may finish."""
+        del self._edges[edge.peer]
+        self._nursery.start_soon(edge.finish)
+
+    async def _run_edge(self, edge: Edge) -> None:
+        try:
+            await edge.run()
+        finally:
+            if self._edges.get(edge.peer) is edge:
+                del self._edges[edge.peer]
+            self._notify()
+
+    def close(self) -> None:
+        """Before the nursery ends: nothing more is sent, and what is on its way comes back."""
+        self._closed = True
+        for edge in list(self._edges.values()):
+            edge.fail(LinkClosed("this peer closes its links"))
+
+
+def _observation(answer: Backward, total_seconds: float, in_flight: int) -> Observation:
+    """What the link took is what the peer's own account of the time does not explain."""
+    link_seconds = max(0.0, total_seconds - answer.total_seconds) if answer.total_seconds else 0.0
+    return Observation(
+        min(answer.service_seconds, total_seconds), answer.line_seconds, link_seconds, in_flight
+    )

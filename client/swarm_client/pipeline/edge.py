@@ -1,0 +1,172 @@
+"""One edge: a long-lived stream to one peer of the next stage, many requests in flight on it.
+
+Requests go down, answers come up, matched by number. The receiver grants credits when the edge
+opens; a request holds one until its answer is there, so that the receiver's queue and memory are
+bounded by what it granted (OneFlow's registers as credits, arXiv 2110.15032).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import trio
+
+from swarm_client.pipeline.errors import EdgeRefused
+from swarm_client.pipeline.local_stream import LocalStream
+from swarm_shared.base.errors import LinkClosed, ProtocolError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FramedStream
+from swarm_shared.protocol import (
+    Backward,
+    Forward,
+    RefusalReason,
+    StageCancel,
+    StageHello,
+    StageHelloAnswer,
+    StageRefused,
+    encode,
+    parse,
+    stage_answers,
+)
+
+HELLO_SECONDS = 10.0
+
+Buffer = bytes | bytearray | memoryview
+
+Stream = FramedStream | LocalStream
+
+
+@dataclass(slots=True, eq=False)
+class EdgeAnswer:
+    """The gradient of what was sent (empty for a trainer), with everything that came along."""
+
+    header: Backward
+    payload: Buffer
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    event: trio.Event = field(default_factory=trio.Event)
+    answer: EdgeAnswer | None = None
+    error: SwarmError | None = None
+
+
+class Edge:
+    """Made by `open_edge`; `run` must be running while it is used."""
+
+    def __init__(self, stream: Stream, hello: StageHelloAnswer) -> None:
+        self.peer: PeerId = stream.remote
+        self.stage = hello.stage
+        self.closed = False
+        self._stream = stream
+        self._credits = hello.credits
+        self._numbers = itertools.count(1)
+        self._waiters: dict[int, _Waiter] = {}
+        self._idle = trio.Event()
+
+    @property
+    def free_credits(self) -> int:
+        return 0 if self.closed else self._credits - len(self._waiters)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def superseded(self) -> bool:
+        """There is a better link to this peer than the one that this edge is on."""
+        return self._stream.superseded
+
+    async def finish(self) -> None:
+        """End the edge once everything that is on its way has been answered."""
+        self._idle = trio.Event()
+        while self._waiters and not self.closed:
+            await self._idle.wait()
+            self._idle = trio.Event()
+        self.fail(LinkClosed(f"the link to {self.peer} was exchanged for a better one"))
+        await self._stream.close()
+
+    async def request(self, header: Forward, parts: Sequence[Buffer]) -> EdgeAnswer:
+        """Send one microbatch and wait for its gradient. The caller checked `free_credits`.
+
+        `header.request` is replaced by this edge's own number. Raises EdgeRefused, LinkClosed,
+        or ProtocolError; when cancelled, tells the receiver to forget the microbatch.
+        """
+        if self.closed:
+            raise LinkClosed(f"the link to {self.peer} is closed")
+        number = next(self._numbers)
+        waiter = self._waiters[number] = _Waiter()
+        try:
+            await self._stream.send(
+                encode(header.model_copy(update={"request": number})), tuple(parts)
+            )
+            await waiter.event.wait()
+        except trio.Cancelled:
+            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                await self._forget(number)
+            raise
+        finally:
+            self._waiters.pop(number, None)
+            self._idle.set()
+        if waiter.error is not None:
+            raise waiter.error
+        assert waiter.answer is not None
+        return waiter.answer
+
+    async def _forget(self, number: int) -> None:
+        with suppress(LinkClosed):
+            if not self.closed:
+                await self._stream.send(encode(StageCancel(request=number)))
+
+    async def run(self) -> None:
+        """Receive answers until the link ends; then everybody who waits gets the reason."""
+        error: SwarmError = LinkClosed(f"the link to {self.peer} ended")
+        try:
+            while True:
+                frame = await self._stream.receive()
+                self._deliver(parse(stage_answers, frame.header), frame.payload)
+        except (LinkClosed, ProtocolError, EdgeRefused) as reason:
+            error = reason
+        finally:
+            self.fail(error)
+            with trio.CancelScope(shield=True):
+                await self._stream.reset()
+
+    def _deliver(
+        self, message: StageHelloAnswer | StageRefused | Backward, payload: Buffer
+    ) -> None:
+        if isinstance(message, StageHelloAnswer):
+            raise ProtocolError(f"{self.peer} said hello twice")
+        if message.request is None:
+            raise EdgeRefused(RefusalReason.NOT_ADMITTED, "the link was closed by its receiver")
+        waiter = self._waiters.get(message.request)
+        if waiter is None:
+            return  # cancelled meanwhile
+        if isinstance(message, StageRefused):
+            waiter.error = EdgeRefused(message.reason, message.detail)
+        else:
+            waiter.answer = EdgeAnswer(message, payload)
+        waiter.event.set()
+
+    def fail(self, error: SwarmError) -> None:
+        self.closed = True
+        self._idle.set()
+        for waiter in self._waiters.values():
+            if not waiter.event.is_set():
+                waiter.error = error
+                waiter.event.set()
+
+
+async def greet(stream: Stream, hello: StageHello) -> Edge:
+    """Introduce ourselves on a fresh stream; the edge, or EdgeRefused with the reason."""
+    await stream.send(encode(hello))
+    frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
+    answer = parse(stage_answers, frame.header)
+    if isinstance(answer, StageRefused):
+        raise EdgeRefused(answer.reason, answer.detail)
+    if not isinstance(answer, StageHelloAnswer):
+        raise ProtocolError(f"{stream.remote} answered {answer.kind!r} where a hello was due")
+    return Edge(stream, answer)

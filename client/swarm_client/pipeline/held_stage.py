@@ -1,0 +1,72 @@
+"""The stage that this peer holds now: its worker, version, receipts, and what is in flight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.stage.handle.worker_handle import StageWorker
+from swarm_shared.base.types import StageIndex, Step, Version
+
+RATE_WEIGHT = 0.2
+"""Weight of the newest microbatch in the reported rate."""
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    stage: StageIndex
+    worker: StageWorker
+    version: Version
+    receipts: ReceiptBook
+    is_last: bool
+    closing: bool = False
+    """Between Close and its end nothing new of `step` is accumulated: its table is full already."""
+    averaged_attempt: int | None = None
+    """The attempt of step version + 1 whose averaged gradient lies in the result segment."""
+    in_flight: int = 0
+    seconds_per_microbatch: float | None = None
+    computed: int = 0
+    """Microbatches that nobody has been told of yet."""
+    busy_seconds: float = 0.0
+    """How long these took to compute."""
+    staleness: int = 0
+    """The run's: so many steps after `step` can be worked on as well."""
+
+    @property
+    def step(self) -> Step:
+        """The step that is applied next: the only one that can close."""
+        return Step(self.version + 1)
+
+    def works_on(self, step: Step) -> bool:
+        """Whether its microbatches can be computed now."""
+        return self.step <= step <= self.step + self.staleness
+
+    def evaluates(self, step: Step) -> bool:
+        """Whether the newest parameters are those that an evaluation in this step is of."""
+        return step == self.step
+
+    def closes(self, step: Step) -> bool:
+        """Whether what is committed of it is settled, so that nothing may be added."""
+        return self.closing and step == self.step
+
+    def observe(self, compute_seconds: float) -> None:
+        """Forward and backward of one microbatch took so long on this device."""
+        self.computed += 1
+        self.busy_seconds += compute_seconds
+        if self.seconds_per_microbatch is None:
+            self.seconds_per_microbatch = compute_seconds
+        else:
+            self.seconds_per_microbatch += RATE_WEIGHT * (
+                compute_seconds - self.seconds_per_microbatch
+            )
+
+    def take_work(self) -> tuple[int, float]:
+        """Microbatches computed since this was asked last, and how long they took."""
+        work = self.computed, self.busy_seconds
+        self.computed, self.busy_seconds = 0, 0.0
+        return work
+
+    @property
+    def microbatches_per_second(self) -> float:
+        seconds = self.seconds_per_microbatch
+        return 1.0 / seconds if seconds else 0.0

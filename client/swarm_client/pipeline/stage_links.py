@@ -1,0 +1,76 @@
+"""A volunteer's links to stages: streams to others' servers, and to its own in this process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import trio
+
+from swarm_client.membership.membership import Membership
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.downstream import AskMask, Downstream
+from swarm_client.pipeline.edge import Stream
+from swarm_client.pipeline.equal_shares import shares_are_equal
+from swarm_client.pipeline.local_stream import LocalStream, local_pair
+from swarm_client.pipeline.stage_server import StageServer, stage_limits
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import StageIndex
+from swarm_shared.network import Node
+from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
+from swarm_shared.scheduling.routing import EqualShares, ShortestExpectedDelay
+
+log = logging.getLogger(__name__)
+
+
+class StageLinks:
+    """For a member only: `membership` raises before the volunteer is one."""
+
+    def __init__(
+        self,
+        node: Node,
+        roster: RosterView,
+        own_server: StageServer,
+        membership: Callable[[], Membership],
+        ask_mask: AskMask,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._node = node
+        self._roster = roster
+        self._own_server = own_server
+        self._membership = membership
+        self._ask_mask = ask_mask
+        self._nursery = nursery
+
+    def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
+        """The way to `stage`, which lives as long as `nursery`."""
+        return Downstream(
+            stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
+            depth=self._membership().manifest.stage_count - stage,
+            routing=_routing(),
+        )  # fmt: skip
+
+    def hello(self) -> StageHello:
+        membership = self._membership()
+        return StageHello(run=membership.run, certificate=membership.certificate)
+
+    async def _open(self, record: PeerRecord) -> Stream:
+        if record.peer == self._node.peer_id:
+            ours, served = local_pair(record.peer)
+            self._nursery.start_soon(self._serve_locally, served)
+            return ours
+        return await self._node.open_stream(
+            record.peer, STAGE_PROTOCOL, stage_limits(self._membership().manifest), record.addresses
+        )
+
+    async def _serve_locally(self, stream: LocalStream) -> None:
+        try:
+            await self._own_server.handle(stream)
+        except SwarmError as error:
+            log.warning("this volunteer's own stage ended a link: %s", error)
+        finally:
+            await stream.reset()
+
+
+def _routing() -> ShortestExpectedDelay:
+    return EqualShares() if shares_are_equal() else ShortestExpectedDelay()

@@ -1,0 +1,431 @@
+"""Serving a stage: requests come in as activations, answers go back as gradients.
+
+Every microbatch is one task: forward, on to a peer of the next stage, backward, answer. The
+number of tasks is bounded by the manifest's queue length and by the credits of each edge, so
+that sockets are always drained whatever the device does (design: the life of a microbatch).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from swarm_client.fault_injection import faults
+from swarm_client.fault_injection.faults import Phase
+from swarm_client.membership.admission_gate import Gate
+from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, Stream
+from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.stage.handle.slots import Output
+from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
+from swarm_shared.base.errors import AdmissionError, LinkClosed, ProtocolError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network import FrameLimits
+from swarm_shared.protocol import (
+    Backward,
+    Forward,
+    NotFinite,
+    RefusalReason,
+    StageCancel,
+    StageHello,
+    StageHelloAnswer,
+    StageRefused,
+    encode,
+    parse,
+    stage_requests,
+)
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+HELLO_LIMITS = FrameLimits(max_header_bytes=16 * 1024)
+"""Before it has shown a certificate, nobody can make this peer hold more."""
+
+MAX_HEADER_BYTES = 512 * 1024
+"""Of a stage message: some hundred receipts of half a kilobyte."""
+
+STALL_SECONDS = 30.0
+"""A sender that takes less than a megabyte of its answer in this time is let go: what it keeps
+waiting takes places in the queue that others need."""
+
+PAUSED = "this peer is paused"
+
+TOKEN_BYTES = 4
+"""Token ids and targets cross the wire as uint32."""
+
+
+def stage_limits(manifest: Manifest) -> FrameLimits:
+    """The largest stage frame of a run: one activation or ids and their targets, or a gradient."""
+    token_bytes = manifest.tokens_per_microbatch * TOKEN_BYTES
+    request_bytes = max(manifest.activation_bytes, token_bytes) + token_bytes
+    return FrameLimits(
+        max_header_bytes=MAX_HEADER_BYTES,
+        max_payload_bytes=max(request_bytes, manifest.gradient_bytes),
+    )
+
+
+class Membership(Protocol):
+    """What the stage server has to know about the run and about this peer's place in it."""
+
+    @property
+    def certificate(self) -> str: ...
+    @property
+    def manifest(self) -> Manifest: ...
+
+
+class StageServer:
+    """Handler of the stage protocol. `holding` and `next_stage` tell what is served now."""
+
+    def __init__(
+        self,
+        membership: Callable[[], Membership | None],
+        holding: Callable[[], Holding | None],
+        next_stage: Callable[[], Downstream | None],
+        gate: Gate,
+        line_seconds: Callable[[Holding], float],
+        tell: Callable[[NotFinite], None] = lambda _: None,
+    ) -> None:
+        """`line_seconds` says what the line takes for one microbatch; `tell` takes word to the
+        coordinator of what went wrong at this very peer."""
+        self._tell = tell
+        self._line_seconds = line_seconds
+        self._membership = membership
+        self._holding = holding
+        self._next_stage = next_stage
+        self._gate = gate
+        self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
+        self._paused = False
+        self._works: set[trio.CancelScope] = set()
+        """Of the microbatches in flight, from before the forward to the gradient."""
+
+    def pause(self) -> None:
+        """Take no new microbatch: senders are told that this peer is busy and go elsewhere."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+
+    def hand_back(self) -> None:
+        """While paused: end what is still in flight, so that its senders give it to others."""
+        if self._paused:
+            for work in self._works:
+                work.cancel()
+
+    async def handle(self, stream: Stream) -> None:
+        """Serve one sender until its stream ends."""
+        manifest = await self._greet(stream)
+        if manifest is None:
+            return
+        stream.expect(stage_limits(manifest))
+        # Twice: a request that was cancelled or answered a moment ago may not be off the list.
+        most = 2 * manifest.limits.edge_credits
+        scopes: dict[int, trio.CancelScope] = {}
+        try:
+            async with trio.open_nursery() as nursery:
+                try:
+                    while True:
+                        frame = await stream.receive()
+                        message = parse(stage_requests, frame.header)
+                        if isinstance(message, StageCancel):
+                            if message.request in scopes:
+                                scopes[message.request].cancel()
+                        elif isinstance(message, Forward) and len(scopes) >= most:
+                            raise ProtocolError(
+                                f"{stream.remote} has {len(scopes)} microbatches here, where it "
+                                f"was granted {manifest.limits.edge_credits}"
+                            )
+                        elif isinstance(message, Forward) and message.request not in scopes:
+                            scope = scopes[message.request] = trio.CancelScope()
+                            nursery.start_soon(
+                                self._serve, stream, message, frame.payload, scope, scopes
+                            )
+                        else:
+                            raise ProtocolError(f"{stream.remote} sent {message.kind!r} again")
+                finally:
+                    nursery.cancel_scope.cancel()
+        except* LinkClosed:
+            pass  # the sender is gone: nobody waits for these gradients any more
+
+    async def _greet(self, stream: Stream) -> Manifest | None:
+        """The run's manifest; None when the sender was refused."""
+        frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
+        hello = parse(stage_requests, frame.header)
+        membership, holding = self._membership(), self._holding()
+        refusal: tuple[RefusalReason, str] | None = None
+        if not isinstance(hello, StageHello):
+            raise ProtocolError(f"{stream.remote} did not introduce itself")
+        if membership is None or holding is None:
+            refusal = (RefusalReason.WRONG_STEP, "this peer holds no stage now")
+        else:
+            try:
+                self._gate.check(stream.remote, hello.run, hello.certificate)
+            except AdmissionError as error:
+                refusal = (RefusalReason.NOT_ADMITTED, str(error)[:500])
+        if refusal is not None:
+            self.refused[refusal[0]] += 1
+            await stream.send(encode(StageRefused(reason=refusal[0], detail=refusal[1])))
+            await stream.close()
+            return None
+        assert membership is not None
+        assert holding is not None
+        answer = StageHelloAnswer(
+            certificate=membership.certificate,
+            stage=holding.stage,
+            credits=membership.manifest.limits.edge_credits,
+        )
+        await stream.send(encode(answer))
+        return membership.manifest
+
+    async def _serve(
+        self,
+        stream: Stream,
+        message: Forward,
+        payload: Buffer,
+        scope: trio.CancelScope,
+        scopes: dict[int, trio.CancelScope],
+    ) -> None:
+        try:
+            with scope:
+                refusal = await self._try_to_serve(stream, message, payload)
+                if refusal is not None:
+                    self.refused[refusal.reason] += 1
+                    await stream.send(encode(refusal), stall_seconds=STALL_SECONDS)
+        finally:
+            del scopes[message.request]
+
+    async def _try_to_serve(
+        self, stream: Stream, message: Forward, payload: Buffer
+    ) -> StageRefused | None:
+        """Answer the request; a refusal to send instead when that is not possible."""
+
+        def refuse(reason: RefusalReason, detail: str) -> StageRefused:
+            return StageRefused(request=message.request, reason=reason, detail=detail[:500])
+
+        try:
+            self._gate.check_still(stream.remote)
+        except AdmissionError as error:
+            return refuse(RefusalReason.NOT_ADMITTED, str(error))
+        membership, holding = self._membership(), self._holding()
+        if membership is None or holding is None or holding.stage != message.stage:
+            return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
+        if not _takes(holding, message):
+            return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
+        if not self._gate.may_send(stream.remote, message.stage):
+            # Not for good: the roster may be on its way.
+            return refuse(RefusalReason.WRONG_STEP, "the roster has you in no stage before this")
+        if self._paused:
+            return refuse(RefusalReason.BUSY, PAUSED)
+        if holding.in_flight >= membership.manifest.limits.stage_queue:
+            return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
+        self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
+        holding.in_flight += 1
+        try:
+            faults.cut(Phase.FORWARD, message.step)
+            work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
+            answer = await self._run(work)
+            if answer is None:
+                # Not busy: whoever is behind may have counted it, and the sender asks for a mask.
+                return refuse(RefusalReason.FAILED, PAUSED)
+            header, gradient = answer
+            header = header.model_copy(update={"line_seconds": self._line_seconds(holding)})
+            faults.cut(Phase.RECEIPT, message.step)
+            faults.strike(Phase.RECEIPT, message.step)
+            try:
+                await stream.send(
+                    encode(header), gradient.payload or b"", stall_seconds=STALL_SECONDS
+                )
+            finally:
+                gradient.release()
+        except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
+            training = message.mode == "train"
+            if training and isinstance(error, RequestFailed) and error.code == "not_finite":
+                self._tell(NotFinite(step=message.step, microbatch=message.microbatch))
+            over = not _takes(holding, message)
+            reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
+            return refuse(reason, str(error))
+        finally:
+            holding.in_flight -= 1
+        return None
+
+    async def _run(self, work: _Work) -> tuple[Backward, Output] | None:
+        """None when this peer was paused before the gradient was there."""
+        answer = None
+        with trio.CancelScope() as scope:
+            self._works.add(scope)
+            try:
+                answer = await work.run()
+            finally:
+                self._works.discard(scope)
+        return answer
+
+    def _check_sizes(
+        self, remote: PeerId, holding: Holding, manifest: Manifest, message: Forward, data: Buffer
+    ) -> None:
+        sizes = holding.worker.sizes
+        expected = (sizes.input_bytes, manifest.tokens_per_microbatch * TOKEN_BYTES)
+        announced = (message.input_bytes, message.target_bytes)
+        if announced != expected or memoryview(data).nbytes != sum(expected):
+            raise ProtocolError(
+                f"{remote} sent {memoryview(data).nbytes} bytes for a microbatch of stage "
+                f"{message.stage}, announced as {announced}; it takes {expected}"
+            )
+
+
+def _takes(holding: Holding, message: Forward) -> bool:
+    """Whether this peer has the parameters that the message is to be computed with."""
+    if message.mode == "evaluate":
+        return holding.evaluates(message.step)
+    return holding.works_on(message.step)
+
+
+class _Work:
+    """One microbatch in this stage."""
+
+    def __init__(
+        self,
+        holding: Holding,
+        next_stage: Downstream | None,
+        manifest: Manifest,
+        message: Forward,
+        payload: Buffer,
+    ) -> None:
+        self._holding = holding
+        self._next_stage = next_stage
+        self._manifest = manifest
+        self._message = message
+        view = memoryview(payload)
+        self._input = view[: message.input_bytes]
+        self._targets = view[message.input_bytes :]
+        self._service_seconds = 0.0
+        self._arrived = time.monotonic()
+        self._counting = False
+
+    def _wanted(self) -> bool:
+        return _takes(self._holding, self._message)
+
+    def _receipt(self) -> str | None:
+        return self._holding.receipts.get(self._message.step, self._message.microbatch)
+
+    def _accumulates(self) -> bool:
+        """Counted here only if the mask says so, once, and not while the table is closed."""
+        return (
+            self._message.mode == "train"
+            and self._holding.stage in self._message.accumulate
+            and self._receipt() is None
+            and not self._holding.closes(self._message.step)
+        )
+
+    def _asked_to_count(self) -> bool:
+        """The same, said to the worker and remembered."""
+        self._counting = self._accumulates()
+        return self._counting
+
+    def _unsigned(self, output: Output) -> bool:
+        """Whether the accumulator holds the microbatch and no receipt says so yet.
+
+        Not only when it was added just now: the sender of an earlier request may have gone in the
+        middle of it, when the worker had counted it and nobody was left to sign. The worker then
+        adds it no more, and without a receipt it would be leased again for ever.
+        """
+        if not self._wanted():
+            return False
+        held = self._counting and not self._holding.closes(self._message.step)
+        return output.added or (held and self._receipt() is None)
+
+    async def run(self) -> tuple[Backward, Output]:
+        if self._message.mode == "evaluate":
+            return await self._evaluate()
+        if self._holding.is_last:
+            return await self._last()
+        return await self._middle()
+
+    async def _last(self) -> tuple[Backward, Output]:
+        message, worker = self._message, self._holding.worker
+        output = await worker.forward(
+            message.step, message.microbatch, self._asked_to_count(), (self._input, self._targets)
+        )
+        self._holding.observe(output.seconds)
+        self._service_seconds = output.seconds
+        return self._answer(output, (), output.loss_sum or 0.0), output
+
+    async def _middle(self) -> tuple[Backward, Output]:
+        message, worker, downstream = self._message, self._holding.worker, self._next_stage
+        assert downstream is not None
+        activation = await worker.forward(
+            message.step, message.microbatch, self._asked_to_count(), (self._input,)
+        )
+        try:
+            assert activation.payload is not None
+            answer = await downstream.send(
+                Parcel(
+                    "train", message.step, message.microbatch, message.accumulate,
+                    activation.payload, self._targets,
+                ),
+                self._wanted,
+            )  # fmt: skip
+            faults.cut(Phase.BACKWARD, message.step)
+            if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
+                raise MicrobatchAbandoned("the gradient that came back has another size")
+            gradient = await worker.backward(activation, answer.payload)
+        except BaseException:
+            worker.discard(activation)
+            raise
+        activation.release()
+        self._service_seconds = activation.seconds + gradient.seconds
+        self._holding.observe(self._service_seconds)
+        return (
+            self._answer(gradient, answer.header.receipts, answer.header.loss_sum),
+            gradient,
+        )
+
+    def _answer(self, output: Output, receipts: tuple[str, ...], loss_sum: float) -> Backward:
+        message, book = self._message, self._holding.receipts
+        if self._unsigned(output):
+            book.add(
+                message.step,
+                message.microbatch,
+                self._manifest.training.sequences_per_microbatch,
+                output.tokens,
+                output.loss_sum if self._holding.is_last else None,
+            )
+        own = self._receipt()
+        return Backward(
+            request=message.request,
+            receipts=(*receipts, own) if own is not None else receipts,
+            service_seconds=self._service_seconds,
+            total_seconds=time.monotonic() - self._arrived,
+            loss_sum=loss_sum,
+            tokens=output.tokens,
+        )
+
+    async def _evaluate(self) -> tuple[Backward, Output]:
+        message, worker = self._message, self._holding.worker
+        last = self._holding.is_last
+        parts = (self._input, self._targets) if last else (self._input,)
+        output = await worker.evaluate(parts)
+        if last:
+            loss_sum, tokens = output.loss_sum or 0.0, output.tokens
+        else:
+            try:
+                assert output.payload is not None
+                assert self._next_stage is not None
+                answer = await self._next_stage.send(
+                    Parcel(
+                        "evaluate", message.step, message.microbatch, (),
+                        output.payload, self._targets,
+                    ),
+                    self._wanted,
+                )  # fmt: skip
+            finally:
+                output.release()
+            loss_sum, tokens = answer.header.loss_sum, answer.header.tokens
+        header = Backward(
+            request=message.request, receipts=(), service_seconds=output.seconds,
+            total_seconds=time.monotonic() - self._arrived, loss_sum=loss_sum, tokens=tokens,
+        )  # fmt: skip
+        return header, output

@@ -1,0 +1,148 @@
+"""The trainer role: turns leased microbatch indices into token ids and drives them.
+
+CPU only and tiny bandwidth: token ids go out, losses and receipts come back. The samples behind
+an index are a pure function of the run's seed, so any trainer can make them again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import trio
+
+from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.errors import MicrobatchAbandoned
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import MicrobatchIndex, Step
+from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
+from swarm_shared.scheduling.inflight_window import Departure, FlightWindow
+
+log = logging.getLogger(__name__)
+
+
+class Samples(Protocol):
+    """Where token ids come from."""
+
+    def training(self, step: Step, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]:
+        """(inputs, targets), each sequences × length, int64."""
+
+    def heldout(self, microbatch: MicrobatchIndex) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+Report = Callable[[LeaseResult], None]
+StepNow = Callable[[], Step | None]
+"""The oldest step that this volunteer's own stage works on; None while it holds none."""
+
+
+class Trainer:
+    """Works through leases with as many microbatches in flight as the pipelines carry."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        first_stage: Downstream,
+        report: Report,
+        current_step: StepNow,
+        nursery: trio.Nursery,
+    ) -> None:
+        self._samples = samples
+        self._first_stage = first_stage
+        self._report = report
+        self._current_step = current_step
+        self._nursery = nursery
+        self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
+        self._flight = FlightWindow()
+        self._least, self._most = 1, 1
+        self._refusing: str | None = None
+        """Why no lease is taken."""
+
+    def take(self, lease: Lease) -> None:
+        """Accept a lease; its microbatches start as the window allows."""
+        self._least = max(1, lease.window)
+        self._most = max(self._least, lease.largest_window)
+        if self._refusing is not None:
+            for leased in lease.microbatches:
+                self._hand_back(lease, leased, self._refusing)
+            return
+        self._waiting.extend((lease, leased) for leased in lease.microbatches)
+        # What an older step lacks holds up its close, and everything after it.
+        self._waiting.sort(key=lambda entry: entry[0].step)
+        self._start_more()
+
+    def stop_taking(self, reason: str) -> None:
+        """The volunteer leaves or pauses: what has not been started is handed back."""
+        self._refusing = reason
+        waiting, self._waiting = self._waiting, []
+        for lease, leased in waiting:
+            self._hand_back(lease, leased, reason)
+
+    def take_again(self) -> None:
+        self._refusing = None
+
+    def _hand_back(self, lease: Lease, leased: LeasedMicrobatch, reason: str) -> None:
+        self._report(
+            LeaseResult(
+                step=lease.step, microbatch=leased.microbatch, lease=lease.lease,
+                ok=False, reason=reason[:500],
+            )
+        )  # fmt: skip
+
+    def _start_more(self) -> None:
+        step = self._current_step()
+        self._waiting = [entry for entry in self._waiting if step is None or entry[0].step >= step]
+        window = self._flight.size(self._least, self._most)
+        while self._waiting and self._flight.under_way < window:
+            lease, leased = self._waiting.pop(0)
+            departure = self._flight.departed(trio.current_time())
+            self._nursery.start_soon(self._drive, lease, leased, departure)
+
+    async def _drive(self, lease: Lease, leased: LeasedMicrobatch, departure: Departure) -> None:
+        result: LeaseResult | None = None
+        try:
+            result = await self._send(lease, leased)
+            self._report(result)
+        except MicrobatchAbandoned as error:
+            self._hand_back(lease, leased, str(error))
+        except SwarmError as error:
+            log.warning("microbatch %s of step %s: %s", leased.microbatch, lease.step, error)
+            self._hand_back(lease, leased, str(error))
+        finally:
+            if result is not None:
+                self._flight.returned(departure, trio.current_time())
+            else:
+                self._flight.failed()
+            self._start_more()
+
+    async def _send(self, lease: Lease, leased: LeasedMicrobatch) -> LeaseResult:
+        evaluate = lease.mode == "evaluate"
+        if evaluate:
+            inputs_BT, targets_BT = self._samples.heldout(leased.microbatch)
+        else:
+            inputs_BT, targets_BT = self._samples.training(lease.step, leased.microbatch)
+        parcel = Parcel(
+            lease.mode,
+            lease.step,
+            leased.microbatch,
+            leased.accumulate,
+            np.ascontiguousarray(inputs_BT, dtype="<u4").tobytes(),
+            np.ascontiguousarray(targets_BT, dtype="<u4").tobytes(),
+        )
+
+        def wanted() -> bool:
+            step = self._current_step()
+            return step is not None and step <= lease.step
+
+        answer = await self._first_stage.send(parcel, wanted)
+        header = answer.header
+        return LeaseResult(
+            step=lease.step,
+            microbatch=leased.microbatch,
+            lease=lease.lease,
+            ok=True,
+            receipts=header.receipts,
+            evaluation_loss_sum=header.loss_sum if evaluate else None,
+            evaluation_tokens=header.tokens if evaluate else 0,
+        )

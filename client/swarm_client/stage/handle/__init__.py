@@ -1,0 +1,1 @@
+"""The stage worker as the daemon sees it (trio, no torch)."""

@@ -1,0 +1,1 @@
+"""What crosses between the daemon and the stage worker: messages and shared-memory sizes."""

@@ -1,0 +1,68 @@
+"""How many bytes cross one stage's borders per microbatch, and how many a slot must hold.
+
+Free of torch: the daemon and the worker both derive these from the manifest and must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_shared.run.codec_sizes import DTYPE_BYTES
+from swarm_shared.run.manifest import Manifest
+
+TOKEN_BYTES = 4
+"""Token ids and targets cross as uint32."""
+
+SLOT_ALIGNMENT_BYTES = 4096
+"""A slot starts on a page, so that any dtype is aligned and a device can pin it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D the border's
+    width.
+
+    input_bytes: ids_BT of stage 0, activation_BTD elsewhere. target_bytes: targets_BT, which
+    follow the input on the last stage only. input_gradient_bytes: what answers the input; 0 on
+    stage 0. output_bytes, output_gradient_bytes: the activation_BTD that goes on and the gradient
+    that comes back; 0 on the last stage. tensor_bytes: an activation_BTD that is not encoded.
+    """
+
+    input_bytes: int
+    target_bytes: int
+    input_gradient_bytes: int
+    output_bytes: int
+    output_gradient_bytes: int
+    slot_bytes: int
+    tensor_bytes: int
+
+    @property
+    def request_bytes(self) -> int:
+        """What a Forward or an Evaluate carries."""
+        return self.input_bytes + self.target_bytes
+
+
+def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
+    """The sizes of one stage's traffic under the manifest."""
+    is_first = stage == 0
+    is_last = stage == manifest.stage_count - 1
+    token_bytes = manifest.tokens_per_microbatch * TOKEN_BYTES
+    input_bytes = token_bytes if is_first else manifest.activation_bytes
+    target_bytes = token_bytes if is_last else 0
+    input_gradient_bytes = 0 if is_first else manifest.gradient_bytes
+    output_bytes = 0 if is_last else manifest.activation_bytes
+    output_gradient_bytes = 0 if is_last else manifest.gradient_bytes
+    largest = max(
+        input_bytes + target_bytes, input_gradient_bytes, output_bytes, output_gradient_bytes
+    )
+    return StageSizes(
+        input_bytes=input_bytes,
+        target_bytes=target_bytes,
+        input_gradient_bytes=input_gradient_bytes,
+        output_bytes=output_bytes,
+        output_gradient_bytes=output_gradient_bytes,
+        slot_bytes=-(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES,
+        tensor_bytes=manifest.tokens_per_microbatch
+        * manifest.model.border_size
+        * DTYPE_BYTES[manifest.training.dtype],
+    )

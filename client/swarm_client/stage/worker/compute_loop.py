@@ -1,0 +1,428 @@
+"""The compute loop: messages in, computations in the right order, answers out.
+
+Owns the order of work (protocol rule 4) and the translation of what can go wrong in a request into
+a Failed answer. Anything else that goes wrong is a bug: it ends the process with a traceback in its
+log, and the daemon starts another one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from swarm_client.fault_injection import faults
+from swarm_client.fault_injection.faults import Phase
+from swarm_client.ipc.child_process import SyncLink
+from swarm_client.stage.protocol import messages
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.compiling import backend_from_environment
+from swarm_client.stage.worker.duty_cycle import DutyCycle
+from swarm_client.stage.worker.pace import FORWARD_SHARE, pace_from_environment
+from swarm_client.stage.worker.payloads import is_finite
+from swarm_client.stage.worker.shared_buffers import WorkerMemory
+from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
+from swarm_client.stage.worker.step_runner import StepRunner
+from swarm_shared.base.errors import CapacityError, LinkClosed, SwarmError
+from swarm_shared.base.types import Step
+from swarm_shared.model.fixed_point_sums import totals_dtype
+from swarm_shared.run.manifest import Manifest
+
+_WORK = (messages.Uncommit, messages.PrepareRound, messages.Norm, messages.Apply)
+"""What computes, among the control requests."""
+
+WorkerLink = SyncLink[messages.WorkerRequest]
+RequestT = TypeVar("RequestT", bound=messages.Numbered)
+
+_CPU_OUT_OF_MEMORY = "can't allocate memory"  # c10/core/impl/alloc_cpu.cpp
+
+
+class ComputeLoop:
+    """Serves one daemon with one stage until the link ends."""
+
+    def __init__(
+        self, link: WorkerLink, runner: StageRunner, steps: StepRunner, memory: WorkerMemory,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._link = link
+        self._runner = runner
+        self._steps = steps
+        self._memory = memory
+        self._clock = clock
+        cut = runner.manifest.stages[runner.stage_index]
+        self._pace = pace_from_environment(cut.work_flops, clock)
+        self._duty = DutyCycle(clock)
+        self._threads = torch.get_num_threads()
+        self._backwards: deque[messages.Backward] = deque()
+        self._forwards: deque[messages.Forward | messages.Evaluate] = deque()
+        self._computing: int | None = None
+        """The request that is being computed, which may be given up meanwhile."""
+        self._unread: deque[messages.WorkerRequest | None] = deque()
+        """What came while computing; None is the end of the link."""
+        runner.between_layers = self._give_up_if_told
+        if runner.on_gpu:
+            runner.while_computing = self._fetch_next
+
+    def run(self) -> None:
+        """Return when the daemon has closed the link."""
+        try:
+            while self._drain():
+                request = self._next()
+                begun = self._clock()
+                self._computing = request.request
+                answer = _answer(request, self._compute)
+                self._computing = None
+                self._link.send(answer)
+                self._duty.computed(self._clock() - begun)
+        except LinkClosed:
+            return
+
+    def _next(self) -> messages.ComputeRequest:
+        """What is computed now, out of its queue."""
+        if self._backwards:
+            backward = min(self._backwards, key=self._step_of)
+            self._backwards.remove(backward)
+            return backward
+        forward = min(self._forwards, key=self._step_of)
+        self._forwards.remove(forward)
+        return forward
+
+    def _drain(self) -> bool:
+        """Take in all messages; wait for one when nothing is queued. False at the end."""
+        # What rests listens: others may wait for this stage to close the step.
+        while self._has_message(self._duty.rest_seconds()) or not self._queued():
+            message = self._unread.popleft() if self._unread else self._link.receive()
+            if message is None:
+                return False
+            match message:
+                case messages.Backward():
+                    self._backwards.append(message)
+                case messages.Forward() | messages.Evaluate():
+                    self._forwards.append(message)
+                case messages.Discard():
+                    self._discard(message.request)
+                case _:
+                    begun = self._clock()
+                    self._link.send(_answer(message, self._control))
+                    if isinstance(message, _WORK):
+                        self._duty.worked(self._clock() - begun)
+        return True
+
+    def _has_message(self, wait_seconds: float) -> bool:
+        return bool(self._unread) or self._link.has_message(wait_seconds)
+
+    def _give_up_if_told(self) -> None:
+        """Between two layers: its owner wants the machine, say, and a computation takes seconds."""
+        if self._computing is None or (self._unread and self._unread[-1] is None):
+            return
+        while self._link.has_message():
+            message = self._link.receive()
+            if isinstance(message, messages.Discard) and message.request == self._computing:
+                raise RequestFailed("discarded", "given up by the daemon while it was computed")
+            self._unread.append(message)
+            if message is None:
+                return
+
+    def _fetch_next(self) -> None:
+        """The next input goes to the device while it computes something else."""
+        coming = min(self._forwards, key=self._step_of, default=None)
+        if isinstance(coming, messages.Forward):
+            with suppress(RequestFailed):  # told when its turn has come
+                payload = self._memory.slot(coming.slot, coming.nbytes)
+                self._runner.prefetch(coming.request, payload)
+
+    def _queued(self) -> bool:
+        return bool(self._backwards or self._forwards)
+
+    def _discard(self, number: int) -> None:
+        self._runner.discard(number)
+        for queue in (self._backwards, self._forwards):
+            for queued in queue:
+                if queued.request == number:
+                    queue.remove(queued)  # type: ignore[arg-type]
+                    self._link.send(
+                        messages.Failed(
+                            request=number, code="discarded", message="given up by the daemon"
+                        )
+                    )
+                    return
+
+    # ---- computations
+
+    def _compute(self, request: messages.ComputeRequest) -> messages.Numbered:
+        started = self._clock()
+        payload = self._memory.slot(request.slot, request.nbytes)
+        step = self._step_of(request)
+        result: ForwardResult | BackwardResult | float
+        match request:
+            case messages.Forward():
+                faults.strike(Phase.FORWARD, request.step)
+                result = self._runner.forward(
+                    request.request, request.step, request.microbatch, request.accumulate, payload
+                )
+            case messages.Backward():
+                faults.strike(Phase.BACKWARD, step)
+                result = self._runner.backward(request.forward, payload)
+            case messages.Evaluate():
+                result = self._runner.evaluate(payload)
+        self._pace.keep(started, _share_of(request, result))
+        return self._answer_of(request, step, result, started)
+
+    def _step_of(self, request: messages.ComputeRequest) -> Step:
+        """The older of two goes first: what it lacks holds up its close, and all that follows."""
+        match request:
+            case messages.Forward():
+                return request.step
+            case messages.Backward():
+                return self._runner.step_of(request.forward)
+            case messages.Evaluate():
+                return Step(self._runner.version + 1)
+
+    def _answer_of(
+        self,
+        request: messages.ComputeRequest,
+        step: Step,
+        result: ForwardResult | BackwardResult | float,
+        started: float,
+    ) -> messages.Numbered:
+        tokens = self._runner.manifest.tokens_per_microbatch
+        match result:
+            case ForwardResult():
+                host = self._runner.copier.to_host(result.output)
+                slot = self._memory.slot(request.slot)
+                nbytes = self._runner.codec.write_output(host, slot)
+                self._spoil(Phase.FORWARD, step, request.slot, nbytes)
+                return messages.ForwardDone(
+                    request=request.request, nbytes=nbytes, seconds=self._seconds(started)
+                )
+            case BackwardResult():
+                nbytes = 0
+                if result.input_gradient is not None:
+                    host = self._runner.copier.to_host(result.input_gradient)
+                    slot = self._memory.slot(request.slot)
+                    nbytes = self._runner.codec.write_input_gradient(host, slot)
+                    self._spoil(Phase.BACKWARD, step, request.slot, nbytes)
+                return messages.BackwardDone(
+                    request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
+                    loss_sum=result.loss_sum, seconds=self._seconds(started),
+                )  # fmt: skip
+            case float():
+                return messages.EvaluateDone(
+                    request=request.request, loss_sum=result, tokens=tokens,
+                    seconds=self._seconds(started),
+                )  # fmt: skip
+
+    def _seconds(self, started: float) -> float:
+        return self._duty.effective_seconds(self._clock() - started)
+
+    def _spoil(self, phase: Phase, step: Step, slot: int, nbytes: int) -> None:
+        if faults.active is not None:
+            faults.spoil(phase, step, self._memory.slot(slot, nbytes))
+
+    # ---- control
+
+    def _control(self, request: messages.Numbered) -> messages.Numbered:
+        number = request.request
+        match request:
+            case messages.Uncommit():
+                ok = self._runner.uncommit(request.step, request.microbatches)
+                return messages.Uncommitted(request=number, ok=ok)
+            case messages.ResetAccumulator():
+                self._runner.open_lane(request.step)
+                self._runner.forget(request.step)
+                return messages.AccumulatorReset(request=number)
+            case messages.Accumulated():
+                held = self._runner.open_lane(request.step).accumulator.microbatches()
+                return messages.AccumulatedAre(request=number, microbatches=held)
+            case messages.PrepareRound():
+                microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
+                self._spoil_totals(
+                    Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer
+                )
+                return messages.RoundPrepared(
+                    request=number, microbatches=microbatches,
+                    finite=is_finite(self._memory.gradients),
+                )  # fmt: skip
+            case messages.Norm():
+                self._strike_result(Phase.NORM, request.step)
+                norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
+                return messages.NormDone(
+                    request=number, own_squared=norms.own, tied_squared=norms.tied,
+                    finite=norms.finite,
+                )  # fmt: skip
+            case messages.Apply():
+                self._strike_result(Phase.APPLY, request.step)
+                print_ = self._steps.apply(
+                    request.step, request.step_tokens, request.global_norm,
+                    request.learning_rate, self._memory.result,
+                )  # fmt: skip
+                return messages.Applied(
+                    request=number, version=self._runner.version, digest=print_.digest,
+                    norm=print_.norm,
+                )  # fmt: skip
+            case messages.Limit():
+                self._limit(request)
+                return messages.Limited(request=number)
+            case _:
+                return self._state(number, request)
+
+    def _limit(self, request: messages.Limit) -> None:
+        self._duty.change(request.duty_cycle)
+        torch.set_num_threads(min(request.threads, self._threads))
+        self._runner.limit_memory(request.vram_bytes)
+
+    def _strike_result(self, phase: Phase, step: int) -> None:
+        if faults.active is not None:
+            faults.strike(phase, step)
+            self._spoil_totals(phase, step, self._memory.result_segment.buffer)
+
+    def _spoil_totals(self, phase: Phase, step: int, totals: memoryview) -> None:
+        faults.spoil(phase, step, totals, wide=self._runner.lanes.quantum is not None)
+
+    def _state(self, number: int, request: messages.Numbered) -> messages.Numbered:
+        match request:
+            case messages.SaveState():
+                faults.strike(Phase.CHECKPOINT, request.version)
+                nbytes = self._steps.save(Path(request.path), request.version)
+                return messages.StateSaved(request=number, path=request.path, nbytes=nbytes)
+            case messages.LoadState():
+                digest = self._steps.load(Path(request.path), request.version).digest
+            case messages.AdoptFresh():
+                digest = self._steps.adopt_fresh(request.version).digest
+            case _:
+                raise RequestFailed(
+                    "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
+                )
+        return messages.StateLoaded(request=number, version=self._runner.version, digest=digest)
+
+
+def _share_of(
+    request: messages.ComputeRequest, result: ForwardResult | BackwardResult | float
+) -> float:
+    """Of a microbatch's work in this stage, what this computation was."""
+    if not isinstance(result, BackwardResult):
+        return FORWARD_SHARE
+    # The last stage goes on with the backward pass at once.
+    return 1.0 if isinstance(request, messages.Forward) else 1.0 - FORWARD_SHARE
+
+
+def _answer(
+    request: RequestT, carry_out: Callable[[RequestT], messages.Numbered]
+) -> messages.Numbered:
+    """The answer, or Failed for what is the request's (or the machine's) fault."""
+    number = request.request
+    try:
+        return carry_out(request)
+    except RequestFailed as error:
+        return messages.Failed(request=number, code=error.code, message=str(error))
+    except CapacityError as error:
+        return messages.Failed(request=number, code="out_of_memory", message=str(error))
+    except SwarmError as error:
+        return messages.Failed(request=number, code="bad_input", message=str(error))
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        message = f"the device's memory is full ({str(error).splitlines()[0][:300]})"
+    # Outside of the handler, whose traceback holds the tensors that have to go first.
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return messages.Failed(request=number, code="out_of_memory", message=message)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return _CPU_OUT_OF_MEMORY in str(error)
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+            seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+            raise RequestFailed(
+                "device",
+                f"the device {name} is not there: this machine's torch sees {seen} CUDA devices; "
+                "choose another with --device, or install the driver",
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def serve(link: WorkerLink) -> None:
+    """The life of a worker: Configure, then work until the daemon closes the link."""
+    try:
+        link.send(messages.Awake())
+    except LinkClosed:
+        return
+    request = link.receive()
+    if not isinstance(request, messages.Configure):
+        return
+    made: list[tuple[ComputeLoop, WorkerMemory]] = []
+
+    def unlink() -> None:
+        for _, memory in made:
+            memory.unlink()
+
+    try:
+        try:
+            link.send(_answer(request, lambda configure: _configure(link, configure, made)))
+            for loop, _ in made:
+                loop.run()
+        finally:
+            unlink()
+    except LinkClosed:
+        return
+    finally:
+        # Again: when the daemon is killed, the end of the link comes first and the signal of its
+        # death (which comes once) then interrupts whatever runs, the first unlink included.
+        unlink()
+
+
+def _configure(
+    link: WorkerLink,
+    request: messages.Configure,
+    made: list[tuple[ComputeLoop, WorkerMemory]],
+) -> messages.Numbered:
+    torch.set_num_threads(request.threads)
+    manifest = Manifest.model_validate_json(request.manifest_json)
+    if request.stage >= manifest.stage_count:
+        raise RequestFailed(
+            "bad_input",
+            f"there is no stage {request.stage}; the manifest has {manifest.stage_count} stages",
+        )
+    runner = StageRunner(
+        manifest, request.stage, _device(request.device), request.graph_budget_bytes,
+        request.kept_budget_bytes, backend_from_environment(),
+    )  # fmt: skip
+    if request.slot_bytes < runner.sizes.slot_bytes:
+        raise RequestFailed(
+            "bad_input",
+            f"slots of {request.slot_bytes} bytes are too small; stage {request.stage} needs "
+            f"{runner.sizes.slot_bytes}",
+        )
+    steps = StepRunner(runner)
+    digest = steps.fingerprint().digest
+    # Last, so that no signal finds segments that `made` does not name.
+    memory = WorkerMemory(
+        request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
+        runner.layout.count, totals_dtype(runner.lanes.quantum),
+    )  # fmt: skip
+    made.append((ComputeLoop(link, runner, steps, memory), memory))
+    return messages.Configured(
+        request=request.request,
+        version=runner.version,
+        digest=digest,
+        own_elements=runner.layout.own_count,
+        tied_elements=runner.layout.tied_count,
+        slots_name=memory.slots.name,
+        gradients_name=memory.gradients_segment.name,
+        result_name=memory.result_segment.name,
+        input_bytes=runner.sizes.input_bytes,
+        output_bytes=runner.sizes.output_bytes,
+    )

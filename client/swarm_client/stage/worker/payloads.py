@@ -1,0 +1,115 @@
+"""Tensors between the bytes of a slot and host memory (`device_copier` takes them on from there).
+
+Owns the checks on what comes in (size, token ids, finiteness) and the copies in and out of slots;
+what activations and gradients look like on the wire is the manifest's codec. What is kept for
+computing a microbatch again is the decoded tensor: it is what was computed with.
+
+Shape suffixes: B sequences, T positions, D the width of a border.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.slot_sizes import StageSizes
+from swarm_shared.base.errors import ProtocolError
+from swarm_shared.codecs.errors import CodecError
+from swarm_shared.codecs.half_precision import is_finite
+from swarm_shared.codecs.tensors import DTYPES, decode, encode
+from swarm_shared.model import check_token_values
+from swarm_shared.run.codec_sizes import CodecName
+from swarm_shared.run.manifest import Manifest
+
+__all__ = [
+    "MicrobatchInput",
+    "PayloadCodec",
+    "all_finite",
+    "is_finite",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchInput:
+    """A stage's input and targets in host memory, checked: ids_BT (int64) or activation_BTD."""
+
+    inputs: Tensor
+    targets_BT: Tensor | None  # noqa: N815
+
+    @property
+    def nbytes(self) -> int:
+        return self.inputs.nbytes + (0 if self.targets_BT is None else self.targets_BT.nbytes)
+
+
+def all_finite(tensors: list[Tensor]) -> bool:
+    """`is_finite` of all, with one wait for the device."""
+    bounds = [b.float() for t in tensors if t.numel() for b in torch.aminmax(t.detach())]
+    return not bounds or bool(torch.stack(bounds).isfinite().all())
+
+
+class PayloadCodec:
+    """Reads and writes the payloads of one stage."""
+
+    def __init__(self, manifest: Manifest, sizes: StageSizes, is_first: bool, is_last: bool):
+        self._sizes = sizes
+        self._is_first = is_first
+        self._is_last = is_last
+        self._vocabulary_size = manifest.model.vocabulary_size
+        self._shape_BT = (
+            manifest.training.sequences_per_microbatch,
+            manifest.model.sequence_length,
+        )
+        self._shape_BTD = (*self._shape_BT, manifest.model.border_size)
+        self._dtype = manifest.training.dtype
+        self._codecs = manifest.codecs
+
+    def read_input(self, payload: memoryview) -> MicrobatchInput:
+        """A Forward's or Evaluate's payload: the input and, on the last stage, the targets."""
+        self._check_size(payload, self._sizes.request_bytes, "a microbatch")
+        inputs = payload[: self._sizes.input_bytes]
+        targets_BT = None
+        if self._is_last:
+            targets_BT = self._tokens(payload[self._sizes.input_bytes :], "targets")
+        if self._is_first:
+            return MicrobatchInput(self._tokens(inputs, "inputs"), targets_BT)
+        activation_BTD = self._decode(self._codecs.activation, inputs, "the input activation")
+        return MicrobatchInput(activation_BTD, targets_BT)
+
+    def read_gradient(self, payload: memoryview) -> Tensor:
+        """A Backward's payload: the gradient of the output, gradient_BTD in host memory."""
+        self._check_size(payload, self._sizes.output_gradient_bytes, "an output's gradient")
+        return self._decode(self._codecs.gradient, payload, "the gradient of the output")
+
+    def write_output(self, activation_BTD: Tensor, slot: memoryview) -> int:
+        """Put what goes to the next stage into a slot; returns its bytes."""
+        return encode(self._codecs.activation, activation_BTD.to(DTYPES[self._dtype]), slot)
+
+    def write_input_gradient(self, gradient_BTD: Tensor, slot: memoryview) -> int:
+        """Put the answer to the stage before into a slot; returns its bytes."""
+        return encode(self._codecs.gradient, gradient_BTD.to(DTYPES[self._dtype]), slot)
+
+    def _check_size(self, payload: memoryview, nbytes: int, what: str) -> None:
+        if payload.nbytes != nbytes:
+            raise RequestFailed(
+                "bad_input",
+                f"{what} came with {payload.nbytes} bytes; {nbytes} are needed: sender and "
+                "receiver hold different manifests",
+            )
+
+    def _tokens(self, payload: memoryview, what: str) -> Tensor:
+        wire = torch.frombuffer(payload, dtype=torch.uint32)
+        tokens_BT = wire.to(torch.int64).view(self._shape_BT)
+        try:
+            check_token_values(tokens_BT, self._vocabulary_size)
+        except ProtocolError as error:
+            raise RequestFailed("bad_input", f"{what}: {error}") from error
+        return tokens_BT
+
+    def _decode(self, codec: CodecName, payload: memoryview, what: str) -> Tensor:
+        try:
+            return decode(codec, payload, self._shape_BTD, self._dtype)
+        except CodecError as error:
+            raise RequestFailed("bad_input", f"{what}: {error}") from error

@@ -1,0 +1,403 @@
+"""The torch side of a stage worker, without any process around it.
+
+Owns one stage's lanes (`lanes`: parameters and accumulators), the parameter version, and the
+microbatches between their forward and backward pass. Does not own slots, messages or order: one
+call is one computation, and the caller (`loop`) says which comes next; nor the optimizer (`steps`).
+
+A graph is kept from forward to backward while `graph_budget_bytes` lasts. What one graph takes is
+measured on the first forward: the storages that autograd saves, but for the parameters. Beyond
+the budget only the input stays and the backward pass computes the forward again (Chen et al.
+2016, arXiv 1604.06174).
+
+Every gradient is computed apart, checked for finiteness and only then added, so that what fails
+leaves no trace. That costs one more copy of the parameters' size in memory during a backward
+pass, and one read of it.
+
+Shape suffixes: B sequences, T positions, D hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.protocol.slot_sizes import stage_sizes
+from swarm_client.stage.worker.accumulator import Accumulator, KeptMicrobatch
+from swarm_client.stage.worker.compiling import compile_layers
+from swarm_client.stage.worker.device_transfer import device_copier
+from swarm_client.stage.worker.parameter_versions import Lane, Lanes
+from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
+from swarm_shared.model import Stage
+from swarm_shared.run.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """The output activation_BTD, on the stage's device."""
+
+    output: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardResult:
+    """input_gradient_BTD on the stage's device (None on stage 0), and what was accumulated."""
+
+    input_gradient: Tensor | None
+    added: bool
+    loss_sum: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A forward pass; `kept` says whether autograd remembers it. `entry` is the leaf that the
+    input's gradient is taken at: None on stage 0, and where nothing is kept."""
+
+    entry: Tensor | None
+    output: Tensor
+    kept: bool
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A microbatch between its forward and its backward pass."""
+
+    step: Step
+    microbatch: MicrobatchIndex
+    accumulate: bool
+    inputs: MicrobatchInput | None
+    graph: _Graph | None
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what autograd saves in its scope: every storage once, parameters not at all."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.total = 0
+        self._seen = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        super().__init__(self._pack, lambda tensor: tensor)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.total += storage.nbytes()
+        # Detached: an output that its own node saves would otherwise hold itself for ever.
+        return tensor.detach()
+
+
+class StageRunner:
+    """One stage, its newest parameters at one version. Not thread-safe; everything is synchronous.
+
+    Steps that are open are worked on beside each other, each with the version it is to be
+    computed with; whoever computes without a step (`evaluate`) does so with the newest one.
+    """
+
+    def __init__(
+        self, manifest: Manifest, stage_index: StageIndex, device: torch.device,
+        graph_budget_bytes: int, kept_budget_bytes: int, compile_backend: str | None = None,
+    ) -> None:  # fmt: skip
+        self.manifest = manifest
+        self.stage_index = stage_index
+        self._device = device
+        self.sizes = stage_sizes(manifest, stage_index)
+        self.lanes = Lanes(manifest, stage_index, device, kept_budget_bytes)
+        self.layout = self.lanes.layout
+        self.version = Version(0)
+        self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
+        largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
+        self.copier = device_copier(device, largest_bytes)
+        self.graph_bytes: int | None = None
+        """What one kept graph takes; known after the first forward."""
+        self._graph_budget_bytes = graph_budget_bytes
+        self._flights: dict[int, _Flight] = {}
+        self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
+        """Inputs of coming forwards that are on the device, or on their way, already."""
+        self.while_computing: Callable[[], None] = lambda: None
+        """Called when a computation has been handed to the device, before it is waited for."""
+        self.between_layers: Callable[[], None] = lambda: None
+        """Called before every layer, forward and backward; what it raises ends the computation,
+        which leaves no trace."""
+        for lane in self.lanes:
+            if compile_backend is not None:
+                compile_layers(lane.stage, compile_backend)
+            for layer in lane.stage.model.layers.values():
+                layer.register_forward_pre_hook(lambda *_: self.between_layers())
+                layer.register_forward_hook(self._watch_backward)
+
+    def _watch_backward(self, _layer: object, _inputs: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda _: self.between_layers())  # type: ignore[no-untyped-call]
+
+    @property
+    def stage(self) -> Stage:
+        """With the newest parameters."""
+        return self.lanes.newest(self.version).stage
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """Of the step that is applied next."""
+        return self.lanes.of(Step(self.version + 1)).accumulator
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    # ---- what a worker is asked to compute
+
+    def prefetch(self, request: int, payload: memoryview) -> None:
+        """Start a coming forward's input on its way to the device, one at a time.
+
+        RequestFailed: bad_input; its forward finds the same, and tells whose request it is.
+        """
+        if not self._fetched:
+            inputs = self.codec.read_input(payload)
+            self._fetched[request] = inputs, self.copier.to_device(inputs.inputs)
+
+    def forward(
+        self, request: int, step: Step, microbatch: MicrobatchIndex, accumulate: bool,
+        payload: memoryview,
+    ) -> ForwardResult | BackwardResult:  # fmt: skip
+        """One microbatch forward; on the last stage its backward pass follows at once.
+
+        RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
+        """
+        inputs, entry = self._fetched.pop(request, (None, None))
+        lane = self.open_lane(step)
+        if request in self._flights:
+            raise RequestFailed("bad_input", f"request number {request} is in flight already")
+        if inputs is None:
+            inputs = self.codec.read_input(payload)
+        if lane.stage.is_last:
+            return self._forward_backward(lane, microbatch, accumulate, inputs, entry)
+        needs_backward = accumulate or not lane.stage.is_first
+        if needs_backward:
+            graph = self._run_within_budget(lane, inputs, entry)
+        else:
+            graph = self._run(lane, inputs, False, entry)
+        output = graph.output.detach()
+        self.while_computing()
+        if not is_finite(output):
+            raise RequestFailed(
+                "not_finite",
+                f"stage {self.stage_index}'s output for microbatch {microbatch} holds infinities "
+                "or NaNs",
+            )
+        self._flights[request] = _Flight(
+            step,
+            microbatch,
+            accumulate,
+            inputs if needs_backward else None,
+            graph if graph.kept else None,
+        )
+        return ForwardResult(output)
+
+    def backward(self, forward_request: int, payload: memoryview) -> BackwardResult:
+        """The backward pass of an earlier forward.
+
+        A payload that is refused leaves the microbatch in flight, so that another gradient may
+        come; once computing has begun it is in flight no more, whatever happens.
+        """
+        flight = self._flights.get(forward_request)
+        if flight is None:
+            raise RequestFailed(
+                "unknown_microbatch",
+                "this microbatch is not in flight any more: it was discarded, or its step is over",
+            )
+        output_gradient = self.codec.read_gradient(payload)
+        del self._flights[forward_request]
+        if flight.inputs is None:
+            return BackwardResult(None, added=False)
+        lane = self.lanes.of(flight.step)
+        graph = flight.graph or self._run(lane, flight.inputs, keep_graph=True)
+        flight.graph = None
+        return self._finish(
+            lane,
+            flight.microbatch,
+            flight.accumulate,
+            graph,
+            self.copier.to_device(output_gradient),
+            KeptMicrobatch(flight.inputs, output_gradient),
+        )
+
+    def evaluate(self, payload: memoryview) -> ForwardResult | float:
+        """Output activation or, on the last stage, the loss summed over tokens."""
+        lane = self.lanes.newest(self.version)
+        output = self._run(lane, self.codec.read_input(payload), keep_graph=False).output
+        if lane.stage.is_last:
+            return self._finite_loss(output)
+        if not is_finite(output):
+            raise RequestFailed(
+                "not_finite", f"stage {self.stage_index}'s output holds infinities or NaNs"
+            )
+        return ForwardResult(output)
+
+    def discard(self, forward_request: int) -> None:
+        self._fetched.pop(forward_request, None)
+        self._flights.pop(forward_request, None)
+
+    def step_of(self, forward_request: int) -> Step:
+        """Of a microbatch in flight; where it is not any more, the step that is applied next."""
+        flight = self._flights.get(forward_request)
+        return Step(self.version + 1) if flight is None else flight.step
+
+    def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
+        """Take microbatches out of the step's accumulator; False, and nothing changed, if one of
+        them cannot be computed again. Ones that are not in it are skipped."""
+        if step not in self.lanes.open_steps(self.version):
+            return False
+        lane = self.lanes.of(step)
+        accumulator = lane.accumulator
+        wanted = sorted({index for index in microbatches if index in accumulator})
+        kept = [accumulator.kept(index) for index in wanted]
+        if not wanted:
+            return True
+        if set(wanted) == set(accumulator.microbatches()):
+            accumulator.reset()
+            return True
+        known = [one for one in kept if one is not None]
+        if len(known) < len(wanted):
+            return False
+        accumulator.subtract(wanted, (self._gradients_again(lane, one) for one in known))
+        return True
+
+    def forget(self, step: Step) -> None:
+        """Empty the step's accumulator and forget what is in flight of it; other steps go on."""
+        self.lanes.of(step).accumulator.reset()
+        self._flights = {n: flight for n, flight in self._flights.items() if flight.step != step}
+        self._fetched.clear()
+
+    def reset(self) -> None:
+        """Empty all accumulators and forget everything in flight."""
+        for lane in self.lanes:
+            lane.accumulator.reset()
+        self._flights.clear()
+        self._fetched.clear()
+
+    def limit_memory(self, vram_bytes: int | None) -> None:
+        """Of a GPU, what torch's allocator may take; beyond it requests fail as out of memory."""
+        if self._device.type == "cuda":
+            total = torch.cuda.get_device_properties(self._device).total_memory
+            share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
+            torch.cuda.set_per_process_memory_fraction(share, self._device)
+
+    def open_lane(self, step: Step) -> Lane:
+        """The lane of a step that can be worked on; RequestFailed: wrong_step."""
+        steps = self.lanes.open_steps(self.version)
+        if step not in steps:
+            raise RequestFailed(
+                "wrong_step",
+                f"this worker has parameters of version {self.version} and works on step "
+                f"{' and '.join(map(str, steps))}, not {step}",
+            )
+        return self.lanes.of(step)
+
+    def closing_lane(self, step: Step) -> Lane:
+        """The lane of the step that is applied next, which alone can close."""
+        if step != self.version + 1:
+            raise RequestFailed(
+                "wrong_step",
+                f"this worker has parameters of version {self.version} and can close step "
+                f"{self.version + 1}, not {step}",
+            )
+        return self.lanes.of(step)
+
+    # ---- one pass
+
+    def _run(
+        self, lane: Lane, inputs: MicrobatchInput, keep_graph: bool, entry: Tensor | None = None
+    ) -> _Graph:
+        """`entry`: the input on the device, where it is there already."""
+        stage = lane.stage
+        if entry is None:
+            entry = self.copier.to_device(inputs.inputs)
+        targets_BT = inputs.targets_BT
+        if targets_BT is not None:
+            targets_BT = self.copier.to_device(targets_BT)
+        if not keep_graph:
+            with torch.no_grad():
+                return _Graph(None, stage(entry, targets_BT), kept=False)
+        if stage.is_first:
+            return _Graph(None, stage(entry, targets_BT), kept=True)
+        # A new tensor over the same memory: the kept input stays free of autograd.
+        entry = entry.detach().requires_grad_()
+        return _Graph(entry, stage(entry, targets_BT), kept=True)
+
+    def _run_within_budget(
+        self, lane: Lane, inputs: MicrobatchInput, entry: Tensor | None
+    ) -> _Graph:
+        if self.graph_bytes is None:
+            saved = _SavedBytes(lane.parameters)
+            with saved:
+                graph = self._run(lane, inputs, True, entry)
+            self.graph_bytes = saved.total
+            if saved.total > self._graph_budget_bytes:
+                graph = _Graph(None, graph.output.detach(), kept=False)
+            return graph
+        graphs = 1 + sum(flight.graph is not None for flight in self._flights.values())
+        fits = graphs * self.graph_bytes <= self._graph_budget_bytes
+        return self._run(lane, inputs, fits, entry)
+
+    def _forward_backward(
+        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput,
+        entry: Tensor | None,
+    ) -> BackwardResult:  # fmt: skip
+        needs_backward = not lane.stage.is_first or accumulate
+        graph = self._run(lane, inputs, needs_backward, entry)
+        loss_sum = self._finite_loss(graph.output)
+        if not needs_backward:
+            return BackwardResult(None, False, loss_sum)
+        kept = KeptMicrobatch(inputs, None)
+        result = self._finish(lane, microbatch, accumulate, graph, None, kept)
+        return BackwardResult(result.input_gradient, result.added, loss_sum)
+
+    def _finish(
+        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, graph: _Graph,
+        output_gradient: Tensor | None, kept: KeptMicrobatch,
+    ) -> BackwardResult:  # fmt: skip
+        add = accumulate and microbatch not in lane.accumulator
+        input_gradient, gradients = self._differentiate(
+            graph, output_gradient, lane.parameters if add else []
+        )
+        if add:
+            lane.accumulator.add(microbatch, gradients, kept)
+        return BackwardResult(input_gradient, add)
+
+    def _differentiate(
+        self, graph: _Graph, output_gradient: Tensor | None, parameters: list[Tensor]
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradients of the input and of these parameters; checked."""
+        wanted: list[Tensor] = [] if graph.entry is None else [graph.entry]
+        wanted += parameters
+        if not wanted:
+            return None, []
+        gradients = list(torch.autograd.grad(graph.output, wanted, output_gradient))
+        self.while_computing()
+        if not all_finite(gradients):
+            raise RequestFailed(
+                "not_finite",
+                f"a gradient of stage {self.stage_index} holds infinities or NaNs; it was not "
+                "added to the step's",
+            )
+        if graph.entry is None:
+            return None, gradients
+        return gradients[0], gradients[1:]
+
+    def _gradients_again(self, lane: Lane, kept: KeptMicrobatch) -> list[Tensor]:
+        graph = self._run(lane, kept.inputs, keep_graph=True)
+        output_gradient = None
+        if kept.output_gradient is not None:
+            output_gradient = self.copier.to_device(kept.output_gradient)
+        gradients = torch.autograd.grad(graph.output, lane.parameters, output_gradient)
+        return list(gradients)
+
+    def _finite_loss(self, loss: Tensor) -> float:
+        loss_sum = float(loss.detach())
+        if not math.isfinite(loss_sum):
+            raise RequestFailed("not_finite", f"the loss of a microbatch is {loss_sum}")
+        return loss_sum

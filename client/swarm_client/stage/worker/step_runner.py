@@ -1,0 +1,162 @@
+"""The close of a step on one worker: gradients out, averaged gradients in, norm, optimizer step;
+and the state that survives it.
+
+Owns the optimizer and the parameter version. Does not own the all-reduce, which reads
+`gradients` and writes `result` in shared host memory, nor computing gradients (`compute`).
+Nothing here touches parameters but `apply`, `load` and `adopt_fresh`; until then a failed round
+leaves the accumulator as it was. With staleness the step after the one that closes is computed
+meanwhile, in a lane of its own (`lanes`), which nothing here but `load` and `adopt_fresh` disturbs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from swarm_client.stage.protocol.errors import RequestFailed
+from swarm_client.stage.worker.payloads import is_finite
+from swarm_client.stage.worker.stage_runner import StageRunner
+from swarm_shared.base.errors import ProtocolError, StorageError
+from swarm_shared.base.types import MicrobatchIndex, Step, Version
+from swarm_shared.model import (
+    Fingerprint,
+    Stage,
+    apply_step,
+    fingerprint,
+    initialise,
+    load_state,
+    make_optimizer,
+    open_state,
+    save_state,
+    state_to_tensors,
+)
+from swarm_shared.model.fixed_point_sums import mean_gradient
+from swarm_shared.model.flat_gradients import ordered_sum_of_squares
+from swarm_shared.run.schedule import clip_factor
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredNorms:
+    """Of the mean gradient; float64, the same to the bit on every member."""
+
+    own: float
+    tied: float
+    finite: bool
+
+
+class StepRunner:
+    """Closes the steps of one StageRunner, one after the other."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        self._runner = runner
+        self._optimizer = make_optimizer(runner.stage, runner.manifest.optimizer)
+
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self._runner.stage)
+
+    def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
+        """Copy the accumulated sums out; late microbatches cannot disturb the copy."""
+        accumulator = self._runner.closing_lane(step).accumulator
+        gradients.copy_(accumulator.flat)
+        return accumulator.microbatches()
+
+    def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:
+        self._runner.closing_lane(step)
+        if not is_finite(result):
+            return SquaredNorms(0.0, 0.0, finite=False)
+        # On the host, whatever the device: the same operations in the same order everywhere.
+        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
+        own_count = self._runner.layout.own_count
+        return SquaredNorms(
+            own=float(ordered_sum_of_squares(mean[:own_count])),
+            tied=float(ordered_sum_of_squares(mean[own_count:])),
+            finite=True,
+        )
+
+    def apply(
+        self, step: Step, step_tokens: int, global_norm: float, learning_rate: float,
+        result: Tensor,
+    ) -> Fingerprint:  # fmt: skip
+        """Take the step. All that can be refused is refused before the first change."""
+        lane = self._runner.closing_lane(step)
+        if not is_finite(result):
+            raise RequestFailed(
+                "not_finite",
+                f"the averaged gradient of step {step} holds infinities or NaNs; it was not "
+                "applied",
+            )
+        factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
+        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
+        mean = mean.to(self._runner.stage.device)
+        newest = self._runner.lanes.newest(self._runner.version)
+        if lane is not newest:
+            lane.take_parameters(newest)
+        self._optimizer.parameters = lane.parameters
+        apply_step(self._optimizer, self._runner.layout, mean, learning_rate, factor)
+        self._runner.forget(step)
+        self._runner.version = Version(step)
+        return self.fingerprint()
+
+    def save(self, path: Path, version: Version) -> int:
+        """Write parameters and optimizer state; returns the file's bytes.
+
+        Equal states make equal bytes, so replicas' files have one hash.
+        """
+        self._check_version(version)
+        tensors = state_to_tensors(self._runner.stage, self._optimizer, self._previous(version))
+        try:
+            save_state(path, tensors, self._metadata(version))
+            return path.stat().st_size
+        except (StorageError, OSError) as error:
+            raise RequestFailed("storage", str(error)) from error
+
+    def load(self, path: Path, version: Version) -> Fingerprint:
+        """Take over a file that `save` wrote, here or at a peer. All checks come first."""
+        try:
+            stored = open_state(path)
+        except StorageError as error:
+            raise RequestFailed("storage", str(error)) from error
+        expected = self._metadata(version)
+        if stored.metadata != expected:
+            raise RequestFailed(
+                "bad_input",
+                f"{path} says it is {stored.metadata}, and {expected} is needed: fetch the "
+                "state of this stage and version",
+            )
+        try:
+            newest = self._runner.lanes.newest(version).stage
+            load_state(newest, self._optimizer, stored.tensors, self._previous(version))
+        except ProtocolError as error:
+            raise RequestFailed("bad_input", str(error)) from error
+        self._runner.reset()
+        self._runner.version = version
+        return self.fingerprint()
+
+    def adopt_fresh(self, version: Version) -> Fingerprint:
+        """Start again from the manifest's seed."""
+        newest = self._runner.lanes.newest(version)
+        initialise(newest.stage, self._runner.manifest.training.seed)
+        for lane in self._runner.lanes:
+            if lane is not newest:
+                lane.take_parameters(newest)
+        self._optimizer = make_optimizer(self._runner.stage, self._runner.manifest.optimizer)
+        self._runner.reset()
+        self._runner.version = version
+        return self.fingerprint()
+
+    def _previous(self, version: Version) -> Stage | None:
+        """What holds, or is to hold, the version before; None where it is no part of the state."""
+        lane = self._runner.lanes.previous(version)
+        return None if lane is None else lane.stage
+
+    def _check_version(self, version: Version) -> None:
+        if version != self._runner.version:
+            raise RequestFailed(
+                "wrong_step",
+                f"this worker has parameters of version {self._runner.version}, not {version}",
+            )
+
+    def _metadata(self, version: Version) -> dict[str, str]:
+        return {"stage": str(self._runner.stage_index), "version": str(version)}

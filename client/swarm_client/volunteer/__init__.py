@@ -1,0 +1,1 @@
+"""One device's participation in a run: session, stage, heartbeats, gradient averaging."""

@@ -1,0 +1,162 @@
+"""What this peer knows of each other one that it may average with: who it is on every carrier,
+where, and which routes between the two have failed lately."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Sequence
+
+import trio
+
+from swarm_client.averaging.all_reduce.routes import Route, RouteMemory, possible_routes
+from swarm_client.averaging.protocol.addresses import is_relayed
+from swarm_client.averaging.protocol.messages import Member
+from swarm_client.membership.roster import RosterView
+from swarm_shared.base.errors import FrameError, SignatureError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.credentials import (
+    CarrierBinding,
+    open_carrier_binding,
+    sign_carrier_binding,
+)
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node
+from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
+from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+BINDING_SECONDS = 7 * 24 * 3600.0
+"""Signed anew at every start, and at half that time."""
+MAX_ADDRESSES = 32
+"""As many as a message may carry."""
+_MAX_BINDINGS = 4096
+
+
+class Pairs:
+    """A view on the roster; members come from there alone."""
+
+    def __init__(self, node: Node, roster: RosterView) -> None:
+        self._node = node
+        self._roster = roster
+        self._tied: frozenset[StageIndex] = frozenset()
+        self._memory = RouteMemory(trio.current_time)
+        self._bindings: dict[tuple[PeerId, str], tuple[str, float]] = {}
+        """Bindings that held: p2pd's peer ID, and when to look again."""
+        self._own: tuple[str, float, str] | None = None
+        """This peer's binding: p2pd's peer ID, when to sign anew, envelope."""
+        node.on_path_change(lambda peer: self._memory.worked(peer, Route.HOST))
+
+    def use_manifest(self, manifest: Manifest) -> None:
+        first, last = StageIndex(0), StageIndex(manifest.stage_count - 1)
+        self._tied = frozenset((first, last) if manifest.model.tie_embeddings else ())
+
+    # ---------------------------------------------------------------------------- who belongs here
+
+    def may_average(self, peer: PeerId) -> bool:
+        """Whether the coordinator can name both in one group: of one stage, or of two tied ones."""
+        own, other = self._roster.get(self._node.peer_id), self._roster.get(peer)
+        if own is None or other is None:
+            return False
+        return own.stage == other.stage or {own.stage, other.stage} <= self._tied
+
+    def admitted_p2pds(self) -> tuple[str, ...]:
+        others = [record.peer for record in self._roster.all() if record.peer != self._node.peer_id]
+        return tuple(sorted(self.p2pds([peer for peer in others if self.may_average(peer)])))
+
+    def p2pds(self, peers: Sequence[PeerId]) -> tuple[str, ...]:
+        """The p2pds of those that have one and have vouched for it."""
+        records = [self._roster.get(peer) for peer in peers]
+        return tuple(name for record in records if record and (name := self._p2pd_of(record)))
+
+    def _p2pd_of(self, record: PeerRecord) -> str:
+        """Empty when there is none, or nobody may believe it to be this member's."""
+        if record.carrier is None:
+            return ""
+        key, now = (record.peer, record.carrier.binding), time.time()
+        known = self._bindings.get(key)
+        if known is None or known[1] < now:
+            try:
+                bound = _open_binding(record.peer, record.carrier, now)
+            except SignatureError as error:
+                log.warning("%s; its p2pd is not used", error)
+                return ""
+            if len(self._bindings) >= _MAX_BINDINGS:
+                self._bindings.clear()
+            known = self._bindings[key] = (bound.carrier_peer_id, bound.expires)
+        return known[0] if known[0] == record.carrier.peer else ""
+
+    # ------------------------------------------------------------------------------- where they are
+
+    def host_addresses(self, peer: PeerId) -> tuple[str, ...]:
+        record = self._roster.get(peer)
+        return record.addresses if record is not None else ()
+
+    def members(self, peers: Sequence[PeerId]) -> tuple[Member, ...]:
+        """The members of a round with the routes by which their streams are to be opened."""
+        interfaces = Interfaces.of_this_machine()
+        return tuple(self._member(peer, interfaces) for peer in peers)
+
+    def _member(self, peer: PeerId, interfaces: Interfaces) -> Member:
+        record = self._roster.get(peer)
+        p2pd = self._p2pd_of(record) if record is not None else ""
+        announced = record.carrier.addresses if record and record.carrier and p2pd else ()
+        relayed = [address for address in announced if is_relayed(address)]
+        path = self._node.path(peer)
+        routes = possible_routes(
+            both_have_p2pd=bool(p2pd),
+            p2pd_relays=bool(relayed),
+            host_is_relayed=path is not None and path.kind is PathKind.RELAYED,
+        )
+        return Member(
+            peer_id=peer,
+            p2pd_peer_id=p2pd,
+            p2pd_addresses=(*direct_addresses(announced, interfaces), *relayed),
+            routes=self._memory.order(peer, routes, announced),
+        )
+
+    def own_address(
+        self, identity: Identity, p2pd_peer_id: str, addresses: Sequence[str]
+    ) -> CarrierAddress:
+        """How others reach this peer's p2pd. The same until something changes."""
+        now = time.time()
+        if self._own is None or self._own[0] != p2pd_peer_id or self._own[1] < now:
+            binding = CarrierBinding(
+                peer=identity.peer_id, carrier_peer_id=p2pd_peer_id, expires=now + BINDING_SECONDS
+            )
+            envelope = base64.b64encode(sign_carrier_binding(identity, binding)).decode()
+            self._own = (p2pd_peer_id, now + BINDING_SECONDS / 2, envelope)
+        return CarrierAddress(
+            peer=p2pd_peer_id,
+            addresses=tuple(sorted(addresses, key=_usefulness)[:MAX_ADDRESSES]),
+            binding=self._own[2],
+        )
+
+    # ------------------------------------------------------------------------- what became of them
+
+    def worked(self, peer: PeerId, route: Route) -> None:
+        self._memory.worked(peer, route)
+
+    def failed(self, peer: PeerId, route: Route) -> None:
+        record = self._roster.get(peer)
+        carrier = record.carrier if record is not None else None
+        self._memory.failed(peer, route, carrier.addresses if carrier is not None else ())
+
+
+def _usefulness(address: str) -> int:
+    """Some read only the first ones: those that lead there from anywhere come before the rest."""
+    if is_relayed(address):
+        return 1
+    return 0 if is_global(address) else 2
+
+
+def _open_binding(peer: PeerId, address: CarrierAddress, now: float) -> CarrierBinding:
+    try:
+        envelope = base64.b64decode(address.binding, validate=True)
+        return open_carrier_binding(envelope, peer, now)
+    except (binascii.Error, FrameError) as error:
+        raise SignatureError(f"the carrier binding of {peer} is damaged") from error

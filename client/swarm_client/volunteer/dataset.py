@@ -1,0 +1,96 @@
+"""Downloads the run's token shards into the volunteer's folder; each is verified by its hash."""
+
+from __future__ import annotations
+
+import logging
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from swarm_client.machine.home import Home
+from swarm_shared.base.errors import DataError
+from swarm_shared.base.types import RunId
+from swarm_shared.data.shards import verify_shard
+from swarm_shared.network import Node
+from swarm_shared.run.manifest import Manifest, ShardInfo
+from swarm_shared.transfer.transfer import Source, fetch
+
+log = logging.getLogger(__name__)
+
+DOWNLOAD_SECONDS = 30.0
+"""An HTTP server that sends nothing for so long is given up, and the coordinator asked."""
+
+
+async def fetch_data(
+    node: Node,
+    home: Home,
+    run: RunId,
+    manifest: Manifest,
+    coordinator: Source,
+    certificate: str,
+    claim_disk: Callable[[int], None] = lambda size_bytes: None,
+    *,
+    use_urls: bool = True,
+    turn: trio.Lock | None = None,
+) -> Path:
+    """Bring the run's token shards into the volunteer's folder, verified; the folder.
+
+    A shard with a URL is fetched from there first, if `use_urls`, and from the coordinator when
+    that fails. `claim_disk` is told of what will be needed and raises when it may not be. Who
+    shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
+    """
+    async with turn or trio.Lock():
+        folder = home.data_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
+        claim_disk(sum(shard.tokens * manifest.data.token_bytes for shard in missing))
+        for shard in manifest.data.shards:
+            path = folder / shard.name
+            if path.exists():
+                try:
+                    await trio.to_thread.run_sync(_verify, path, shard, manifest)
+                    continue
+                except DataError as error:
+                    log.warning("%s; it is fetched again", error)
+                    path.unlink()
+            by_url = use_urls and shard.url is not None
+            if not by_url or not await _fetch_url(path, shard, manifest):
+                size = shard.tokens * manifest.data.token_bytes
+                await fetch(
+                    node, [coordinator], f"data/{shard.name}", size, shard.sha256, path,
+                    certificate, run,
+                )  # fmt: skip
+            await trio.to_thread.run_sync(_verify, path, shard, manifest)
+        return folder
+
+
+def _verify(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
+    verify_shard(path, shard, manifest.data.token_bytes, manifest.model.vocabulary_size)
+
+
+async def _fetch_url(path: Path, shard: ShardInfo, manifest: Manifest) -> bool:
+    size = shard.tokens * manifest.data.token_bytes
+    try:
+        await trio.to_thread.run_sync(_download, shard.url, path, size)
+        await trio.to_thread.run_sync(_verify, path, shard, manifest)
+        return True
+    except (OSError, ValueError, DataError) as error:
+        log.warning("%s could not be had from %s: %s", shard.name, shard.url, error)
+        path.unlink(missing_ok=True)
+        return False
+
+
+def _download(url: str, path: Path, size_bytes: int) -> None:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("only http and https addresses are followed")
+    part = path.with_suffix(".download")
+    with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as answer, part.open("wb") as file:
+        left = size_bytes
+        while left > 0 and (piece := answer.read(min(left, 2**20))):
+            file.write(piece)
+            left -= len(piece)
+        if left or answer.read(1):
+            raise ValueError("it has another size than the manifest says")
+    part.replace(path)

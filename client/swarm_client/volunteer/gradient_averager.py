@@ -1,0 +1,293 @@
+"""Carries out the reductions of a close, each stream by the best route that its pair has.
+
+Where this peer has hivemind, a round runs in the averaging worker: p2pd connects it with the
+members that have it too, the daemon's host (through the bridge) with the others, and with those
+that p2pd does not reach. Without hivemind, or while the worker is away, the round runs here over
+the host alone. The algorithm is the same (`averaging.reduce`), and so is what crosses the wire.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import trio
+
+from swarm_client.averaging.all_reduce.codec import Totals, dtype_of
+from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
+from swarm_client.averaging.all_reduce.member_link import abort_frame
+from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
+from swarm_client.averaging.all_reduce.reduce import all_reduce
+from swarm_client.averaging.all_reduce.routes import LinkReport, Route, RouteFault
+from swarm_client.averaging.all_reduce.stream_race import LONGEST_OPENING_SECONDS
+from swarm_client.averaging.handle.host_carrier import Libp2pAveraging
+from swarm_client.averaging.handle.supervisor import AveragingWorker
+from swarm_client.averaging.protocol.messages import ShowMembership, StartRound
+from swarm_client.ipc import shared_memory
+from swarm_client.membership.roster import RosterView
+from swarm_client.pipeline.equal_shares import shares_are_equal
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.pipeline.step_close import AveragingFailed
+from swarm_client.volunteer.averaging_routes import Pairs
+from swarm_shared.base.types import PeerId, RunId, Step
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node
+from swarm_shared.protocol import CarrierAddress, LinkBytes, Reduction
+from swarm_shared.run.codec_sizes import AverageCodec
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+P2PD_LINKS = {
+    Route.P2PD: "all-reduce over p2pd",
+    Route.P2PD_RELAYED: "all-reduce over p2pd through a relay",
+}
+"""The host counts its own streams, under their protocol's name."""
+
+T = TypeVar("T")
+
+
+class GroupAverager:
+    """Satisfies `engine.rounds.Averager`. `bind` it, then run `run` beside it."""
+
+    def __init__(self, worker: AveragingWorker) -> None:
+        self.worker = worker
+        self.stall_seconds = 10.0
+        self.codec: AverageCodec = "none"
+        self._host: Libp2pAveraging | None = None
+        self._pairs: Pairs | None = None
+        self._roster: RosterView | None = None
+        self._run: RunId | None = None
+        self._me: PeerId | None = None
+        self._carried: dict[tuple[PeerId, Route], list[int]] = {}
+        self._shown: tuple[Identity, PeerId, str, tuple[PeerId, ...]] | None = None
+        self._wake = trio.Event()
+
+    def bind(self, node: Node, roster: RosterView, run: RunId) -> None:
+        self._pairs = pairs = Pairs(node, roster)
+        self._host = Libp2pAveraging(node, pairs.host_addresses)
+        self._host.hub.admits = lambda remote: pairs.may_average(PeerId(remote))
+        self._roster, self._run, self._me = roster, run, node.peer_id
+        host = self._host
+        self.worker.use_host(lambda peer, relayed: host.open(peer, relayed=relayed))
+        self.worker.on_change(lambda: self._wake.set())
+
+    def use_manifest(self, manifest: Manifest) -> None:
+        assert self._pairs is not None
+        self.stall_seconds = manifest.limits.round_stall_seconds
+        self.codec = manifest.codecs.average
+        self._pairs.use_manifest(manifest)
+        self._wake.set()
+
+    def show_membership(
+        self,
+        identity: Identity,
+        organiser: PeerId,
+        certificate: str,
+        revoked: tuple[PeerId, ...] = (),
+    ) -> None:
+        """What this peer proves itself with in hivemind's DHT, and who is no member any more."""
+        self._shown = (identity, organiser, certificate, revoked)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Keep the waiting rooms and the worker up to date on who belongs here."""
+        assert self._roster is not None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._follow_roster, self._roster)
+            while True:
+                self._wake = trio.Event()
+                await self._inform()
+                await self._wake.wait()
+
+    async def _follow_roster(self, roster: RosterView) -> None:
+        while True:
+            await roster.wait_changed()
+            self._wake.set()
+
+    async def _inform(self) -> None:
+        assert self._host is not None
+        assert self._pairs is not None
+        assert self._run is not None
+        self._host.hub.admission_changed()
+        await self.worker.admit(self._pairs.admitted_p2pds())
+        if self._shown is None:
+            return
+        identity, organiser, certificate, revoked = self._shown
+        own = self.carrier_address(identity)
+        if own is not None:
+            await self.worker.show_membership(
+                ShowMembership(
+                    run=self._run,
+                    organiser=organiser,
+                    certificate=certificate.encode(),
+                    binding=own.binding.encode(),
+                    revoked=revoked,
+                )
+            )
+
+    # ------------------------------------------------------------------------------ what is told
+
+    def carrier_address(self, identity: Identity) -> CarrierAddress | None:
+        """How others reach this peer's p2pd, bound to its main key; None without one."""
+        started = self.worker.started
+        if started is None or self._pairs is None:
+            return None
+        return self._pairs.own_address(identity, started.p2pd_peer_id, started.addresses)
+
+    def links(self) -> tuple[LinkBytes, ...]:
+        """Bytes that p2pd carried, per member of this peer's groups and kind of route."""
+        return tuple(
+            LinkBytes(remote=peer, protocol=P2PD_LINKS[route], sent=sent, received=received)
+            for (peer, route), (sent, received) in self._carried.items()
+            if route in P2PD_LINKS
+        )
+
+    @property
+    def sent_bytes(self) -> int:
+        """In averages, over either carrier."""
+        return sum(sent for sent, _ in self._carried.values())
+
+    # ------------------------------------------------------------------------------------- rounds
+
+    async def reduce(
+        self, holding: Holding, step: Step, attempt: int, reduction: Reduction
+    ) -> None:
+        """Sum this part of the gradient over the group into the result segment."""
+        assert self._me is not None
+        assert self._run is not None
+        worker = holding.worker
+        own = reduction.part == "own"
+        elements = worker.own_elements if own else worker.tied_elements
+        offset = 0 if own else worker.own_elements
+        where = "tied" if not own else str(holding.stage)
+        weights = () if shares_are_equal() else reduction.weights
+        spec = RoundSpec(
+            f"{self._run[:16]}/{step}/{attempt}/{where}",
+            reduction.members,
+            self._me,
+            elements,
+            tuple(map(float, weights)) or None,
+            codec=self.codec,
+        )
+        try:
+            if self.worker.available and len(reduction.members) > 1:
+                await self._in_worker(holding, spec, offset)
+            else:
+                await self._in_daemon(holding, spec, offset)
+        except RoundFailed as error:
+            self._learn(spec, error.links, self._faults_of(error), done=False)
+            raise AveragingFailed(
+                f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
+            ) from error
+
+    async def _in_worker(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
+        """Streams that come to the host are handed on to the worker, while the round lasts."""
+        assert self._host is not None
+        assert self._pairs is not None
+        request = StartRound(
+            round_id=spec.round_id,
+            members=self._pairs.members(spec.members),
+            me=spec.me,
+            elements=spec.elements,
+            codec=spec.codec,
+            shares=spec.shares,
+            source_shm_name=holding.worker.gradients_name,
+            result_shm_name=holding.worker.result_name,
+            offset_elements=offset,
+            stall_seconds=self.stall_seconds,
+            join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
+        )
+        tag = round_tag(spec.round_id)
+        failure: RoundFailed | None = None
+        # The roster that this group comes from may be a moment old.
+        await self.worker.admit(self._pairs.admitted_p2pds())
+        with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
+            async with trio.open_nursery() as nursery:
+
+                async def hand_over() -> None:
+                    while True:
+                        self.worker.hand_over(await arrivals.receive())
+
+                nursery.start_soon(hand_over)
+                try:
+                    done = await self.worker.run_round(request)
+                except RoundFailed as error:
+                    failure = error
+                    arrivals.farewell = abort_frame(spec, tag, error)
+                nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        carried = [
+            LinkReport(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
+        ]
+        faults = [RouteFault(fault.peer, fault.route, fault.reason) for fault in done.faults]
+        self._learn(spec, carried, faults, done=True)
+
+    async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
+        assert self._host is not None
+        assert self._pairs is not None
+        source = shared_memory.attach(holding.worker.gradients_name)
+        result = shared_memory.attach(holding.worker.result_name)
+        try:
+            async with self.worker.elsewhere(spec.round_id, self._pairs.p2pds(spec.members)):
+                report = await all_reduce(
+                    spec,
+                    self._host.carrier(),
+                    _totals(source, spec, offset),
+                    _totals(result, spec, offset),
+                    stall_seconds=self.stall_seconds,
+                    join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
+                    to_thread=_to_thread,
+                )
+        finally:
+            source.close()
+            result.close()
+        self._learn(spec, report.links, (), done=True)
+
+    # ------------------------------------------------------------------- what is learnt from them
+
+    def _learn(
+        self,
+        spec: RoundSpec,
+        carried: Sequence[LinkReport],
+        faults: Sequence[RouteFault],
+        *,
+        done: bool,
+    ) -> None:
+        assert self._pairs is not None
+        for link in carried:
+            totals = self._carried.setdefault((link.peer, link.route), [0, 0])
+            totals[0] += link.bytes_sent
+            totals[1] += link.bytes_received
+            if done:  # one that merely could be opened has not worked yet
+                self._pairs.worked(link.peer, link.route)
+        for fault in faults:
+            log.info(
+                "%s: %s does not reach %s: %s", spec.round_id, fault.route, fault.peer, fault.reason
+            )
+            self._pairs.failed(fault.peer, fault.route)
+
+    def _faults_of(self, error: RoundFailed) -> list[RouteFault]:
+        """The routes that this failure speaks against, here or at whoever told of it."""
+        faults = list(error.faults)
+        culprit = error.culprit
+        if culprit is None or culprit == self._me:
+            return faults
+        if error.route is not None and error.failure is not RoundFailure.PROTOCOL:
+            faults.append(RouteFault(culprit, error.route, error.reason))
+        elif error.failure is RoundFailure.CARRIER:
+            # Another member lost the culprit's p2pd. So do not wait to lose it here.
+            used = {link.route for link in error.links if link.peer == culprit}
+            faults += [RouteFault(culprit, r, error.reason) for r in used if r.over_p2pd]
+        return faults
+
+
+def _totals(segment: shared_memory.Segment, spec: RoundSpec, offset: int) -> Totals:
+    dtype = dtype_of(spec.codec)
+    return segment.array(dtype, spec.elements, offset * dtype.itemsize).view(dtype)
+
+
+async def _to_thread(work: Callable[[], T]) -> T:
+    return await trio.to_thread.run_sync(work)

@@ -1,0 +1,88 @@
+"""What a volunteer says of itself: its hello, its heartbeat, its record. Maps, decides nothing."""
+
+from __future__ import annotations
+
+from swarm_client.connectivity.relay_policy import Position
+from swarm_client.membership.membership import Membership
+from swarm_client.pipeline.held_stage import Holding
+from swarm_client.volunteer.heartbeat import Present, Telling
+from swarm_client.volunteer.options import VolunteerOptions
+from swarm_shared.base.types import Version
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import Node
+from swarm_shared.protocol import (
+    SOFTWARE_VERSION,
+    CarrierAddress,
+    DoctorHello,
+    Heartbeat,
+    Hello,
+    LinkBytes,
+    PeerRecord,
+)
+
+
+def hello(
+    invite: Invite, options: VolunteerOptions, position: Position, holding: Holding | None
+) -> Hello:
+    return Hello(
+        run=invite.run_id,
+        software=SOFTWARE_VERSION,
+        token=invite.token,
+        name=options.name,
+        team=options.team,
+        owner=options.owner,
+        addresses=position.addresses,
+        carrier=position.carrier,
+        reachability=position.reachability,
+        offers_relay=position.offers_relay,
+        device=options.device.label,
+        memory_bytes=options.device.memory_bytes,
+        wanted_stage=options.wanted_stage,
+        stage=holding.stage if holding is not None else None,
+        version=holding.version if holding is not None else Version(0),
+        averaged_attempt=holding.averaged_attempt if holding is not None else None,
+        receipts=holding.receipts.all() if holding is not None else (),
+    )
+
+
+def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
+    """How this peer introduces itself to those that it asks to look at it from outside."""
+    return DoctorHello(
+        run=invite.run_id,
+        software=SOFTWARE_VERSION,
+        token=None if membership is not None else invite.token,
+        certificate=None if membership is None else membership.certificate,
+    )
+
+
+def heartbeat(
+    telling: Telling, members: int, holding: Holding | None, node: Node,
+    links: tuple[LinkBytes, ...], *, paused: bool,
+) -> Heartbeat:  # fmt: skip
+    computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
+    return telling.heartbeat(
+        Present(
+            microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
+            queued=holding.in_flight if holding else 0,
+            up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,
+            links=links,
+            paths=tuple(node.paths()),
+            paused=paused,
+            computed=computed,
+            busy_seconds=busy_seconds,
+        ),
+        members,
+    )
+
+
+def directory_record(
+    holding: Holding, node: Node, membership: Membership, carrier: CarrierAddress | None
+) -> PeerRecord:
+    return PeerRecord(
+        peer=node.peer_id,
+        stage=holding.stage,
+        addresses=node.addresses,
+        certificate=membership.certificate,
+        microbatches_per_second=holding.microbatches_per_second,
+        carrier=carrier,
+    )

@@ -1,0 +1,26 @@
+"""What a volunteer's user has chosen for one stay in a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from swarm_client.control.suspension import LONG_SECONDS
+from swarm_client.machine.devices import Device
+from swarm_shared.base.types import StageIndex
+
+
+@dataclass(frozen=True, slots=True)
+class VolunteerOptions:
+    device: Device
+    threads: int
+    wanted_stage: StageIndex | None
+    name: str | None
+    may_relay: bool = True
+    long_pause_seconds: float = LONG_SECONDS
+    team: str | None = None
+    owner: str | None = None
+    """The machine's word that this device is its own, in base64; None for the machine itself."""
+    data_turn: trio.Lock | None = None
+    """Who shares a folder of data takes turns in filling it."""

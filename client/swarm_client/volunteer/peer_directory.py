@@ -1,0 +1,117 @@
+"""The second directory: signed records in hivemind's DHT (design: hivemind's DHT).
+
+Records are found wherever the DHT keeps them and believed for their signature alone: the peer's
+own key, and a membership certificate of the run in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import time
+from collections.abc import Callable
+
+import trio
+from pydantic import Field
+
+from swarm_client.averaging.handle.directory_requests import DirectoryRequests
+from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.protocol import PeerRecord
+
+log = logging.getLogger(__name__)
+
+DIRECTORY_DOMAIN = "swarmtrain-directory-1"
+RECORD_SECONDS = 120.0
+"""A peer that is gone is forgotten in two minutes."""
+PUBLISH_SECONDS = 20.0
+"""How often this peer's record is renewed."""
+MAX_RECORD_BYTES = 32 * 1024
+
+
+class DirectoryRecord(FrozenModel):
+    record: PeerRecord
+    expires: float = Field(ge=0, allow_inf_nan=False)
+
+
+class Directory:
+    """Publishes this peer and looks others up; quietly does nothing without hivemind."""
+
+    def __init__(
+        self, identity: Identity, requests: DirectoryRequests, run: RunId, organiser: PeerId
+    ) -> None:
+        self._identity = identity
+        self._requests = requests
+        self._run = run
+        self._organiser = organiser
+        self._entrances: tuple[str, ...] = ()
+
+    def enter(self, addresses: tuple[str, ...]) -> None:
+        """Use these p2pd addresses (…/p2p/ID) to enter at the next occasion."""
+        if addresses:
+            self._entrances = addresses
+
+    async def run(
+        self,
+        own_record: Callable[[], PeerRecord | None],
+        is_alone: Callable[[], bool],
+        found: Callable[[PeerRecord], None],
+    ) -> None:
+        """Publish this peer while it has a record; look for others while nobody else tells."""
+        while True:
+            record = own_record()
+            if record is not None:
+                await self.publish(record)
+                if is_alone():
+                    for other in await self.lookup():
+                        found(other)
+            await trio.sleep(PUBLISH_SECONDS)
+
+    async def publish(self, record: PeerRecord) -> None:
+        if not self._requests.available:
+            return
+        expires = time.time() + RECORD_SECONDS
+        signed = sign_message(
+            self._identity, DirectoryRecord(record=record, expires=expires), DIRECTORY_DOMAIN
+        )
+        try:
+            # An entrance may be away for a moment: its p2pd is started again, say.
+            if self._entrances and await self._requests.bootstrap(self._entrances):
+                self._entrances = ()
+            await self._requests.publish(f"swarm/{self._run}", record.peer, signed, expires)
+        except NetworkError as error:
+            log.info("the directory could not be told: %s", error)
+
+    async def lookup(self) -> list[PeerRecord]:
+        """Every record of this run whose signature and certificate hold."""
+        if not self._requests.available:
+            return []
+        try:
+            found = await self._requests.lookup(f"swarm/{self._run}")
+        except NetworkError as error:
+            log.info("the directory could not be asked: %s", error)
+            return []
+        records: list[PeerRecord] = []
+        for value in found.values():
+            try:
+                records.append(self._checked(value, time.time()))
+            except (AdmissionError, FrameError, SignatureError, binascii.Error) as error:
+                log.info("a record in the directory was refused: %s", error)
+        return records
+
+    def _checked(self, value: bytes, now: float) -> PeerRecord:
+        message, signer = open_message(
+            value, DirectoryRecord, DIRECTORY_DOMAIN, max_bytes=MAX_RECORD_BYTES
+        )
+        if signer != message.record.peer:
+            raise SignatureError(f"{signer} signed the record of {message.record.peer}")
+        if message.expires < now:
+            raise SignatureError(f"the record of {signer} has expired")
+        envelope = base64.b64decode(message.record.certificate, validate=True)
+        check_certificate(envelope, self._run, self._organiser, now, signer)
+        return message.record

@@ -1,0 +1,194 @@
+"""Staying attached to the coordinator: one session after the other, until the end.
+
+Owns the session that there is, or why there is none, the pauses between two, and how a volunteer
+takes its leave. What it says and does in a session is the volunteer's part.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from swarm_client.volunteer.session import Session, attach, telling_error
+from swarm_shared.base.errors import (
+    AdmissionError,
+    CapacityError,
+    NetworkError,
+    ProtocolError,
+    SwarmError,
+    VersionError,
+)
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import Node
+from swarm_shared.protocol import (
+    CoordinatorMessage,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Leaving,
+    Receipts,
+    Welcome,
+)
+from swarm_shared.run.manifest import LimitsConfig
+
+FIRST_BACKOFF_SECONDS = 0.5
+MAXIMUM_BACKOFF_SECONDS = 7.0
+"""With the fifth that chance adds, a coordinator that comes back is found again within 10 s."""
+
+
+class Party(Protocol):
+    """Who is attached: the volunteer."""
+
+    async def give_up_stage(self) -> None: ...
+
+    async def may_attach(self) -> bool:
+        """Wait until there is a reason to; False when the volunteer leaves instead."""
+
+    def hello(self) -> Hello: ...
+
+    async def enter(self, welcome: Welcome) -> LimitsConfig:
+        """Check what the coordinator shows, and use it."""
+
+    async def take_part(self, welcome: Welcome) -> None:
+        """A newcomer's way in, beside the conversation."""
+
+    def heartbeat(self) -> Heartbeat: ...
+
+    def take_receipts(self) -> tuple[str, ...]:
+        """Those that the coordinator has not been told of."""
+
+    async def act(self, message: CoordinatorMessage) -> None: ...
+
+    def detached(self) -> None: ...
+
+
+class Attachment:
+    """One per volunteer. `stay` does everything."""
+
+    def __init__(
+        self, party: Party, node: Node, invite: Invite, report: Callable[[str], None]
+    ) -> None:
+        self.session: Session | None = None
+        self.problem: SwarmError | None = None
+        """Why there is no session, if there has been no other one since."""
+        self.finished = False
+        self.leaving = False
+        self._stepping_back = False
+        """A long pause has begun: the stage is to be given up, and had anew after it."""
+        self._party = party
+        self._node = node
+        self._invite = invite
+        self._report = report
+        self._scope: trio.CancelScope | None = None
+        self._attach_now = trio.Event()
+
+    def send(self, message: FrozenModel) -> bool:
+        """To the coordinator; False when it is not there."""
+        if self.session is not None:
+            self.session.send(message)
+        return self.session is not None
+
+    def leave(self) -> None:
+        """Go when the coordinator agrees."""
+        self.leaving = True
+        self.send(Leaving())
+
+    def step_back(self) -> None:
+        """Leave in order, and attach anew when there is a reason to."""
+        self._stepping_back = True
+        self.send(Leaving())
+        self._attach_now.set()
+
+    def restart(self) -> None:
+        """End this session and attach anew."""
+        if self._scope is not None:
+            self._scope.cancel()
+
+    def network_changed(self) -> None:
+        """Another network, or awake again: no reason to wait out a pause that was for the old."""
+        self._report("this machine's network has changed")
+        self._attach_now.set()
+
+    def explain(self, problem: SwarmError) -> str:
+        """In words for people, to whom the coordinator's peer ID says nothing."""
+        return str(problem).replace(str(self._invite.coordinator), "it")
+
+    async def stay(self) -> None:
+        """Attach, and attach again whenever the coordinator was lost, until the end."""
+        backoff_seconds = FIRST_BACKOFF_SECONDS
+        while not self.finished:
+            if self._stepping_back:
+                self._stepping_back = False
+                await self._party.give_up_stage()
+            if not await self._party.may_attach():
+                return
+            problem: SwarmError | None = None
+            try:
+                async with attach(self._node, self._invite, self._party.hello()) as session:
+                    backoff_seconds = FIRST_BACKOFF_SECONDS
+                    problem = await self._live(session)
+            except (NetworkError, ProtocolError) as error:
+                problem = error
+            if self.finished:
+                return
+            self.problem = problem
+            if self._stepping_back:
+                continue
+            if self.leaving:
+                self._report("the coordinator is away; leaving without its goodbye")
+                return
+            await self._pause(backoff_seconds * random.uniform(0.8, 1.2))
+            backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        reason = "" if self.problem is None else f" ({self.explain(self.problem)})"
+        self._report(f"no link to the coordinator{reason}; trying again in {seconds:.1f} s")
+        self._attach_now = trio.Event()
+        with trio.move_on_after(seconds):
+            await self._attach_now.wait()
+
+    async def _live(self, session: Session) -> SwarmError | None:
+        """Live through one session; the reason why it ended."""
+        party, welcome = self._party, session.welcome
+        limits = await party.enter(welcome)
+        self.session = session
+        self.problem = None
+        problem: SwarmError | None = None
+        try:
+            async with trio.open_nursery() as nursery:
+                self._scope = nursery.cancel_scope
+                nursery.start_soon(session.write_all)
+                beat_seconds = welcome.heartbeat_seconds or limits.heartbeat_seconds
+                nursery.start_soon(session.beat, beat_seconds, party.heartbeat)
+                nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
+                if self.leaving or self._stepping_back:
+                    session.send(Leaving())
+                if not welcome.keep:
+                    nursery.start_soon(party.take_part, welcome)
+                while not self.finished:
+                    message = await session.receive()
+                    if isinstance(message, Goodbye):
+                        self._report(f"the coordinator says goodbye: {message.reason}")
+                        self.finished = message.finished or self.leaving
+                        break
+                    await party.act(message)
+                nursery.cancel_scope.cancel()
+        except* (AdmissionError, VersionError, CapacityError) as refusals:
+            raise telling_error(refusals) from None
+        except* (NetworkError, ProtocolError) as errors:
+            problem = telling_error(errors)
+        finally:
+            self.session = self._scope = None
+            party.detached()
+        return problem
+
+    async def _report_receipts(self, interval_seconds: float) -> None:
+        while True:
+            await trio.sleep(interval_seconds)
+            batch = self._party.take_receipts()
+            if batch:
+                self.send(Receipts(receipts=batch))

@@ -1,0 +1,128 @@
+"""The control link: attach to the coordinator, talk, notice when it is gone, attach again.
+
+Owns the stream, its outbox and its beat. What messages mean is the daemon's part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import trio
+
+from swarm_shared.base.errors import (
+    AdmissionError,
+    CapacityError,
+    LinkClosed,
+    ProtocolError,
+    SwarmError,
+    VersionError,
+)
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.identity.invite import Invite
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.protocol import (
+    CONTROL_PROTOCOL,
+    CoordinatorMessage,
+    Heartbeat,
+    Hello,
+    Refused,
+    Welcome,
+    coordinator_messages,
+    encode,
+    parse,
+)
+
+CONTROL_LIMITS = FrameLimits(max_header_bytes=32 * 2**20, max_payload_bytes=0)
+"""A roster of ten thousand peers has about ten megabytes."""
+
+WELCOME_SECONDS = 20.0
+SEND_SECONDS = 30.0
+"""A coordinator that takes nothing for so long is gone, whatever its connection says."""
+
+REFUSALS = {
+    "admission": AdmissionError,
+    "version": VersionError,
+    "capacity": CapacityError,
+    "protocol": ProtocolError,
+}
+
+
+class Session:
+    """One attachment. Made by `attach`."""
+
+    def __init__(self, stream: FramedStream, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self._stream = stream
+        self._put, self._outbox = trio.open_memory_channel[FrozenModel](math.inf)
+
+    def send(self, message: FrozenModel) -> None:
+        """Queue a message; never waits. Lost with the session, and told anew in the next Hello."""
+        try:
+            self._put.send_nowait(message)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return
+
+    async def write_all(self) -> None:
+        """Carry the outbox to the coordinator until the session ends."""
+        async for message in self._outbox:
+            await self._stream.send(encode(message), timeout_seconds=SEND_SECONDS)
+
+    async def receive(self) -> CoordinatorMessage:
+        frame = await self._stream.receive()
+        message = parse(coordinator_messages, frame.header)
+        if isinstance(message, Refused):
+            raise refusal(message)
+        return message
+
+    async def beat(self, interval_seconds: float, heartbeat: Callable[[], Heartbeat]) -> None:
+        while True:
+            self.send(heartbeat())
+            await trio.sleep(interval_seconds)
+
+    async def flush(self) -> None:
+        """Wait until what is in the outbox has been handed to the network, within a moment."""
+        with trio.move_on_after(2.0):
+            while self._outbox.statistics().current_buffer_used:
+                await trio.sleep(0.02)
+
+
+@asynccontextmanager
+async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Session]:
+    """Say hello and be welcomed. AdmissionError, VersionError, CapacityError when refused."""
+    # From the port that others dial: the coordinator sees how the router maps that one.
+    await node.connect(invite.coordinator, invite.addresses, from_listening_port=True)
+    stream = await node.open_stream(
+        invite.coordinator, CONTROL_PROTOCOL, CONTROL_LIMITS, invite.addresses
+    )
+    try:
+        await stream.send(encode(hello), timeout_seconds=WELCOME_SECONDS)
+        frame = await stream.receive(timeout_seconds=WELCOME_SECONDS)
+        answer = parse(coordinator_messages, frame.header)
+        if isinstance(answer, Refused):
+            raise refusal(answer)
+        if not isinstance(answer, Welcome):
+            raise ProtocolError(f"the coordinator answered {answer.kind!r} to the hello")
+        yield Session(stream, answer)
+    finally:
+        with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+            await stream.close()
+
+
+def refusal(message: Refused) -> Exception:
+    return REFUSALS[message.code](message.reason)
+
+
+def telling_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
+    """The telling error of a group: a closed link is mostly the echo of another one."""
+    leaves: list[SwarmError] = []
+    queue: list[BaseException] = [group]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue.extend(error.exceptions)
+        elif isinstance(error, SwarmError):
+            leaves.append(error)
+    telling = [error for error in leaves if not isinstance(error, LinkClosed)]
+    return (telling or leaves)[0]

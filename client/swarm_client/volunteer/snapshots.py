@@ -1,0 +1,112 @@
+"""Stage snapshots, in and out.
+
+A newcomer's stage comes from replicas (bitwise equal, so any of them can serve any chunk) or from
+the coordinator's checkpoint; what this peer serves are snapshots it was asked to write. Every
+file is verified against a hash that came from the coordinator or the signed manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import trio
+
+from swarm_client.fault_injection import faults
+from swarm_client.fault_injection.faults import Phase
+from swarm_client.machine.home import Home, snapshot_item
+from swarm_client.pipeline.held_stage import Holding
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.network import Node
+from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
+from swarm_shared.transfer.transfer import Source, fetch
+
+log = logging.getLogger(__name__)
+
+KEPT_SNAPSHOTS = 2
+"""Newcomers and checkpoints fetch the newest; one older may still be in the middle of a fetch."""
+
+
+class Snapshots:
+    """The stage snapshots in this volunteer's folder, and their place in the catalogue."""
+
+    def __init__(self, home: Home, run: RunId) -> None:
+        self._folder = home.state_folder(run)
+        self._served: dict[str, Path] = {}
+
+    def clear(self) -> None:
+        """Forget older snapshots: they belong to another process's life."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.glob("*.safetensors*"):
+            path.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """A new assignment: after a roll-back the same version means another history's state."""
+        while self._served:
+            _, path = self._served.popitem()
+            path.unlink(missing_ok=True)
+
+    def find(self, item: str, _remote: PeerId) -> Path | None:
+        return self._served.get(item)
+
+    async def save(
+        self, holding: Holding, request: SaveSnapshot, send: Callable[[FrozenModel], None]
+    ) -> None:
+        """Write the state at the version asked for and say where it is."""
+        item = snapshot_item(request.version, request.stage)
+        try:
+            if holding.stage != request.stage or holding.version != request.version:
+                raise StorageError(f"this peer is at version {holding.version} by now")
+            path = self._folder / f"{request.version:08d}-{request.stage}.safetensors"
+            if item not in self._served:
+                await holding.worker.save_state(path, request.version)
+            digest, size = await trio.to_thread.run_sync(_hash_file, path)
+        except SwarmError as error:
+            send(
+                SnapshotFailed(
+                    version=request.version, stage=request.stage, reason=str(error)[:500]
+                )
+            )
+            return
+        faults.cut(Phase.CHECKPOINT, request.version)
+        faults.spoil_file(Phase.CHECKPOINT, request.version, path)
+        self._served[item] = path
+        while len(self._served) > KEPT_SNAPSHOTS:
+            oldest = next(iter(self._served))
+            self._served.pop(oldest).unlink(missing_ok=True)
+        send(
+            SnapshotReady(
+                version=request.version, stage=request.stage, item=item, bytes=size, sha256=digest
+            )
+        )
+
+    async def fetch(
+        self, node: Node, assignment: AssignStage, certificate: str, run: RunId,
+        progress: Callable[[int, int], None],
+    ) -> Path:  # fmt: skip
+        """Download the assigned snapshot from its holders; the path of the verified file."""
+        path = self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
+        await fetch(
+            node,
+            [Source(holder.peer, holder.addresses) for holder in assignment.holders],
+            assignment.item,
+            assignment.bytes,
+            assignment.sha256,
+            path,
+            certificate,
+            run,
+            progress,
+        )
+        return path
+
+
+def _hash_file(path: Path) -> tuple[str, int]:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror}") from error

@@ -1,0 +1,240 @@
+"""Tokens, the allow-list, bans and members: who may take part, as data.
+
+Owns the rules that follow from these alone. Pure: records come in as they were written to the
+run's database, times are passed in (Unix seconds). The mode is the organiser's (run.toml) and
+decides what counts: a token's members in mode "token", the list in "allow-list", everybody in
+"open"; a ban counts in every mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Literal
+
+from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.types import PeerId
+
+AdmissionMode = Literal["open", "token", "allow-list"]
+
+
+# ---------------------------------------------------------------- what is written down
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCreated:
+    """The secret itself is shown once and never stored; 24 random bytes need no slow hash."""
+
+    token: int
+    secret_sha256: str
+    note: str = ""
+    uses: int | None = None
+    """How many peers it admits; None: any number."""
+    expires_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRevoked:
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberAdmitted:
+    """`peer` has shown the token: it is a member until the token is revoked or it is banned."""
+
+    peer: PeerId
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAllowed:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerDisallowed:
+    peer: PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBanned:
+    peer: PeerId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnbanned:
+    peer: PeerId
+
+
+AdmissionRecord = (
+    TokenCreated | TokenRevoked | MemberAdmitted | PeerAllowed | PeerDisallowed
+    | PeerBanned | PeerUnbanned
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------- what follows from it
+
+
+class TokenState(StrEnum):
+    VALID = "valid"
+    EXPIRED = "expired"
+    USED_UP = "used up"
+    REVOKED = "revoked"
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    token: int
+    secret_sha256: str
+    note: str
+    uses: int | None
+    expires_at: float | None
+    created_at: float
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    reason: str
+    banned_at: float
+
+
+def hash_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class AdmissionBook:
+    """Everything the organiser has decided, and whom tokens have let in."""
+
+    tokens: dict[int, Token] = field(default_factory=dict)
+    admitted: dict[int, dict[PeerId, float]] = field(default_factory=dict)
+    """token → the peers that came in by it, and when"""
+    allowed: dict[PeerId, float] = field(default_factory=dict)
+    bans: dict[PeerId, Ban] = field(default_factory=dict)
+    _tokens_of: dict[PeerId, set[int]] = field(default_factory=dict)
+    _by_hash: dict[str, int] = field(default_factory=dict)
+
+    def enter(self, record: AdmissionRecord, now: float) -> None:
+        """Take in a record that is written, or about to be."""
+        match record:
+            case TokenCreated(token, secret_sha256, note, uses, expires_at):
+                self.tokens[token] = Token(token, secret_sha256, note, uses, expires_at, now)
+                self._by_hash[secret_sha256] = token
+            case TokenRevoked(token):
+                self.tokens[token] = replace(self.tokens[token], revoked_at=now)
+            case MemberAdmitted(peer, token):
+                self.admitted.setdefault(token, {}).setdefault(peer, now)
+                self._tokens_of.setdefault(peer, set()).add(token)
+            case PeerAllowed(peer):
+                self.allowed.setdefault(peer, now)
+            case PeerDisallowed(peer):
+                self.allowed.pop(peer, None)
+            case PeerBanned(peer, reason):
+                self.bans[peer] = Ban(reason, now)
+            case PeerUnbanned(peer):
+                self.bans.pop(peer, None)
+
+    def withdraw(self, record: MemberAdmitted) -> None:
+        """Take an admission back that could not be written down."""
+        self.admitted.get(record.token, {}).pop(record.peer, None)
+        tokens = self._tokens_of.get(record.peer, set())
+        tokens.discard(record.token)
+        if not tokens:
+            self._tokens_of.pop(record.peer, None)
+
+    # ---- tokens
+
+    def uses_left(self, token: Token) -> int | None:
+        """A peer that returns does not use a token a second time."""
+        if token.uses is None:
+            return None
+        return max(0, token.uses - len(self.admitted.get(token.token, ())))
+
+    def state_of(self, token: Token, now: float) -> TokenState:
+        if token.revoked_at is not None:
+            return TokenState.REVOKED
+        if token.expires_at is not None and now >= token.expires_at:
+            return TokenState.EXPIRED
+        return TokenState.USED_UP if self.uses_left(token) == 0 else TokenState.VALID
+
+    def token_of(self, secret: str) -> Token | None:
+        """By the hash: how long the search takes tells nothing about the secret."""
+        token = self._by_hash.get(hash_of(secret))
+        return None if token is None else self.tokens[token]
+
+    def usable_token(self, secret: str | None, now: float) -> Token:
+        """The token with this secret, when it admits one peer more. AdmissionError otherwise."""
+        if not secret:
+            raise AdmissionError(
+                "this run is by invitation and the invite carries no token; "
+                "ask the organiser for an invite of your own"
+            )
+        token = self.token_of(secret)
+        if token is None:
+            raise AdmissionError(
+                "this run is by invitation and the invite's token is not the right one; "
+                "ask the organiser for a new invite"
+            )
+        state = self.state_of(token, now)
+        if state is not TokenState.VALID:
+            raise AdmissionError(
+                f"the token of this invite {_SAID[state]}; ask the organiser for a new invite"
+            )
+        return token
+
+    # ---- peers
+
+    def tokens_of(self, peer: PeerId) -> list[Token]:
+        """The tokens that have let it in."""
+        return [self.tokens[token] for token in sorted(self._tokens_of.get(peer, ()))]
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Whether a token that is not revoked has let it in."""
+        return any(token.revoked_at is None for token in self.tokens_of(peer))
+
+    def members(self, mode: AdmissionMode) -> set[PeerId]:
+        """Those that may come without showing anything; in mode "open" nobody has to."""
+        if mode == "allow-list":
+            return self.allowed.keys() - self.bans.keys()
+        return {peer for peer in self._tokens_of if self.is_member(peer)} - self.bans.keys()
+
+    def refusal(self, mode: AdmissionMode, peer: PeerId) -> str | None:
+        """Why `peer` may not take part as things are; None when it may. A sentence to tell it."""
+        ban = self.bans.get(peer)
+        if ban is not None:
+            why = f": {ban.reason}" if ban.reason else ""
+            return f"the organiser has banned this peer from the run{why}"
+        if mode == "allow-list" and peer not in self.allowed:
+            return (
+                "this run admits only the peers on its list, and this one is not on it; "
+                f"give the organiser its peer ID: {peer}"
+            )
+        if mode == "token" and not self.is_member(peer):
+            if peer in self._tokens_of:
+                return (
+                    "the organiser has revoked the token that let this peer in; "
+                    "ask for a new invite"
+                )
+            return (
+                "this run is by invitation and no token has let this peer in; "
+                "ask the organiser for an invite"
+            )
+        return None
+
+    def concerned_by(self, record: AdmissionRecord) -> tuple[PeerId, ...]:
+        """Peers whose right to take part may have changed with a record that was entered."""
+        if isinstance(record, TokenRevoked):
+            return tuple(self.admitted.get(record.token, ()))
+        if isinstance(record, TokenCreated):
+            return ()
+        return (record.peer,)
+
+
+_SAID: dict[TokenState, str] = {
+    TokenState.EXPIRED: "has expired",
+    TokenState.USED_UP: "was used already, as often as it could be",
+    TokenState.REVOKED: "was revoked by the organiser",
+}

@@ -1,0 +1,63 @@
+"""Whose device each member is, as members say it in their hellos and as the database keeps it.
+
+Owns which bindings the coordinator takes. The connection proves the device and the signature the
+owner, so that both have agreed; a device of a device is nobody's (decision 0019). Nothing but the
+leaderboard and the ledger depends on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import Counter
+from collections.abc import Mapping
+
+from swarm_shared.base.errors import ProtocolError, SignatureError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.credentials import open_owner_binding
+
+
+class OwnerBook:
+    """The bindings that stand. A member's newest hello is what counts, as with its name."""
+
+    def __init__(self, bound: Mapping[PeerId, PeerId] | None = None) -> None:
+        self._bound = dict(bound or {})
+        self._devices = Counter(self._bound.values())
+
+    def of(self, peer: PeerId) -> PeerId | None:
+        return self._bound.get(peer)
+
+    def enter(self, device: PeerId, owner: PeerId | None) -> None:
+        """ProtocolError, and nothing changed, where a chain of owners would come of it."""
+        if owner is not None and owner in self._bound:
+            raise ProtocolError(
+                f"{device} names {owner} as its owner, which is itself bound to "
+                f"{self._bound[owner]}; bind every device to one key that is bound to none"
+            )
+        if owner is not None and self._devices[device]:
+            raise ProtocolError(
+                f"{device} names an owner and is the owner of other devices; "
+                f"bind every device to one key that is bound to none"
+            )
+        before = self._bound.pop(device, None)
+        if before is not None:
+            self._devices[before] -= 1
+            if not self._devices[before]:
+                del self._devices[before]
+        if owner is not None:
+            self._bound[device] = owner
+            self._devices[owner] += 1
+
+
+def named_owner(device: PeerId, binding: str | None) -> PeerId | None:
+    """Whom a hello's binding names; ProtocolError when it does not hold for that device."""
+    if binding is None:
+        return None
+    return open_owner_binding(decoded(binding), device).owner
+
+
+def decoded(binding: str) -> bytes:
+    try:
+        return base64.b64decode(binding, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SignatureError("an owner binding is not base64") from error

@@ -1,0 +1,303 @@
+"""What an organiser decides about admission: requests, what they change, and what is said of it.
+
+Owns the meaning of `token`, `allow`, `ban` and `unban`, beside a running coordinator (which carries
+the requests out, asked over the run folder's socket) as well as without one (the command does).
+Their words are in `commands_admission`, the rules in `admission_book`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, assert_never
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from swarm_coordinator.admission.book import (
+    AdmissionBook,
+    AdmissionMode,
+    AdmissionRecord,
+    PeerAllowed,
+    PeerBanned,
+    PeerDisallowed,
+    PeerUnbanned,
+    TokenCreated,
+    TokenRevoked,
+    TokenState,
+    hash_of,
+)
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.errors import SignatureError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import public_key_of
+
+MAX_TEXT_CHARACTERS = 200
+SECRET_BYTES = 24
+
+Note = Annotated[str, Field(max_length=MAX_TEXT_CHARACTERS)]
+
+
+class CreateToken(FrozenModel):
+    do: Literal["create token"] = "create token"
+    uses: int | None = Field(default=None, ge=1, lt=2**53)
+    expires_seconds: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    note: Note = ""
+
+
+class RevokeToken(FrozenModel):
+    do: Literal["revoke token"] = "revoke token"
+    token: int
+
+
+class Allow(FrozenModel):
+    do: Literal["allow"] = "allow"
+    peer: PeerId
+
+
+class Disallow(FrozenModel):
+    do: Literal["disallow"] = "disallow"
+    peer: PeerId
+
+
+class BanPeer(FrozenModel):
+    do: Literal["ban"] = "ban"
+    peer: PeerId
+    reason: Note = ""
+
+
+class UnbanPeer(FrozenModel):
+    do: Literal["unban"] = "unban"
+    peer: PeerId
+
+
+Request = Annotated[
+    CreateToken | RevokeToken | Allow | Disallow | BanPeer | UnbanPeer, Field(discriminator="do")
+]
+requests: TypeAdapter[Request] = TypeAdapter(Request)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a request comes to. No record: it was so already."""
+
+    record: AdmissionRecord | None
+    said: str
+    details: dict[str, Any] = field(default_factory=dict)
+    warning: str = ""
+
+
+@dataclass(slots=True)
+class Administration:
+    """Carries requests out, one after the other: `write` makes a record durable first."""
+
+    folder: RunFolder
+    mode: AdmissionMode
+    organiser: PeerId
+    book: AdmissionBook
+    write: Callable[[AdmissionRecord], Awaitable[None]]
+    clock: Callable[[], float]
+
+    async def carry_out(self, request: Request) -> tuple[Change, tuple[PeerId, ...]]:
+        """The change, and the peers whose right to take part may be another one now."""
+        change = plan(self.book, self.mode, self.organiser, request, self.clock())
+        if change.record is None:
+            return change, ()
+        await self.write(change.record)
+        self.book.enter(change.record, self.clock())
+        if isinstance(change.record, TokenRevoked):
+            self._forget_standing_token(change.record.token)
+        return change, self.book.concerned_by(change.record)
+
+    def _forget_standing_token(self, token: int) -> None:
+        """A secret that admits nobody must not be printed in invites any more."""
+        if self.folder.token_file.exists():
+            found = self.book.token_of(self.folder.admission_token())
+            if found is not None and found.token == token:
+                self.folder.token_file.unlink(missing_ok=True)
+
+
+def parse_request(question: dict[str, Any]) -> Request:
+    try:
+        return requests.validate_python(question)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise UsageError(
+            f"that cannot be asked of a coordinator: {place}: {first['msg']}; is it of the same "
+            "version as this program?"
+        ) from error
+
+
+def plan(
+    book: AdmissionBook, mode: AdmissionMode, organiser: PeerId, request: Request, now: float
+) -> Change:
+    """What the request changes, and the sentence about it. UsageError when it makes no sense."""
+    match request:
+        case CreateToken():
+            return _create(book, mode, request, now)
+        case RevokeToken(token=token):
+            return _revoke(book, mode, token)
+        case Allow(peer=peer):
+            _check_peer(peer, organiser)
+            if peer in book.allowed:
+                return Change(None, f"{peer} is on the list already")
+            return Change(PeerAllowed(peer), f"{peer} is on the list", warning=_unlisted(mode))
+        case Disallow(peer=peer):
+            if peer not in book.allowed:
+                raise UsageError(
+                    f"{peer} is not on the list; see `swarm-coordinator allow list RUN_DIR`"
+                )
+            return Change(PeerDisallowed(peer), f"{peer} is off the list", warning=_unlisted(mode))
+        case BanPeer(peer=peer, reason=reason):
+            _check_peer(peer, organiser)
+            held = book.bans.get(peer)
+            if held is not None and held.reason == reason:
+                return Change(None, f"{peer} is banned already")
+            return Change(
+                PeerBanned(peer, reason), f"banned {peer}", warning=_new_name(book, mode, peer, now)
+            )
+        case UnbanPeer(peer=peer):
+            if peer not in book.bans:
+                raise UsageError(f"{peer} is not banned; `swarm-coordinator status` shows who is")
+            return Change(PeerUnbanned(peer), f"{peer} is not banned any more")
+        case _:
+            assert_never(request)
+
+
+def _create(book: AdmissionBook, mode: AdmissionMode, request: CreateToken, now: float) -> Change:
+    secret = secrets.token_urlsafe(SECRET_BYTES)
+    number = max(book.tokens, default=0) + 1
+    expires_at = None if request.expires_seconds is None else now + request.expires_seconds
+    warning = ""
+    if mode != "token":
+        warning = (
+            f'[admission] mode is "{mode}", so that no token is asked for; set it to "token" in '
+            "run.toml and start the coordinator again"
+        )
+    return Change(
+        TokenCreated(number, hash_of(secret), request.note, request.uses, expires_at),
+        f"token {number} is made",
+        {"token": number, "secret": secret, "uses": request.uses, "expires_at": expires_at},
+        warning,
+    )
+
+
+def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> Change:
+    token = book.tokens.get(number)
+    if token is None:
+        raise UsageError(f"there is no token {number}; see `swarm-coordinator token list RUN_DIR`")
+    if token.revoked_at is not None:
+        return Change(None, f"token {number} is revoked already")
+    count = len(book.admitted.get(number, ()))
+    ended = f"; it had admitted {count} peer(s)" if count else ""
+    warning = ""
+    if count and mode != "token":
+        warning = f'[admission] mode is "{mode}": whom it had admitted may still take part'
+    return Change(TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning)
+
+
+def _unlisted(mode: AdmissionMode) -> str:
+    if mode == "allow-list":
+        return ""
+    return (
+        f'[admission] mode is "{mode}", so that the list is not looked at; set it to "allow-list" '
+        "in run.toml and start the coordinator again"
+    )
+
+
+def _new_name(book: AdmissionBook, mode: AdmissionMode, peer: PeerId, now: float) -> str:
+    """A new identity costs nothing: what lets the owner of a banned peer back in with one."""
+    if mode == "open":
+        return (
+            '[admission] mode is "open", so that its owner can come back with a new identity; '
+            'mode "token" or "allow-list" in run.toml keeps it out'
+        )
+    open_tokens = [
+        token for token in book.tokens_of(peer)
+        if book.state_of(token, now) is TokenState.VALID
+    ]  # fmt: skip
+    if mode == "token" and open_tokens:
+        names = ", ".join(str(token.token) for token in open_tokens)
+        return (
+            f"it came in by token {names}, which lets its owner in again with a new identity; "
+            "`swarm-coordinator token revoke` ends that, for everybody whom it has let in"
+        )
+    return ""
+
+
+def _check_peer(peer: PeerId, organiser: PeerId) -> None:
+    try:
+        public_key_of(peer)
+    except SignatureError as error:
+        raise UsageError(
+            f"{error}; a peer ID looks like {organiser}, and `swarm-client join` prints it"
+        ) from error
+    if peer == organiser:
+        raise UsageError(f"{peer} is this run's own coordinator; name a volunteer")
+
+
+# ---------------------------------------------------------------- the run's standing token
+
+
+def standing_token(
+    folder: RunFolder, book: AdmissionBook
+) -> tuple[str | None, TokenCreated | None]:
+    """The secret that `invite` prints in mode "token", and its record if it is not written yet.
+
+    It lies in the run folder in clear, so that the same invite can be printed again. A run of an
+    earlier release has only this one; a run whose organiser revoked it, or made tokens of his own
+    before the first start, has none.
+    """
+    if folder.token_file.exists():
+        secret = folder.admission_token()
+        known = book.token_of(secret)
+        if known is None:
+            number = max(book.tokens, default=0) + 1
+            return secret, TokenCreated(number, hash_of(secret), STANDING_NOTE)
+        if known.revoked_at is None:
+            return secret, None
+        folder.token_file.unlink(missing_ok=True)
+        return None, None
+    if book.tokens:
+        return None, None
+    secret = folder.admission_token()
+    return secret, TokenCreated(1, hash_of(secret), STANDING_NOTE)
+
+
+STANDING_NOTE = "the run's standing invite"
+
+
+def token_document(book: AdmissionBook, now: float) -> list[dict[str, Any]]:
+    """`token list --json`."""
+    return [
+        {
+            "token": token.token,
+            "note": token.note,
+            "state": book.state_of(token, now).value,
+            "uses": token.uses,
+            "uses_left": book.uses_left(token),
+            "admitted": sorted(book.admitted.get(token.token, ())),
+            "created_at": token.created_at,
+            "expires_at": token.expires_at,
+            "revoked_at": token.revoked_at,
+        }
+        for token in book.tokens.values()
+    ]
+
+
+def admission_document(
+    book: AdmissionBook, mode: AdmissionMode, now: float, attached: int
+) -> dict[str, Any]:
+    """What `status` says about admission. In mode "open" those are members that are attached."""
+    valid = [t for t in book.tokens.values() if book.state_of(t, now) is TokenState.VALID]
+    return {
+        "mode": mode,
+        "members": attached if mode == "open" else len(book.members(mode)),
+        "valid_tokens": len(valid),
+        "bans": [
+            {"peer": peer, "reason": ban.reason, "banned_at": ban.banned_at}
+            for peer, ban in book.bans.items()
+        ],
+    }

@@ -1,0 +1,1 @@
+"""`swarm-coordinator`: its commands, one module for each group of them."""

@@ -1,0 +1,345 @@
+"""The commands about who may take part: token, allow, ban, unban.
+
+Owns their words, and how a decision gets to where it counts: a running coordinator is asked over
+its socket; without one the command writes to the run's database itself, under the folder's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import trio
+
+from swarm_coordinator.admission.requests import (
+    MAX_TEXT_CHARACTERS,
+    Administration,
+    Allow,
+    BanPeer,
+    CreateToken,
+    Disallow,
+    Request,
+    RevokeToken,
+    UnbanPeer,
+    token_document,
+)
+from swarm_coordinator.cli.run import RUN_DIR, run_addresses
+from swarm_coordinator.demo.run_summary import table
+from swarm_coordinator.durability.run_files import (
+    load_identity,
+    load_manifest,
+    load_settings,
+    place_of,
+    read_book,
+)
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.server import admin_socket
+from swarm_coordinator.server.listen_addresses import invite_for
+from swarm_coordinator.status.status_file import printable
+from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
+from swarm_coordinator.storage.location import is_there, reading
+from swarm_coordinator.storage.open_store import open_store
+from swarm_shared.base.clock import wall
+from swarm_shared.base.errors import (
+    NetworkError,
+    SignatureError,
+    StorageError,
+    SwarmError,
+    UsageError,
+)
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import public_key_of
+
+REACH_SECONDS = 15.0
+"""A coordinator that is starting, or ending, takes commands or gives the folder free by then."""
+SHORTEST_SUFFIX = 6
+"""Of a peer ID: as long as those that the end of a run and `status` show, or nearly."""
+LONGEST_EXPIRY_SECONDS = 100 * 365 * 86_400.0
+
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_ERRORS: dict[int, type[SwarmError]] = {
+    error.exit_code: error for error in (UsageError, StorageError, NetworkError)
+}
+
+PEER = click.argument("peer")
+REASON = click.option("--reason", default="", help="Reason sent to the peer and shown by `status`.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+
+
+# ---------------------------------------------------------------- carrying a decision out
+
+
+def decide(folder: RunFolder, request: Request) -> dict[str, Any]:
+    """Have the request carried out, by the running coordinator or here; prints what came of it."""
+    answer = _carry_out(folder, request)
+    if not answer.get("ok"):
+        kind = _ERRORS.get(answer.get("exit_code", 1), SwarmError)
+        raise kind(str(answer.get("error", "the coordinator gave no reason")))
+    if answer.get("warning"):
+        click.echo(f"note: {answer['warning']}", err=True)
+    return answer
+
+
+def _carry_out(folder: RunFolder, request: Request) -> dict[str, Any]:
+    patience_ends = time.monotonic() + REACH_SECONDS
+    while True:
+        with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
+            return admin_socket.ask(folder.socket, request.model_dump())
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(folder.lock())
+            except UsageError as error:
+                if time.monotonic() > patience_ends:
+                    raise NetworkError(
+                        f"a process uses {folder.path} and takes no commands; wait until it is "
+                        f"ready or has ended, and try again"
+                    ) from error
+            else:
+                return trio.run(_carry_out_alone, folder, request)
+        time.sleep(0.1)
+
+
+async def _carry_out_alone(folder: RunFolder, request: Request) -> dict[str, Any]:
+    settings, organiser = load_settings(folder), load_identity(folder).peer_id
+    store = open_store(place_of(folder))
+    try:
+        administration = Administration(
+            folder, settings.admission.mode, organiser, store.admission(), store.write, wall
+        )
+        change, concerned = await administration.carry_out(request)
+    finally:
+        store.close()
+    said = change.said
+    if concerned:
+        said += "; no coordinator is running, so that it holds from the next start on"
+    return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+
+
+def _peer_named(folder: RunFolder, text: str) -> PeerId:
+    """A peer by its ID, or by the end of the ID of a peer that the run knows."""
+    wanted = text.strip().removeprefix("…").removeprefix("...")
+    try:
+        public_key_of(PeerId(wanted))
+        return PeerId(wanted)
+    except SignatureError:
+        known = _known_peers(folder)
+    if len(wanted) >= SHORTEST_SUFFIX:
+        found = sorted(peer for peer in known if peer.endswith(wanted))
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise UsageError(f"{text} is the end of several peer IDs: {', '.join(found)}")
+    example = load_identity(folder).peer_id
+    raise UsageError(
+        f"{text!r} is no peer ID, nor the end ({SHORTEST_SUFFIX} characters or more) of one that "
+        f"has taken part in this run; `swarm-client join` prints a volunteer's, and "
+        f"it looks like {example}"
+    )
+
+
+def _known_peers(folder: RunFolder) -> set[PeerId]:
+    place = place_of(folder)
+    if not is_there(place):
+        return set()
+    with reading(place) as connection:
+        book = read_admission(connection)
+        return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
+
+
+# ---------------------------------------------------------------- token
+
+
+class Duration(click.ParamType[float]):
+    """`90s`, `30m`, `12h`, `7d`, `2w` as seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, parameter: Any, context: Any) -> float:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", str(value).strip(), re.ASCII)
+        seconds = float(match[1]) * _UNIT_SECONDS[match[2]] if match else math.nan
+        if not 0 < seconds <= LONGEST_EXPIRY_SECONDS:
+            self.fail(
+                f"{value!r} is no length of time; write a number and a unit, like 90s, 30m, 12h, "
+                "7d or 2w",
+                parameter,
+                context,
+            )
+        return seconds
+
+
+@click.group("token")
+def token_command() -> None:
+    """Manage tokens: an invite with a token admits its bearer ([admission] mode = "token")."""
+
+
+@token_command.command("create")
+@RUN_DIR
+@click.option(
+    "--uses",
+    type=click.IntRange(1, 2**53 - 1),
+    help="Number of peers that it admits; unlimited by default.",
+)
+@click.option(
+    "--expires",
+    type=Duration(),
+    metavar="7d",
+    help="Time after which it admits no peer; never by default.",
+)
+@click.option("--note", default="", help="Private note, for example the recipient.")
+@AS_JSON
+def token_create_command(
+    run_dir: Path, uses: int | None, expires: float | None, note: str, as_json: bool
+) -> None:
+    """Create a token and print the invite that carries it. The invite is shown only once."""
+    folder, note = RunFolder.open(run_dir), _checked(note, "--note")
+    settings, manifest = load_settings(folder), load_manifest(folder)
+    addresses = run_addresses(folder, settings)
+    # Before the token is made: an address that is none must not cost one.
+    invite_for(manifest, addresses, None)
+    made = decide(folder, CreateToken(uses=uses, expires_seconds=expires, note=note))
+    details = made["details"]
+    invite = invite_for(manifest, addresses, details["secret"]).encode()
+    if as_json:
+        click.echo(json.dumps({**details, "note": note, "invite": invite}, indent=1))
+        return
+    until = f", until {_when(details['expires_at'])}" if details["expires_at"] else ""
+    click.echo(
+        f"token {details['token']}: admits {_uses(uses)}{until}; this invite carries it and is "
+        "not shown again:"
+    )
+    click.echo(invite)
+
+
+@token_command.command("list")
+@RUN_DIR
+@AS_JSON
+def token_list_command(run_dir: Path, as_json: bool) -> None:
+    """List all tokens; their secrets are not stored."""
+    tokens = token_document(read_book(RunFolder.open(run_dir)), wall())
+    if as_json:
+        click.echo(json.dumps(tokens, indent=1))
+    elif not tokens:
+        click.echo(
+            f"no token yet; make one with `swarm-coordinator token create {quoted(run_dir)}`"
+        )
+    else:
+        rows = [
+            (
+                str(token["token"]), token["state"],
+                _left(token),
+                str(len(token["admitted"])), _when(token["created_at"]),
+                _when(token["expires_at"]) if token["expires_at"] else "never",
+                printable(token["note"]),
+            )
+            for token in tokens
+        ]  # fmt: skip
+        header = ("token", "state", "uses left", "admitted", "created", "expires", "note")
+        click.echo(table(header, rows, right=(0, 3)))
+
+
+@token_command.command("revoke")
+@RUN_DIR
+@click.argument("token", type=int)
+def token_revoke_command(run_dir: Path, token: int) -> None:
+    """Revoke TOKEN and end the membership of all peers that it admitted.
+
+    TOKEN is its number, as `list` shows it.
+    """
+    click.echo(decide(RunFolder.open(run_dir), RevokeToken(token=token))["said"])
+
+
+# ---------------------------------------------------------------- allow
+
+
+@click.group("allow")
+def allow_command() -> None:
+    """Manage the list of peers that may join ([admission] mode = "allow-list")."""
+
+
+@allow_command.command("add")
+@RUN_DIR
+@PEER
+def allow_add_command(run_dir: Path, peer: str) -> None:
+    """Add PEER (its peer ID) to the list."""
+    folder = RunFolder.open(run_dir)
+    click.echo(decide(folder, Allow(peer=_peer_named(folder, peer)))["said"])
+
+
+@allow_command.command("remove")
+@RUN_DIR
+@PEER
+def allow_remove_command(run_dir: Path, peer: str) -> None:
+    """Remove PEER from the list; in mode "allow-list" that ends its membership."""
+    folder = RunFolder.open(run_dir)
+    click.echo(decide(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
+
+
+@allow_command.command("list")
+@RUN_DIR
+@AS_JSON
+def allow_list_command(run_dir: Path, as_json: bool) -> None:
+    """Print the list."""
+    book = read_book(RunFolder.open(run_dir))
+    if as_json:
+        rows = [{"peer": peer, "added_at": added} for peer, added in book.allowed.items()]
+        click.echo(json.dumps(rows, indent=1))
+    elif not book.allowed:
+        click.echo(f"nobody yet; `swarm-coordinator allow add {quoted(run_dir)} PEER` adds a peer")
+    else:
+        for peer in book.allowed:
+            click.echo(peer)
+
+
+# ---------------------------------------------------------------- ban
+
+
+@click.command("ban")
+@RUN_DIR
+@PEER
+@REASON
+def ban_command(run_dir: Path, peer: str, reason: str) -> None:
+    """Exclude PEER from the run at once, in every admission mode, until it is unbanned.
+
+    PEER is its peer ID, or the end of it as `status` shows it.
+    """
+    folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
+    request = BanPeer(peer=_peer_named(folder, peer), reason=reason)
+    click.echo(decide(folder, request)["said"])
+
+
+@click.command("unban")
+@RUN_DIR
+@PEER
+def unban_command(run_dir: Path, peer: str) -> None:
+    """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
+    folder = RunFolder.open(run_dir)
+    click.echo(decide(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
+
+
+# ---------------------------------------------------------------- words
+
+
+def _checked(text: str, what: str) -> str:
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise UsageError(f"{what} has at most {MAX_TEXT_CHARACTERS} characters, not {len(text)}")
+    return printable(text)
+
+
+def _when(unix_seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
+
+
+def _left(token: dict[str, Any]) -> str:
+    return "any number" if token["uses"] is None else f"{token['uses_left']} of {token['uses']}"
+
+
+def _uses(uses: int | None) -> str:
+    if uses is None:
+        return "any number of peers"
+    return "one peer" if uses == 1 else f"{uses} peers"

@@ -1,0 +1,36 @@
+"""`swarm-coordinator dashboard`: the link to the organiser's page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.configuration.http_address import parse_address
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.status.status_file import read_status
+from swarm_shared.base.errors import NetworkError
+
+
+@click.command("dashboard")
+@RUN_DIR
+def dashboard_command(run_dir: Path) -> None:
+    """Print the link to the dashboard of the run in RUN_DIR, with the organiser's token.
+
+    The link opens the organiser's view for every bearer. The token is in the fragment (after #),
+    which browsers do not send.
+    """
+    folder = RunFolder.open(run_dir)
+    status = read_status(folder.status) if folder.in_use() else None
+    if status is None or not status.get("running"):
+        raise NetworkError(
+            f"no coordinator serves this run now; `swarm-coordinator start {quoted(run_dir)}` does"
+        )
+    address = status.get("http", {}).get("address")
+    if address is None:
+        raise NetworkError(
+            "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
+            "is taken (the coordinator said so when it started)"
+        )
+    click.echo(f"{parse_address(address).url}#token={folder.dashboard_token()}")

@@ -1,0 +1,130 @@
+"""The commands that keep a run from being lost: verify, backup, restore.
+
+Owns their words. What is checked is in `run_check`, the copies are `backup`'s and `restore`'s.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.durability.backup import is_backup, make_backup, read_summary, verify_backup
+from swarm_coordinator.durability.integrity_check import (
+    Finding,
+    RunCheck,
+    check_run,
+    refuse_damage,
+    set_aside,
+)
+from swarm_coordinator.durability.restore import restore_backup
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_shared.base.errors import UsageError
+
+
+@click.command("verify")
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@click.option(
+    "--set-aside",
+    "aside",
+    is_flag=True,
+    help="Move a damaged database or checkpoint away, so that the run can continue without it.",
+)
+def verify_command(run_dir: Path, as_json: bool, aside: bool) -> None:
+    """Re-read everything in RUN_DIR (or in a backup) and name what is damaged."""
+    if is_backup(run_dir):
+        if aside:
+            raise UsageError("a backup is kept as it is; --set-aside is for the folder of a run")
+        summary = verify_backup(run_dir)
+        if as_json:
+            click.echo(json.dumps({"good": True, **summary.model_dump(exclude={"files"})}))
+        else:
+            click.echo(f"the backup is whole: step {summary.version} of {summary.name}")
+        return
+    folder = RunFolder.open(run_dir, complete=False)
+    check = check_run(folder, (lambda line: None) if as_json else click.echo)
+    if as_json:
+        click.echo(json.dumps(_document(check), indent=1))
+    if check.findings and aside:
+        with folder.lock():
+            for path in set_aside(folder, check):
+                click.echo(f"moved to {path}", err=as_json)
+        check = check_run(folder)
+        check = RunCheck(check.good, tuple(f for f in check.findings if _counts(f)), check.offers)
+    if check.findings and not as_json:
+        for finding in check.findings:
+            click.echo(f"DAMAGED: {finding.problem}")
+    refuse_damage(check)
+
+
+def _counts(finding: Finding) -> bool:
+    """After what is damaged was moved away, that it is not there any more is no news."""
+    return not (finding.part == "checkpoint" and finding.version is None)
+
+
+def _document(check: RunCheck) -> dict[str, object]:
+    return {
+        "good": not check.findings,
+        "verified": list(check.good),
+        "damaged": [
+            {"part": f.part, "problem": f.problem, "version": f.version} for f in check.findings
+        ],
+        "offers": list(check.offers),
+    }
+
+
+@click.command("backup")
+@RUN_DIR
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--no-key", is_flag=True, help="Leave out organiser.key and the token of the invite.")
+@click.option("--no-data", is_flag=True, help="Leave out the training data.")
+def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> None:
+    """Save the run in RUN_DIR to the new folder OUT; its coordinator may keep running."""
+    folder = RunFolder.open(run_dir)
+    backup = make_backup(folder, out, with_key=not no_key, with_data=not no_data)
+    summary = backup.summary
+    checkpoint = "no checkpoint yet"
+    if summary.checkpoint is not None:
+        checkpoint = f"the checkpoint of step {summary.checkpoint}"
+    size = sum(file.bytes for file in summary.files)
+    click.echo(
+        f"saved {summary.name} at step {summary.version} with {checkpoint} to {out} "
+        f"({size / 2**20:.1f} MiB, read back and found whole)"
+    )
+    if no_key:
+        click.echo("without organiser.key: nobody can go on with the run without it, keep it apart")
+    else:
+        click.echo("it holds organiser.key: whoever has that can speak for this run")
+
+
+@click.command("restore")
+@click.argument("backup", type=click.Path(path_type=Path))
+@RUN_DIR
+@click.option(
+    "--force", is_flag=True, help="Allow an existing run in RUN_DIR; its folder is moved aside."
+)
+@click.option(
+    "--files-only",
+    is_flag=True,
+    help="Leave the database on its server unchanged: for a standby coordinator.",
+)
+def restore_command(backup: Path, run_dir: Path, force: bool, files_only: bool) -> None:
+    """Restore BACKUP to RUN_DIR. The run continues from the checkpoint in the backup."""
+    read_summary(backup)
+    done = restore_backup(backup, run_dir, force=force, files_only=files_only)
+    if files_only:
+        click.echo(f"{run_dir} has the files of {done.summary.name}; its database is where it was")
+        click.echo(f"let it stand by with: swarm-coordinator start {quoted(run_dir)} --standby")
+        return
+    click.echo(
+        f"{run_dir} is {done.summary.name} as it was at step {done.summary.version}; it goes on "
+        f"from its checkpoint of step {done.version}, as generation {done.generation + 1}"
+    )
+    if done.replaced is not None:
+        click.echo(f"what was there is now {done.replaced}")
+    for name in done.missing:
+        click.echo(f"put {name} back into {run_dir} before the next start: the backup has none")
+    click.echo(f"start it with: swarm-coordinator start {quoted(run_dir)}")

@@ -1,0 +1,93 @@
+"""`swarm-coordinator ledger export`: the run's public ledger as a file that anybody can check."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from swarm_coordinator.cli.run import RUN_DIR
+from swarm_coordinator.durability.run_files import load_identity, load_manifest, place_of
+from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
+from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.device_owner_rows import read_bindings
+from swarm_coordinator.storage.location import is_there, reading
+from swarm_shared.base.atomic_file import atomic_file
+from swarm_shared.base.clock import wall
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.ledger import write_ledger
+from swarm_shared.credit.ledger_lines import StepLine
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
+
+STEPS_AT_ONCE = 500
+
+
+@click.group("ledger")
+def ledger_command() -> None:
+    """Publish who has contributed what, in a form that anyone can verify."""
+
+
+@ledger_command.command("export")
+@RUN_DIR
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def export_ledger_command(run_dir: Path, file: Path) -> None:
+    """Write the signed ledger of the run in RUN_DIR to FILE; its coordinator may keep running.
+
+    `swarm-client verify-ledger FILE` recomputes every number in it.
+    """
+    folder = RunFolder.open(run_dir)
+    load_manifest(folder)
+    envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
+    place = place_of(folder)
+    if not is_there(place):
+        raise UsageError(
+            f"the run in {run_dir} has not been started yet, so there is nothing in it"
+        )
+    lines = 0
+    with reading(place) as connection:
+        begins = connection.execute(
+            "SELECT min(step) FROM applied_steps WHERE superseded_by IS NULL"
+        ).fetchone()[0]
+        if begins not in (None, 1):
+            raise StorageError(
+                f"the database knows no steps before {begins} (it is newer than the run), and a "
+                "ledger that begins there could not be checked"
+            )
+        rows = connection.execute(
+            "SELECT p.peer, p.name, t.team FROM peers p LEFT JOIN teams t ON t.peer = p.id"
+        ).fetchall()
+        names = {PeerId(peer): (name, team or None) for peer, name, team in rows}
+        bindings = {device: text for device, (_, text) in read_bindings(connection).items()}
+        written = write_ledger(
+            load_identity(folder), envelope, _steps(connection), names, wall(), bindings
+        )
+        with atomic_file(file) as out:
+            for line in written:
+                out.write(line)
+                lines += 1
+    click.echo(
+        f"{lines} lines in {file}; anybody checks them with: swarm-client verify-ledger FILE"
+    )
+
+
+def _steps(connection: Connection) -> Iterator[StepLine]:
+    """In their order, a part at a time: memory stays small."""
+    after = 0
+    while rows := connection.execute(
+        "SELECT id, step, written_at FROM applied_steps WHERE superseded_by IS NULL AND step > ? "
+        "ORDER BY step LIMIT ?",
+        (after, STEPS_AT_ONCE),
+    ).fetchall():
+        for row, step, written_at in rows:
+            shares = connection.execute(
+                "SELECT p.peer, s.stage, s.microbatches "
+                "FROM shares s JOIN peers p ON p.id = s.peer WHERE s.applied_step = ? "
+                "ORDER BY s.stage, p.peer",
+                (row,),
+            ).fetchall()
+            yield StepLine(
+                step=step, applied_at=written_at, shares=tuple((p, s, m) for p, s, m in shares)
+            )
+        after = rows[-1][1]

@@ -1,0 +1,177 @@
+"""The commands that hold a model in memory: export and reference.
+
+Owns their words; torch is imported inside them, for it takes seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarm_coordinator.core.events import CheckpointRecord
+from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.storage.history import HistoryStep, history, steps_document
+from swarm_coordinator.storage.location import is_there, reading
+from swarm_coordinator.storage.records import read_checkpoints
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import Step, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+
+@click.command("export")
+@RUN_DIR
+@click.argument("out", type=click.Path(path_type=Path))
+def export_command(run_dir: Path, out: Path) -> None:
+    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads."""
+    folder = RunFolder.open(run_dir)
+    manifest = load_manifest(folder)
+    _check_out(out)
+    version, files = newest_checkpoint(folder, manifest)
+    from swarm_coordinator.offline.hf_export import export_huggingface
+
+    tokenizer = folder.tokenizer if manifest.data.tokenizer == "bpe" else None
+    export_huggingface(manifest, files, tokenizer, out)
+    click.echo(f"wrote the model after step {version} to {out}")
+
+
+def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, list[Path]]:
+    """The newest checkpoint whose every byte is there, and its files, one per stage."""
+    checkpoints = CheckpointFolder(
+        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
+    )
+    found = checkpoints.latest_valid(lambda text: click.echo(text, err=True), _known(folder))
+    if found is None:
+        raise StorageError(
+            f"there is no usable checkpoint in {folder.checkpoints}; the run writes one every "
+            f"{manifest.checkpoint_steps} steps and when it is stopped with Ctrl-C, so let it "
+            f"run on with `swarm-coordinator start {quoted(folder.path)}`"
+        )
+    return found.version, checkpoints.stage_files(found.version)
+
+
+def _known(folder: RunFolder) -> dict[Version, CheckpointRecord] | None:
+    """Checkpoints of the run's own history; None, for any, when its database is lost."""
+    place = place_of(folder)
+    if not is_there(place):
+        return None
+    with reading(place) as connection:
+        return {record.version: record for record in read_checkpoints(connection)}
+
+
+def _check_out(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is there already and no folder; choose another name")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+        raise UsageError(
+            f"{out} holds other things than an exported model; choose another name, or empty it"
+        )
+
+
+@click.command("reference")
+@RUN_DIR
+@click.option("--steps", type=click.IntRange(1), help="Stop after this many steps.")
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the steps to this file, in the format of `history --json`.",
+)
+@click.option("--threads", type=click.IntRange(1), help="Compute threads.")
+def reference_command(
+    run_dir: Path, steps: int | None, json_file: Path | None, threads: int | None
+) -> None:
+    """Train the run in RUN_DIR in one process and compare its losses with the swarm's."""
+    folder = RunFolder.open(run_dir)
+    manifest = load_manifest(folder)
+    wanted = min(steps or manifest.training.steps, manifest.training.steps)
+    done: list[HistoryStep] = []
+    if json_file is not None:
+        # Before hours of training, not after them: can it be written at all?
+        _write_steps(json_file, done)
+    if threads is not None:
+        # Libraries under torch read this once, when they are loaded.
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        heldout = _train(folder, manifest, wanted, threads, done)
+    finally:
+        if json_file is not None:
+            _write_steps(json_file, done)
+    if heldout is not None:
+        click.echo(f"held-out loss: {heldout:.4f}")
+    place = place_of(folder)
+    if is_there(place):
+        click.echo(compared(history(place).steps, done, manifest))
+
+
+def compared(run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest: Manifest) -> str:
+    """What a person is told of a run's losses beside those of one process."""
+    of_run = {step.step: step.loss for step in run}
+    both = [(step.step, of_run[step.step], step.loss) for step in alone if step.step in of_run]
+    if not both:
+        return "the run itself has made none of these steps yet"
+    # A loss of 0 is no loss of a language model, and no reason to end with a traceback.
+    unequal = [
+        (abs(found - loss) / (abs(loss) or 1.0), step)
+        for step, found, loss in both
+        if found != loss
+    ]
+    count = f"{len(both)} step{'s' if len(both) > 1 else ''}"
+    if not unequal:
+        return f"the run's losses are the same, to the bit, in all {count}"
+    farthest, step = max(unequal)
+    said = f"the run's losses differ from these in {len(unequal)} of {count}, by {farthest:.1e} at "
+    said += f"most (step {step})"
+    average = manifest.codecs.average
+    if average == "exact":
+        return f"{said}: its machines compute unlike this one (another device or number of threads)"
+    return f'{said}; sums that no order changes need [codecs] average = "exact", not "{average}"'
+
+
+def _train(
+    folder: RunFolder, manifest: Manifest, steps: int, threads: int | None, done: list[HistoryStep]
+) -> float | None:
+    from swarm_coordinator.offline.reference import (
+        Microbatch,
+        StepRecord,
+        evaluate,
+        train_reference,
+    )
+    from swarm_shared.data.sampler import heldout_microbatch, microbatch
+    from swarm_shared.data.shards import open_shards
+
+    stream = open_shards(folder.data, manifest.data, "train")
+
+    def samples(step: int) -> list[Microbatch]:
+        count = manifest.training.microbatches_per_step
+        return [microbatch(stream, manifest, step, index) for index in range(count)]
+
+    def on_step(record: StepRecord) -> None:
+        done.append(
+            HistoryStep(
+                Step(record.step), record.loss, record.tokens, record.seconds, written_at=0.0
+            )
+        )
+        click.echo(f"step {record.step} loss {record.loss:.4f} {record.seconds:.2f} s")
+
+    stage = train_reference(manifest, samples, steps, on_step, threads=threads)
+    count = manifest.training.evaluation_microbatches
+    if steps < manifest.training.steps or not count:
+        return None
+    heldout = open_shards(folder.data, manifest.data, "heldout")
+    return evaluate(stage, [heldout_microbatch(heldout, manifest, i) for i in range(count)])
+
+
+def _write_steps(path: Path, steps: list[HistoryStep]) -> None:
+    document: dict[str, Any] = steps_document(tuple(steps))
+    write_atomically(path, (json.dumps(document) + "\n").encode())

@@ -1,0 +1,450 @@
+"""The commands around a run's life: init, start, invite, status, history.
+
+Owns their words. Making a run is `initialise_run`'s, serving it `server`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import logging.handlers
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import trio
+
+from swarm_coordinator.admission.requests import admission_document, standing_token
+from swarm_coordinator.configuration.http_address import parse_address
+from swarm_coordinator.configuration.run_settings import (
+    DEFAULT_PRESET,
+    RunSettings,
+    parse_codec,
+    parse_override,
+)
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.durability.integrity_check import check_start, refuse_damage
+from swarm_coordinator.durability.run_files import (
+    changed_settings,
+    load_identity,
+    load_manifest,
+    load_settings,
+    place_of,
+    read_book,
+    read_progress,
+)
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.server.dashboard_process import Companion
+from swarm_coordinator.server.listen_addresses import dialable_addresses, invite_for, listen_address
+from swarm_coordinator.status.status_file import finite, read_status, status_lines
+from swarm_coordinator.storage.history import history, steps_document
+from swarm_coordinator.storage.leader_election import wait_for_turn
+from swarm_coordinator.storage.location import Place, PostgresqlPlace
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import sign_manifest
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
+
+LOG_BYTES = 10 * 2**20
+LOG_FILES = 3
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+_CHANGEABLE = (
+    "[training] steps",
+    "[training] evaluation_microbatches",
+    "[limits] ",
+    "[checkpoint] every_steps",
+)
+"""Settings that a run may change after it began; the run's id does not depend on them."""
+
+
+# ---------------------------------------------------------------- init
+
+
+@click.command("init")
+@RUN_DIR
+@click.option(
+    "--preset",
+    default=DEFAULT_PRESET,
+    show_default=True,
+    type=click.Choice(list(PRESETS)),
+    help="Preset of model and training sizes.",
+)
+@click.option(
+    "--data",
+    default="python-stdlib",
+    show_default=True,
+    help="Training data: a text file, a folder, a JSONL file, ready shards, or python-stdlib.",
+)
+@click.option("--stages", type=int, help="Number of pipeline stages; by default the preset's.")
+@click.option("--steps", type=int, help="Optimizer steps of the run; by default the preset's.")
+@click.option("--seed", type=int, help="Seed of initialisation and data order.")
+@click.option(
+    "--tokenizer", type=click.Choice(["bytes", "bpe"]), help="Tokenizer; by default the preset's."
+)
+@click.option(
+    "--codec",
+    metavar="auto|NAME|NAME/NAME",
+    help="Codecs between stages: none, int8, … for both directions, int8/int4 for activations and "
+    "gradients, or auto: the fastest pair here whose measured loss is within the limit.",
+)
+@click.option(
+    "--set",
+    "changes",
+    multiple=True,
+    metavar="SECTION.NAME=VALUE",
+    help="Any other setting of run.toml; may be repeated.",
+)
+def init_command(
+    run_dir: Path,
+    preset: str,
+    data: str,
+    stages: int | None,
+    steps: int | None,
+    seed: int | None,
+    tokenizer: str | None,
+    codec: str | None,
+    changes: tuple[str, ...],
+) -> None:
+    """Create a run: settings, data, key and signed manifest in RUN_DIR."""
+    overrides = dict(parse_override(change) for change in changes)
+    for name, value in (
+        ("training.steps", steps),
+        ("run.seed", seed),
+        ("data.tokenizer", tokenizer),
+    ):
+        if value is not None:
+            overrides[name] = value
+    if codec is not None:
+        overrides |= parse_codec(codec)
+    from swarm_coordinator.run_creation.initialise import initialise_run
+
+    initialise_run(run_dir, preset, data, stages, overrides, click.echo)
+    click.echo(f"edit {run_dir / 'run.toml'} if you like, then:")
+    click.echo(f"  swarm-coordinator start {quoted(run_dir)}")
+
+
+# ---------------------------------------------------------------- start
+
+
+@click.command("start")
+@RUN_DIR
+@click.option("--port", type=click.IntRange(1, 65_535), help="TCP port to listen on.")
+@click.option(
+    "--http",
+    "http",
+    metavar="HOST:PORT",
+    help='Address of the dashboard instead of [http] listen in run.toml; "" for none.',
+)
+@click.option(
+    "--standby",
+    is_flag=True,
+    help="Wait while another coordinator serves the run; take over when it stops (PostgreSQL).",
+)
+def start_command(run_dir: Path, port: int | None, http: str | None, standby: bool) -> None:
+    """Serve the run in RUN_DIR and print the invite.
+
+    Ctrl-C finishes the step, stores a checkpoint and stops.
+    """
+    if http:
+        parse_address(http)
+    folder = RunFolder.open(run_dir)
+    with folder.lock():
+        place = place_of(folder)
+        remote = isinstance(place, PostgresqlPlace)
+        if standby and not remote:
+            raise UsageError(
+                "--standby needs a database that both coordinators reach; set [coordinator] store "
+                "in run.toml to the address of a PostgreSQL server"
+            )
+        _log_to(folder.log / "coordinator.log")
+        while True:
+            if isinstance(place, PostgresqlPlace):
+                trio.run(partial(wait_for_turn, place, _report, stand_by=standby))
+            if _serve(folder, place, port, http, standby):
+                return
+
+
+def _serve(
+    folder: RunFolder, place: Place, port: int | None, http: str | None, standby: bool
+) -> bool:
+    """Until its end. False when another one that stood by was quicker to take over."""
+    from swarm_coordinator.server.context import Service
+    from swarm_coordinator.server.coordinator import serve
+    from swarm_coordinator.storage.open_store import open_store
+
+    settings, manifest = load_settings(folder), load_manifest(folder)
+    checkpoint, check = check_start(folder, manifest)
+    if standby and check.findings:
+        # Nobody is there to decide, and volunteers hold newer state than any checkpoint.
+        _report(f"taking over all the same: {check.sentence}")
+    else:
+        refuse_damage(check)
+    restored = read_progress(folder)
+    manifest = _follow_settings(folder, settings, manifest, restored)
+    if restored is not None and _is_over(restored, manifest):
+        _say_finished(folder, restored)
+        return True
+    identity = load_identity(folder)
+    store = open_store(place)
+    try:
+        service = Service(
+            folder=folder,
+            settings=settings,
+            manifest=manifest,
+            identity=identity,
+            store=store,
+            report=_report,
+            port=port,
+            verified=checkpoint,
+            on_serving=_say_serving(folder, settings, manifest),
+            companion=_companion(folder, settings.http.listen if http is None else http),
+        )
+        trio.run(serve, service)
+    except LeadershipError:
+        if standby and not store.leads:
+            return False
+        raise
+    finally:
+        store.close()
+    end = read_progress(folder)
+    if end is not None and _is_over(end, manifest):
+        _say_finished(folder, end)
+    return True
+
+
+def _companion(folder: RunFolder, listen: str) -> Companion | None:
+    return Companion(folder, parse_address(listen), _report) if listen else None
+
+
+def _follow_settings(
+    folder: RunFolder, settings: RunSettings, manifest: Manifest, restored: Restored | None
+) -> Manifest:
+    """run.toml may have been edited since the manifest was signed: sign it anew, or say no."""
+    differences = changed_settings(folder, settings, manifest)
+    if not differences:
+        return manifest
+    if restored is None or restored.version == 0:
+        # In a process of its own: planning the stages needs torch, serving the run does not.
+        done = subprocess.run(
+            [sys.executable, "-m", "swarm_coordinator", "refresh", str(folder.path)],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        if done.returncode != 0:
+            words = done.stderr.strip().removeprefix("swarm-coordinator: error: ")
+            raise ConfigurationError(words or "the changed run.toml could not be followed")
+        for line in done.stdout.splitlines():
+            click.echo(line)
+    elif all(difference.startswith(_CHANGEABLE) for difference in differences):
+        changed = manifest.model_copy(
+            update={
+                "training": settings.training_config,
+                "limits": settings.limits,
+                "checkpoint_steps": settings.checkpoint.every_steps,
+            }
+        )
+        write_atomically(folder.manifest, sign_manifest(load_identity(folder), changed))
+    else:
+        kept = [d for d in differences if not d.startswith(_CHANGEABLE)]
+        raise ConfigurationError(
+            f"the run has applied {restored.version} steps and cannot be changed in this way any "
+            f"more: {'; '.join(kept)}; change it back, or make a new run with "
+            f"`swarm-coordinator init`"
+        )
+    for difference in differences:
+        click.echo(f"following run.toml: {difference.split(' in run.toml')[0]}")
+    return load_manifest(folder)
+
+
+def _is_over(restored: Restored, manifest: Manifest) -> bool:
+    return restored.finished and restored.version >= manifest.training.steps
+
+
+def _say_finished(folder: RunFolder, restored: Restored) -> None:
+    heldout = restored.heldout_loss
+    loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
+    click.echo(f"the run is finished after {restored.version} steps{loss}")
+    if load_manifest(folder).model.bottlenecks:
+        click.echo(f"the model is in {folder.checkpoints}, as safetensors files")
+    else:
+        home = f"swarm-coordinator export {quoted(folder.path)} OUT_FOLDER"
+        click.echo(f"take the model home: {home}")
+    click.echo(f"or raise [training] steps in {folder.settings} and start again")
+
+
+def _say_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> Any:
+    mode = settings.admission.mode
+
+    def say(invite: Invite) -> None:
+        click.echo(
+            f"serving {manifest.name}: {manifest.stage_count} stage(s), "
+            f"{manifest.training.steps} steps, at {', '.join(invite.addresses)}"
+        )
+        if mode == "token" and invite.token is None:
+            click.echo(f"make invites with `swarm-coordinator token create {quoted(folder.path)}`")
+        else:
+            listed = " and is on the list (`swarm-coordinator allow`)"
+            click.echo(
+                f"whoever wants to take part{listed if mode == 'allow-list' else ''} runs "
+                "`swarm-client join` with this invite:"
+            )
+            click.echo(invite.encode())
+        sys.stdout.flush()
+
+    return say
+
+
+def _report(line: str) -> None:
+    click.echo(f"{time.strftime('%H:%M:%S')} {line}")
+    sys.stdout.flush()
+
+
+def _log_to(path: Path) -> None:
+    """Machine details of this process, kept small by rotation."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
+        )
+    except OSError as error:
+        click.echo(
+            f"no log can be written to {path} ({error.strerror}); going on without", err=True
+        )
+        return
+    handler.setFormatter(
+        logging.Formatter("%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
+    )
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    # A full disk must not print a traceback for each line that cannot be logged.
+    logging.raiseExceptions = False
+
+
+@click.command("refresh", hidden=True)
+@RUN_DIR
+def refresh_command(run_dir: Path) -> None:
+    """Sign the manifest again after an edit of run.toml; `start` runs this automatically."""
+    from swarm_coordinator.run_creation.initialise import refresh_manifest
+
+    folder = RunFolder.open(run_dir)
+    restored = read_progress(folder)
+    if restored is not None and restored.version > 0:
+        raise ConfigurationError(f"the run has applied {restored.version} steps already")
+    refresh_manifest(folder, click.echo)
+
+
+# ---------------------------------------------------------------- invite, status, history
+
+
+@click.command("invite")
+@RUN_DIR
+def invite_command(run_dir: Path) -> None:
+    """Print the invite of the run in RUN_DIR."""
+    folder = RunFolder.open(run_dir)
+    settings, manifest = load_settings(folder), load_manifest(folder)
+    addresses = run_addresses(folder, settings)
+    token = None
+    if settings.admission.mode == "token":
+        token, _ = standing_token(folder, read_book(folder))
+        if token is None:
+            raise UsageError(
+                "this run has no invite of its own: its token was revoked, or you have made "
+                f"others; `swarm-coordinator token create {quoted(run_dir)}` makes an invite"
+            )
+    click.echo(invite_for(manifest, addresses, token).encode())
+
+
+def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
+    """Where volunteers reach the coordinator: now if it runs, else at its next start."""
+    document = read_status(folder.status) if folder.in_use() else None
+    if document is not None and document.get("running"):
+        return tuple(document["addresses"])
+    network = settings.network
+    port = network.listen_port or folder.remembered_port()
+    listen_address(network.listen_host, port or 0)
+    if port is None:
+        port = _free_port(network.listen_host)
+        folder.remember_port(port)
+    return dialable_addresses(network.listen_host, port, network.announce)
+
+
+def _free_port(host: str) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise NetworkError(
+            f"no port can be had on {host} ({error.strerror}); check [network] listen_host"
+        ) from error
+
+
+@click.command("status")
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def status_command(run_dir: Path, as_json: bool) -> None:
+    """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
+    folder = RunFolder.open(run_dir)
+    document = read_status(folder.status)
+    running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
+    if document is not None and not running:
+        document = {**document, **_admission_now(folder)}
+    if document is None:
+        document = {"run": load_manifest(folder).name, "phase": "never started"}
+    if as_json:
+        click.echo(json.dumps(finite({**document, "running": running}), indent=1))
+    elif "time" not in document:
+        how = f"swarm-coordinator start {quoted(run_dir)}"
+        click.echo(f"{document['run']} has not been started yet: {how}")
+    else:
+        for line in status_lines(document, running, time.time()):
+            click.echo(line)
+
+
+def _admission_now(folder: RunFolder) -> dict[str, Any]:
+    """What was decided since the coordinator last said how it stands.
+
+    Nothing if run.toml is broken: that is no reason to show no status.
+    """
+    try:
+        mode = load_settings(folder).admission.mode
+    except ConfigurationError:
+        return {}
+    return {"admission": admission_document(read_book(folder), mode, time.time(), attached=0)}
+
+
+def _lock_holder(folder: RunFolder) -> int | None:
+    try:
+        text = folder.lock_file.read_text("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+@click.command("history")
+@RUN_DIR
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def history_command(run_dir: Path, as_json: bool) -> None:
+    """Print every applied step of the run in RUN_DIR; needs no running coordinator."""
+    found = history(place_of(RunFolder.open(run_dir)))
+    if as_json:
+        click.echo(json.dumps(steps_document(found.steps)))
+        return
+    click.echo(f"{'step':>8} {'loss':>10} {'tokens':>10} {'seconds':>9}")
+    for step in found.steps:
+        click.echo(f"{step.step:>8} {step.loss:>10.4f} {step.tokens:>10} {step.seconds:>9.2f}")
+    if found.heldout_loss is not None:
+        click.echo(f"held-out loss: {found.heldout_loss:.4f}")

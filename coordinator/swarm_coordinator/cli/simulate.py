@@ -1,0 +1,125 @@
+"""`swarm-coordinator simulate`: what would this run do with that fleet?
+
+Reads the run's manifest and settings; changes nothing in its folder.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+
+import click
+
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.durability.run_files import load_manifest
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.simulator.churn_models import churn_model
+from swarm_coordinator.simulator.fleet import fleet_from
+from swarm_coordinator.simulator.fluid_plane import FluidPlane
+from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
+from swarm_coordinator.simulator.report import outcome_document, outcome_lines
+from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.trace import Change, read_trace, write_trace
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import UsageError
+from swarm_shared.scheduling.placement import MovePolicy
+
+MOST_FOLLOWED = 200
+"""Machines up to which following every microbatch takes minutes, not hours."""
+
+
+@click.command("simulate")
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--fleet", required=True, metavar="FILE|N", help="Machines: a file, or their number.")
+@click.option(
+    "--trace",
+    required=True,
+    metavar="FILE|MODEL",
+    help="When machines join and leave: a recording, or steady, home or spot with parameters.",
+)
+@click.option("--seed", default=1, show_default=True, help="Seed of everything random.")
+@click.option(
+    "--hours",
+    type=click.FloatRange(0.01, 10_000),
+    default=1.0,
+    show_default=True,
+    help="Simulated hours.",
+)
+@click.option(
+    "--rule",
+    type=click.Choice([rule.value for rule in RebalancingRule]),
+    default=RebalancingRule.THROUGHPUT.value,
+    show_default=True,
+    help="Rule by which peers are moved between stages.",
+)
+@click.option(
+    "--period",
+    type=click.FloatRange(1, 86_400),
+    default=60.0,
+    show_default=True,
+    help="Seconds between two placement decisions.",
+)
+@click.option(
+    "--level",
+    type=click.Choice(["auto", "fluid", "microbatches"]),
+    default="auto",
+    show_default=True,
+    help="Simulate every microbatch, or only rates (fluid).",
+)
+@click.option(
+    "--save-trace",
+    type=click.Path(path_type=Path),
+    help="Write the joins and departures to this file.",
+)
+@click.option(
+    "--json", "out", type=click.Path(path_type=Path), help="Write all figures to this file."
+)
+def simulate_command(
+    run_dir: Path, fleet: str, trace: str, seed: int, hours: float, rule: str, period: float,
+    level: str, save_trace: Path | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Simulate RUN_DIR with a fleet that joins and leaves, on a virtual clock.
+
+    The coordinator's own code decides; machines, links and users are modelled.
+    docs/simulator.md describes the model and the file formats.
+    """
+    manifest = load_manifest(RunFolder.open(run_dir))
+    machines = fleet_from(fleet, random.Random(f"{seed} fleet"))
+    changes = trace_from(trace, len(machines), hours, seed)
+    if save_trace is not None:
+        write_trace(save_trace, changes, f"--trace {trace} --fleet {fleet} --seed {seed}")
+    if level == "auto":
+        level = "microbatches" if len(machines) <= 32 and hours <= 1 else "fluid"
+    if level == "microbatches" and len(machines) > MOST_FOLLOWED:
+        raise UsageError(
+            f"microbatches of {len(machines):,} machines are too many to follow; use "
+            f"--level fluid, or at most {MOST_FOLLOWED} machines"
+        )
+    plane = MicrobatchPlane if level == "microbatches" else FluidPlane
+    options = SwarmOptions(
+        moves=RebalancingSettings(RebalancingRule(rule), MovePolicy(period_seconds=period)),
+        tick_seconds=plane.TICK_SECONDS,
+    )
+    began = time.monotonic()
+    with collect_rarely():
+        swarm = Swarm(manifest, machines, changes, options, seed, plane)
+        swarm.simulate(hours)
+    told = {"fleet": fleet, "trace": trace, "seed": seed, "level": level}
+    document = outcome_document(swarm, told, time.monotonic() - began)
+    for line in outcome_lines(document):
+        click.echo(line)
+    if out is not None:
+        write_atomically(out, (json.dumps(document, indent=1) + "\n").encode())
+        click.echo(f"written to {out}")
+
+
+def trace_from(text: str, machines: int, hours: float, seed: int) -> list[Change]:
+    """`--trace`: a file if there is one of that name, else a model's changes."""
+    path = Path(text)
+    if path.is_file():
+        return read_trace(path)
+    model = churn_model(text)
+    names = [f"machine-{number + 1}" for number in range(machines)]
+    return model.changes(names, hours, random.Random(f"{seed} churn"))

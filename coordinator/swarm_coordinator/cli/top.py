@@ -1,0 +1,41 @@
+"""`swarm-coordinator top`: the words of the command. It imports little: a view starts at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarm_shared.base.errors import UsageError
+from swarm_shared.tui.command import open_view, view_options
+
+PROGRAM = "swarm-coordinator top"
+
+
+@click.command("top")
+@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@view_options
+def top_command(
+    run_dir: Path | None, record: Path | None, replay: Path | None, unicode: bool | None
+) -> None:
+    """Show the run in RUN_DIR live: health, stages, peers, loss, events. Changes nothing."""
+    from swarm_shared.tui.terminal import this_terminal
+
+    if (run_dir is None) == (replay is None):
+        raise UsageError("name either a run's folder, or a recording with --replay FILE")
+    look = this_terminal("swarm-coordinator status", unicode=unicode)
+    from swarm_coordinator.run_dir.folder import RunFolder
+    from swarm_coordinator.status.document import RunDocument
+    from swarm_coordinator.tui.app import RunView
+    from swarm_coordinator.tui.run_source import RunFolderSource
+
+    folder = Path() if run_dir is None else RunFolder.open(run_dir, complete=False).path
+    open_view(
+        PROGRAM,
+        RunView,
+        lambda: RunDocument,
+        lambda: RunFolderSource(folder),
+        look,
+        record=record,
+        replay=replay,
+    )

@@ -1,0 +1,1 @@
+"""`run.toml`: the settings of a run, its commented template, and addresses for HTTP."""

@@ -1,0 +1,1 @@
+"""The rules of the core: each module is one concern of `transition`."""

@@ -1,0 +1,40 @@
+"""Which stages may still count a microbatch, asked in the middle of its way.
+
+Part of the pure core (design: the life of a microbatch). Whoever has lost the peer after it on a
+microbatch's way asks before it sends the microbatch to another one: what the lost peer had counted,
+and what stages behind it had, is known only after a reporting interval.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules.microbatches import missing_stages
+from swarm_coordinator.core.state.run import PeerState, PendingMask, RunPhase, RunState
+from swarm_shared.protocol import Mask, MaskRequest
+
+
+def ask_mask(run: RunState, peer: PeerState, request: MaskRequest, now: float) -> None:
+    """Answer after one reporting interval, so that receipts under way are counted first."""
+    wait = 1.2 * run.manifest.limits.receipt_interval_seconds
+    run.pending_masks.append(
+        PendingMask(now + wait, peer.peer, request.request, request.step, request.microbatch)
+    )
+
+
+def answer_masks(run: RunState, now: float) -> None:
+    if not run.pending_masks or run.pending_masks[0].due_at > now:
+        return  # they are asked in the order of time, and wait equally long
+    due = [mask for mask in run.pending_masks if mask.due_at <= now]
+    run.pending_masks = [mask for mask in run.pending_masks if mask.due_at > now]
+    for mask in due:
+        step = run.step_numbered(mask.step)
+        counts = step is not None and (step is run.ahead or run.phase is RunPhase.COLLECT)
+        accumulate = missing_stages(run, step, mask.microbatch) if step and counts else ()
+        run.send(
+            mask.peer,
+            Mask(
+                request=mask.request,
+                step=mask.step,
+                microbatch=mask.microbatch,
+                accumulate=accumulate,
+            ),
+        )

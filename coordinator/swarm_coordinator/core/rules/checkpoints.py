@@ -1,0 +1,162 @@
+"""When checkpoints are made and of what; fetching and writing them is the shell's part.
+
+Part of the pure core (design: durability). One peer per stage saves its state at one version;
+training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.events import CheckpointRecord, CheckpointStored, FetchSnapshot, Persist
+from swarm_coordinator.core.state.run import (
+    PeerPhase,
+    PeerState,
+    PendingCheckpoint,
+    RunState,
+    short,
+)
+from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.protocol import SaveSnapshot, SnapshotReady
+
+CHECKPOINT_SECONDS = 600.0
+"""A checkpoint that is not stored by then is given up; the next one is tried as usual."""
+
+RETRY_SECONDS = 5.0
+MAXIMUM_FAILURES = 3
+"""So often is a checkpoint tried that somebody waits for who wants to leave."""
+MAXIMUM_FAILURES_AT_END = 60
+"""The last one is worth more: within these five minutes the organiser can free some disk."""
+
+
+def due(run: RunState) -> bool:
+    """Whether the manifest wants a checkpoint at the run's version, or a start found too old a one.
+
+    That is so where a coordinator takes over with a folder of its own, and after damage: until one
+    is stored, a stage that everybody leaves would cost all steps since.
+    """
+    at_its_time = run.version > 0 and run.version % run.manifest.checkpoint_steps == 0
+    return at_its_time or run.checkpoint_overdue
+
+
+def stored(run: RunState) -> bool:
+    """Whether the run's version is on the organiser's disk (or is the initialisation)."""
+    if run.version == 0:
+        return True
+    return run.checkpoint is not None and run.checkpoint.version == run.version
+
+
+def refused(run: RunState) -> bool:
+    """Whether the checkpoint of the run's version has failed so often that it is given up."""
+    version, failures, _ = run.checkpoint_failed
+    at_end = run.version >= run.manifest.training.steps
+    maximum = MAXIMUM_FAILURES_AT_END if at_end else MAXIMUM_FAILURES
+    return version == run.version and failures >= maximum
+
+
+def request(run: RunState, now: float) -> bool:
+    """Ask one peer per stage for a snapshot; True while there is something to wait for.
+
+    A checkpoint of an older version that is still under way is given up for it.
+    """
+    if stored(run) or refused(run):
+        return False
+    pending = run.pending_checkpoint
+    if pending is not None and pending.version == run.version:
+        return True
+    failed_version, failures, try_again_at = run.checkpoint_failed
+    if failed_version != run.version:
+        failures = 0
+    elif now < try_again_at:
+        return True
+    holders: dict[StageIndex, PeerState] = {}
+    for stage in run.stage_indices:
+        ready = sorted(
+            run.ready_peers(stage), key=lambda p: (p.leaving, p.paused, p.queued, p.peer)
+        )
+        if not ready:
+            return False
+        # After a failure somebody else's turn: it may have been the holder's fault.
+        holders[StageIndex(stage)] = ready[failures % len(ready)]
+    pending = run.pending_checkpoint = PendingCheckpoint(run.version, now)
+    for stage_index, holder in holders.items():
+        _ask(run, pending, stage_index, holder)
+    return True
+
+
+def _ask(run: RunState, pending: PendingCheckpoint, stage: StageIndex, holder: PeerState) -> None:
+    pending.holders[stage] = holder.peer
+    pending.sessions[stage] = holder.session
+    run.send(holder.peer, SaveSnapshot(version=pending.version, stage=stage))
+
+
+def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady) -> None:
+    pending = run.pending_checkpoint
+    if (
+        pending is None
+        or message.version != pending.version
+        or pending.holders.get(message.stage) != peer.peer
+        or peer.stage != message.stage
+        or message.stage in pending.fetched
+    ):
+        return
+    pending.fetched[message.stage] = message.sha256
+    run.commands.append(FetchSnapshot(run.record_of(peer), message))
+
+
+def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
+    """Only what was asked for last counts: the run may have been rolled back meanwhile, and the
+    files of a version that was reached twice would be of the wrong history.
+    """
+    pending = run.pending_checkpoint
+    files = {stage.stage: stage.sha256 for stage in event.stages}
+    if pending is None or pending.version != event.version:
+        run.note(f"a checkpoint of step {event.version} came too late and is not used")
+        return
+    if pending.fetched != files:
+        store_failed(run, event.version, "its files are of a history that was given up", now)
+        return
+    run.pending_checkpoint = None
+    record = CheckpointRecord(event.version, event.stages)
+    run.commands.append(Persist(record))
+    run.checkpoint, run.checkpoint_overdue = record, False
+    run.note(f"checkpoint of step {event.version} is stored")
+
+
+def store_failed(run: RunState, version: Version, reason: str, now: float) -> None:
+    """Training goes on without it; it is tried again only while the run stays at the version."""
+    if run.pending_checkpoint is None or run.pending_checkpoint.version != version:
+        return
+    run.pending_checkpoint = None
+    failed_version, failures, _ = run.checkpoint_failed
+    failures = failures + 1 if failed_version == version else 1
+    run.checkpoint_failed = (version, failures, now + RETRY_SECONDS)
+    run.note(f"the checkpoint of step {version} could not be stored: {reason}")
+
+
+def check(run: RunState, now: float) -> None:
+    """Replace holders that died before they had answered, and give up in the end."""
+    pending = run.pending_checkpoint
+    if pending is None:
+        return
+    if now - pending.asked_at > CHECKPOINT_SECONDS:
+        store_failed(run, pending.version, "it took too long", now)
+        return
+    for stage, holder in list(pending.holders.items()):
+        if stage in pending.fetched or _can_answer(run, pending, stage):
+            continue
+        ready = run.ready_peers(stage) if pending.version == run.version else []
+        if not ready:
+            reason = f"{short(holder)} of stage {stage} is gone"
+            store_failed(run, pending.version, reason, now)
+            return
+        _ask(run, pending, stage, ready[0])
+
+
+def _can_answer(run: RunState, pending: PendingCheckpoint, stage: StageIndex) -> bool:
+    """The holder is still there, heard the request, and was not given other state since."""
+    peer = run.peers.get(pending.holders[stage])
+    return (
+        peer is not None
+        and peer.session == pending.sessions[stage]
+        and peer.stage == stage
+        and peer.phase is PeerPhase.READY
+    )

@@ -1,0 +1,418 @@
+"""The table of one step: which live peer has committed each (microbatch, stage); and leases.
+
+Part of the pure core (design: the life of a step, Collect). A cell is set by the first receipt
+of a live peer and cleared when that peer dies, because its accumulated gradient died with it.
+Microbatches that lack cells are leased again with a mask of exactly the stages that lack them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from swarm_coordinator.core.events import LeaseResolved
+from swarm_coordinator.core.state.run import (
+    Cell,
+    LeaseState,
+    PeerPhase,
+    PeerState,
+    RunPhase,
+    RunState,
+    StepState,
+    short,
+)
+from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch
+
+EXTRA_IN_FLIGHT = 2
+"""Microbatches in flight per pipeline beyond one per stage, to hide the links' latency."""
+
+RELEASE_BACKOFF_SECONDS = 0.5
+"""Pause before a failed microbatch is leased again: its cause rarely passes sooner."""
+
+RATE_WEIGHT = 0.3
+"""Of the newest word about a peer's rate: about the last five count, which takes a few seconds."""
+
+_STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
+"""Phases in which a stage that does nothing is idle."""
+
+LARGEST_LOSS = 1e290
+"""Far above any real one, and the sum over a step still fits a float."""
+
+
+def heard(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
+    """How fast a peer is, how much it has to do, and whether it pauses."""
+    if peer.paused != message.paused:
+        # Senders are to know before anything else is sent to it.
+        peer.paused = message.paused
+        run.roster_dirty = True
+    computed, up = message.microbatches_per_second, message.up_bytes_per_second
+    if computed is None:
+        computed = peer.told_microbatches_per_second
+    elif computed != peer.told_microbatches_per_second:
+        peer.told_microbatches_per_second = computed
+    up_bytes_per_second = peer.up_bytes_per_second if up is None else up or math.inf
+    sent, flops_per_second = math.inf, peer.flops_per_second
+    line_flops_per_second = peer.line_flops_per_second
+    if peer.phase is PeerPhase.READY and peer.stage is not None:
+        stage = run.rebalancing.stages[peer.stage]
+        if stage.sent_bytes:
+            sent = up_bytes_per_second / stage.sent_bytes
+        line_flops_per_second = sent * stage.work_flops
+        if computed > 0:
+            told = computed * stage.work_flops
+            known = flops_per_second or told
+            flops_per_second = known + RATE_WEIGHT * (told - known)
+    peer.beat(
+        now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
+        line_flops_per_second,
+    )  # fmt: skip
+    _figure(run, peer, message, now)
+
+
+def _figure(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
+    """Count how long it computed, if it had something to do."""
+    counts = (
+        run.phase in _STEPPING
+        and peer.phase is PeerPhase.READY
+        and peer.stage is not None
+        and not peer.paused
+    )
+    if counts and peer.stage is not None and message.busy_seconds is not None:
+        most = run.manifest.training.microbatches_per_step
+        run.figures.heard(
+            peer.last_beat, peer.stage, message.busy_seconds, min(message.computed, most), now
+        )
+    else:
+        peer.last_beat.stage = None
+
+
+def begin_step(run: RunState, now: float) -> None:
+    """Open the next step and lease all of its microbatches to the trainers."""
+    run.phase = RunPhase.COLLECT
+    run.step, run.ahead = run.ahead or _new_step(run, Step(run.version + 1), now), None
+    run.step.in_front_at = now
+    run.training_began = True
+    run.waiting_reason = ""
+    for peer in run.peers.values():
+        commit_early(run, peer)
+    lease_open_microbatches(run, run.step, now)
+
+
+def begin_ahead(run: RunState, now: float) -> None:
+    """With staleness 1: open the step after this one as soon as what is left of this one does not
+    fill the pipelines any more (delayed parameter updates; docs/decisions, number 0024)."""
+    training, step = run.manifest.training, run.step
+    if not training.staleness or run.ahead is not None or step is None:
+        return
+    cells = training.microbatches_per_step * run.manifest.stage_count
+    carried = len(run.working_peers(0)) * run.manifest.limits.stage_queue
+    if (
+        step.step >= training.steps
+        or run.stop_requested_at is not None
+        or cells - len(step.table) > carried * run.manifest.stage_count
+    ):
+        return
+    run.ahead = _new_step(run, Step(step.step + 1), now)
+    for peer in run.peers.values():
+        commit_early(run, peer)
+    lease_open_microbatches(run, run.ahead, now)
+
+
+def commit_early(run: RunState, peer: PeerState) -> None:
+    """Enter what a peer told of steps before they began; what they have not yet is kept."""
+    told, peer.early_receipts = peer.early_receipts, {}
+    for receipt in told.values():
+        commit(run, receipt)
+
+
+def begin_evaluation(run: RunState, now: float) -> None:
+    run.phase = RunPhase.EVALUATING
+    run.step = _new_step(run, Step(run.version + 1), now)
+    lease_open_microbatches(run, run.step, now)
+
+
+def _new_step(run: RunState, step: Step, now: float) -> StepState:
+    microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
+    return StepState(step=step, began_at=now, in_front_at=now, unsettled=microbatches)
+
+
+def windows(run: RunState, trainers: int) -> tuple[int, int]:
+    """Microbatches one trainer keeps in flight, at least and at most: every stage is to have work,
+    whatever the links' delays, and none is to overflow."""
+    pipelines = max(1, len(run.working_peers(0)))
+    limit = run.manifest.limits.stage_queue
+    least = min(run.manifest.stage_count + EXTRA_IN_FLIGHT, limit)
+    return -(-pipelines * least // max(1, trainers)), -(-pipelines * limit // max(1, trainers))
+
+
+def microbatch_count(run: RunState) -> int:
+    training = run.manifest.training
+    if run.phase is RunPhase.EVALUATING:
+        return training.evaluation_microbatches
+    return training.microbatches_per_step
+
+
+def missing_stages(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex
+) -> tuple[StageIndex, ...]:
+    table = step.table
+    if table.filled(microbatch) == run.manifest.stage_count:
+        return ()
+    return tuple(
+        StageIndex(stage)
+        for stage in run.stage_indices
+        if (microbatch, StageIndex(stage)) not in table
+    )
+
+
+def complete(run: RunState) -> bool:
+    assert run.step is not None
+    return len(run.step.table) == microbatch_count(run) * run.manifest.stage_count
+
+
+def commit(run: RunState, receipt: Receipt) -> bool:
+    """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
+    step, peer = run.step_numbered(receipt.step), run.peers.get(receipt.peer)
+    wrong = _wrong(run, peer, receipt)
+    if peer is None or wrong is not None:
+        if int(receipt.step) != int(
+            run.version
+        ):  # what was counted may be told again after its step
+            run.reject(wrong or Rejection.NOT_THE_HOLDER)
+        return False
+    if step is None:
+        # After a restart peers come back one by one, and the step begins when enough are there.
+        peer.early_receipts[receipt.step, receipt.microbatch] = receipt
+        return False
+    if step is run.step and run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING):
+        return False
+    cell = (receipt.microbatch, receipt.stage)
+    if cell in step.table:
+        # Somebody else was first. The close tells this peer what it may count.
+        known = step.table[cell].peer == receipt.peer
+        if not known and (cell, receipt.peer) not in step.duplicates:
+            step.duplicates.add((cell, receipt.peer))
+            run.work.duplicated += 1
+        return known
+    run.work.counted += 1
+    step.table[cell] = Cell(receipt.peer, receipt.tokens, receipt.loss_sum)
+    return True
+
+
+def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
+    """Why this is no receipt of a step at hand by a peer that can have earned it; None: it is."""
+    last = run.version + 1 + run.manifest.training.staleness
+    if not run.version < receipt.step <= last or receipt.generation > run.generation:
+        return Rejection.OTHER_STEP
+    ahead = run.ahead is not None and receipt.step == run.ahead.step
+    holds = run.computes_ahead if ahead else run.holds_current
+    if peer is None or not holds(peer) or peer.stage != receipt.stage:
+        return Rejection.NOT_THE_HOLDER
+    possible = (
+        0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
+        and receipt.tokens == run.manifest.tokens_per_microbatch
+        and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
+        and abs(receipt.loss_sum or 0.0) <= LARGEST_LOSS
+    )
+    return None if possible else Rejection.IMPOSSIBLE
+
+
+def forget_peer(run: RunState, peer: PeerId, now: float, kept: Collection[StageIndex] = ()) -> None:
+    """Clear what a dead peer had committed and free the leases that it drove. Of the step that is
+    closed, what it had committed in stages that are `kept` is in their average already."""
+    stages = [StageIndex(stage) for stage in run.stage_indices]
+    if run.step is not None:
+        clear_counted(run, run.step, peer, [stage for stage in stages if stage not in kept])
+        _free_leases(run, run.step, peer, now)
+    if run.ahead is not None:
+        clear_counted(run, run.ahead, peer, stages)
+        _free_leases(run, run.ahead, peer, now)
+
+
+def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collection[int]) -> None:
+    """What it has counted of the step in these stages is gone."""
+    for cell in step.table.held_by(peer):
+        if cell[1] in stages:
+            del step.table[cell]
+            run.work.cleared += 1
+
+
+def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
+    for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
+        del step.hedges[microbatch]
+    for microbatch in sorted(step.leases.of(peer)):
+        if not _second_is_first(run, step, microbatch):
+            del step.leases[microbatch]
+            step.unsettled.add(microbatch)
+    # Survivors report what they hold within one receipt interval; masks made sooner would let
+    # stages that have the microbatch already count it again.
+    step.close_not_before = max(
+        step.close_not_before, now + run.manifest.limits.receipt_interval_seconds
+    )
+
+
+def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
+    step = run.step_numbered(event.step)
+    if step is None:
+        return
+    for receipt in event.receipts:
+        commit(run, receipt)
+    lease, hedge = step.leases.get(event.microbatch), step.hedges.get(event.microbatch)
+    if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
+        del step.hedges[event.microbatch]
+        _take_evaluation(run, step, event)
+        return  # the first one is still on its way, and what becomes of it decides
+    if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
+        return
+    if _take_evaluation(run, step, event):
+        return
+    if not event.ok and _second_is_first(run, step, event.microbatch):
+        return
+    _resolve(run, step, event.microbatch, lease, now)
+    trainer = run.peers.get(event.peer)
+    if trainer is not None and is_done(run, step, event.microbatch):
+        trainer.delivered_at = now
+    if run.phase is RunPhase.EVALUATING:
+        return
+    if not event.ok and missing_stages(run, step, event.microbatch):
+        run.note(
+            f"microbatch {event.microbatch} of step {event.step} failed at trainer "
+            f"{short(event.peer)} and is leased again: {event.reason}",
+            event.peer,
+        )
+
+
+def _take_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
+    """Enter what a held-out microbatch gave, if it is that and gave something."""
+    loss_sum = event.evaluation_loss_sum
+    if run.phase is not RunPhase.EVALUATING or not event.ok or loss_sum is None:
+        return False
+    if abs(loss_sum) > LARGEST_LOSS or event.evaluation_tokens <= 0:
+        return False
+    step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
+    return True
+
+
+def _second_is_first(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
+    """The first lease has come to nothing: if there is a second one, that is the lease now."""
+    hedge = step.hedges.pop(microbatch, None)
+    if hedge is None:
+        return False
+    step.leases[microbatch] = hedge
+    heapq.heappush(step.lease_alarms, (_due_at(run, hedge), microbatch))
+    return True
+
+
+def _resolve(
+    run: RunState, step: StepState, microbatch: MicrobatchIndex, lease: LeaseState, now: float
+) -> None:
+    resolved = step.leases[microbatch] = replace(lease, resolved_at=now)
+    heapq.heappush(step.lease_alarms, (_due_at(run, resolved), microbatch))
+
+
+def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
+    """Lease every microbatch that is incomplete and that nobody is working on any more."""
+    if step.table.reopened:
+        step.unsettled |= step.table.reopened
+        step.table.reopened.clear()
+    while step.lease_alarms and step.lease_alarms[0][0] <= now:
+        step.unsettled.add(heapq.heappop(step.lease_alarms)[1])
+    if not step.unsettled or now < step.close_not_before or not run.staffed():
+        return
+    open_microbatches: list[MicrobatchIndex] = []
+    for microbatch in sorted(step.unsettled):
+        if is_done(run, step, microbatch):
+            continue
+        lease = step.leases.get(microbatch)
+        if lease is None or now >= _due_at(run, lease):
+            open_microbatches.append(microbatch)
+        else:
+            heapq.heappush(step.lease_alarms, (_due_at(run, lease), microbatch))
+    step.unsettled.clear()
+    if open_microbatches:
+        _grant(run, step, open_microbatches, now)
+
+
+def is_done(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
+    """Whether a microbatch of the step is counted in every stage, or evaluated."""
+    if run.phase is RunPhase.EVALUATING:
+        return microbatch in step.evaluations
+    return step.table.filled(microbatch) == run.manifest.stage_count
+
+
+def _due_at(run: RunState, lease: LeaseState) -> float:
+    """When a leased microbatch may be leased again, if it is not done by then. A trainer that
+    delivers one after the other has not forgotten the rest, however long its step takes."""
+    limits = run.manifest.limits
+    if lease.resolved_at is not None:
+        return lease.resolved_at + max(RELEASE_BACKOFF_SECONDS, 2 * limits.receipt_interval_seconds)
+    trainer = run.peers.get(lease.trainer)
+    delivered_at = -math.inf if trainer is None else trainer.delivered_at
+    return max(lease.granted_at, delivered_at) + limits.lease_seconds
+
+
+def loads(
+    run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
+) -> list[tuple[int, int, PeerId]]:
+    """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
+    trainers = run.trainers()
+    again: Counter[PeerId] = Counter()
+    for microbatch in granted:
+        lease = step.leases.get(microbatch)
+        if lease is not None and lease.resolved_at is None:
+            again[lease.trainer] += 1
+    heap = [
+        (len(step.leases.driven_by(trainer.peer)) - again[trainer.peer], place, trainer.peer)
+        for place, trainer in enumerate(trainers)
+    ]
+    heapq.heapify(heap)
+    return heap
+
+
+def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float) -> None:
+    grants: dict[PeerId, list[MicrobatchIndex]] = {}
+    driving = loads(run, step, microbatches)
+    for microbatch in microbatches:
+        load, place, trainer = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, trainer))
+        grants.setdefault(trainer, []).append(microbatch)
+    for trainer, granted in grants.items():
+        lease = grant(run, step, trainer, granted, len(driving))
+        for microbatch in granted:
+            step.leases[microbatch] = lease_of = LeaseState(lease, trainer, now)
+            step.hedges.pop(microbatch, None)
+            heapq.heappush(step.lease_alarms, (_due_at(run, lease_of), microbatch))
+
+
+def grant(
+    run: RunState, step: StepState, trainer: PeerId, microbatches: Sequence[MicrobatchIndex],
+    trainers: int,
+) -> int:  # fmt: skip
+    """Tell a trainer to drive these; the number of its lease."""
+    evaluating = run.phase is RunPhase.EVALUATING
+    least, most = windows(run, trainers)
+    run.lease_counter += 1
+    run.send(
+        trainer,
+        Lease(
+            step=step.step,
+            lease=run.lease_counter,
+            mode="evaluate" if evaluating else "train",
+            window=least,
+            largest_window=most,
+            microbatches=tuple(
+                LeasedMicrobatch(
+                    microbatch=microbatch,
+                    accumulate=() if evaluating else missing_stages(run, step, microbatch),
+                )
+                for microbatch in microbatches
+            ),
+        ),
+    )
+    return run.lease_counter

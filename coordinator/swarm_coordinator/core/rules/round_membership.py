@@ -1,0 +1,112 @@
+"""Who drops out of a close, and what that costs: nothing, or one round.
+
+Part of the pure core (docs/decisions, number 0025). A member that goes when all the others of its
+round have averaged has its part in their sums: its cells count. Otherwise its round alone is given
+up, and its stages average anew when the table is complete again.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules import microbatches, state_transfer
+from swarm_coordinator.core.state.close import Round
+from swarm_coordinator.core.state.run import RunPhase, RunState, short
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.protocol import AbortRound
+
+ABORT_BACKOFF_SECONDS = 0.5
+"""Pause after a failed attempt, doubled per attempt up to the maximum below. Who dies is gone: a
+close that ended through that is not tried any later for it."""
+ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
+
+
+def forget(run: RunState, peer: PeerId, reason: str, now: float) -> None:
+    """A peer is gone, or holds nothing any more of what it held."""
+    leave(run, peer, reason, now)
+    closing = run.step.closing if run.step is not None else None
+    kept = closing.kept_stages(peer) if closing is not None else frozenset[StageIndex]()
+    microbatches.forget_peer(run, peer, now, kept)
+
+
+def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
+    """It is no member of its round any more, if it was one."""
+    step = run.step
+    if step is None or step.closing is None or peer not in step.closing.members:
+        return
+    closing = step.closing
+    left, stage = closing.round_of(peer), closing.members[peer]
+    assert left is not None
+    decided = run.phase is RunPhase.APPLYING
+    if decided or left.is_done_without((peer,)):
+        closing.take_out(peer)
+        left.kept[peer] = stage
+    else:
+        abort(run, left, reason, now, of_loss=True)
+
+
+def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool = False) -> None:
+    """End one round for everybody in it; nothing has been applied anywhere."""
+    step = run.step
+    assert step is not None
+    assert step.closing is not None
+    run.broadcast(
+        [member for member in ended.members if member in run.peers],
+        AbortRound(step=step.step, attempt=ended.attempt, reason=reason[:500]),
+    )
+    if not of_loss:
+        state_transfer.not_switched(run, ended.switching)
+        pause = ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5)
+        until = now + min(ABORT_BACKOFF_MAXIMUM_SECONDS, pause)
+        step.close_not_before = max(step.close_not_before, until)
+    step.closing.give_up(ended)
+    for peer, stage in ended.kept.items():
+        microbatches.clear_counted(run, step, peer, (stage,))
+    if not step.closing.rounds:
+        step.closing = None
+    run.phase = RunPhase.COLLECT
+    names = ", ".join(str(stage) for stage in sorted(ended.stages))
+    run.note(f"attempt {step.closes} to close stage {names} of step {step.step} failed: {reason}")
+
+
+def abort_all(run: RunState, reason: str, now: float) -> None:
+    closing = run.step.closing if run.step is not None else None
+    for ended in closing.each_round() if closing is not None else ():
+        abort(run, ended, reason, now)
+
+
+def exclude(run: RunState, peer: PeerId, now: float) -> bool:
+    """Let the step close without this peer, unless it is the last of its stage."""
+    step, state = run.step, run.peers.get(peer)
+    if step is None or state is None or state.stage is None or peer in step.excluded:
+        return False
+    if all(p.peer == peer for p in run.ready_peers(state.stage)):
+        return False
+    forget(run, peer, f"{short(peer)} is closed without", now)
+    step.excluded.add(peer)
+    run.roster_dirty = True
+    run.note(f"{short(peer)} keeps step {step.step} from closing and sits it out", peer)
+    return True
+
+
+def readmit(run: RunState) -> None:
+    """A peer that sits out is better than none: when the others are gone it is needed again."""
+    step = run.step
+    if step is None:
+        return
+    for peer_id in list(step.excluded):
+        peer = run.peers.get(peer_id)
+        if peer is None:
+            step.excluded.discard(peer_id)
+        elif peer.stage is not None and not run.ready_peers(peer.stage):
+            step.excluded.discard(peer_id)
+            step.blame.pop(peer_id, None)
+            run.roster_dirty = True
+
+
+def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
+    """One that was lost, and has come back with the average of its round, can apply it still."""
+    closing = run.step.closing if run.step is not None else None
+    found = closing.rounds.get(stage) if closing is not None else None
+    if closing is None or found is None or run.phase is RunPhase.APPLYING:
+        return
+    if found.attempt == averaged_attempt and found.kept.get(peer) == stage:
+        closing.take_back(peer, stage)

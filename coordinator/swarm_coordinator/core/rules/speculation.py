@@ -1,0 +1,93 @@
+"""The end of a step: microbatches that lag at one trainer are given to a second one as well.
+
+Part of the pure core (design: the life of a step). Most of what lags is sent again by the senders
+themselves, who know whom they wait for. Here is the rest: a trainer that is slow, or that nobody
+answers. Two copies are on their way then, the first receipt counts, and whoever has counted the
+other takes it out again at the close.
+
+The rule is Spark's for speculative execution: once most of the step is done, what has taken half
+as long again as most of it did, is late.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from swarm_coordinator.core.rules import microbatches as progress
+from swarm_coordinator.core.state.run import LeaseState, RunPhase, RunState, StepState, short
+from swarm_shared.base.types import MicrobatchIndex, PeerId
+
+MOST = 0.75
+"""Of the table's cells; before that, nobody is idle and a second copy would cost others time."""
+
+TIMES = 1.5
+
+LEAST_SECONDS = 2.0
+"""Several reporting intervals: a step that takes a second has no stragglers worth a copy."""
+
+LOOK_SECONDS = 0.5
+"""Between two looks at the microbatches that are still open."""
+
+
+def hedge(run: RunState, now: float) -> None:
+    """Lease what lags a second time. At most one second lease for each microbatch."""
+    step = run.step
+    if step is None or now < step.hedge_not_before or not _mostly_done(run, step):
+        return
+    if step.mostly_done_at is None:
+        step.mostly_done_at = now
+    most_seconds = step.mostly_done_at - step.began_at
+    late_at = step.began_at + max(TIMES * most_seconds, most_seconds + LEAST_SECONDS)
+    if now < late_at:
+        return
+    step.hedge_not_before = now + LOOK_SECONDS
+    if now < step.close_not_before or not run.staffed():
+        return
+    since = now - max(LEAST_SECONDS, (TIMES - 1.0) * most_seconds)
+    late = [
+        microbatch
+        for microbatch, lease in step.leases.items()
+        if lease.resolved_at is None
+        and lease.granted_at <= since
+        and microbatch not in step.hedges
+        and not progress.is_done(run, step, microbatch)
+    ]
+    if late:
+        _grant(run, step, late, now)
+
+
+def _mostly_done(run: RunState, step: StepState) -> bool:
+    total = progress.microbatch_count(run)
+    if run.phase is RunPhase.EVALUATING:
+        return len(step.evaluations) >= MOST * total
+    return len(step.table) >= MOST * total * run.manifest.stage_count
+
+
+def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
+    driving = progress.loads(run, step, ())
+    grants: dict[PeerId, list[MicrobatchIndex]] = {}
+    for microbatch in late:
+        trainer = _least_busy_but(driving, step.leases[microbatch].trainer)
+        if trainer is not None:
+            grants.setdefault(trainer, []).append(microbatch)
+    for trainer, microbatches in grants.items():
+        number = progress.grant(run, step, trainer, microbatches, len(driving))
+        for microbatch in microbatches:
+            step.hedges[microbatch] = LeaseState(number, trainer, now)
+    if grants:
+        run.note(
+            f"{sum(map(len, grants.values()))} microbatch(es) of step {step.step} lag: "
+            f"{', '.join(short(trainer) for trainer in grants)} drive them as well"
+        )
+
+
+def _least_busy_but(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
+    """Another trainer than the first one, with one microbatch more from now on; None: no other."""
+    aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
+    found: PeerId | None = None
+    if driving:
+        load, place, found = driving[0]
+        heapq.heapreplace(driving, (load + 1, place, found))
+    if aside is not None:
+        heapq.heappush(driving, aside)
+    return found

@@ -1,0 +1,112 @@
+"""When a stage has lost everybody: who takes it over, and from which version the run goes on.
+
+Part of the pure core (design: durability). Changes a RunState and queues commands, does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from swarm_coordinator.core.events import Persist, RolledBack
+from swarm_coordinator.core.rules import membership, round_membership, state_transfer
+from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState
+from swarm_shared.base.types import StageIndex, Version
+
+REATTACH_GRACE_SECONDS = 10.0
+"""How long a stage may be without any peer before the run falls back to a checkpoint: peers that
+lost their link re-attach within this time and still hold newer state."""
+
+RESTART_GRACE_SECONDS = 20.0
+"""The same after a start: clients of an absent coordinator try again every twelve seconds."""
+
+
+def recover_lost_stages(run: RunState, now: float) -> None:
+    """Staff a stage that has nobody, and fall back to a checkpoint when its state is gone for good.
+
+    Back only when every stage has somebody to hold it, and after a grace in which peers that only
+    lost the coordinator come back with newer state.
+    """
+    if run.phase not in (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING):
+        return
+    unheld = run.unheld()
+    if not unheld and not run.lost_since:
+        return
+    _tell(run, unheld)
+    run.lost_since = {stage: run.lost_since.get(stage, now) for stage in sorted(unheld)}
+    overdue = [stage for stage in run.lost_since if _overdue(run, stage, now)]
+    if not overdue:
+        return
+    for stage_index in overdue:
+        _staff(run, stage_index, now)
+    if run.version == 0 or (run.checkpoint is not None and run.checkpoint.version == run.version):
+        return  # newcomers get the stage from the seed or the checkpoint, nothing is lost
+    held = {p.stage for p in run.peers.values() if p.stage is not None}
+    if all(stage in held for stage in run.stage_indices):
+        _roll_back(run, overdue, now)
+
+
+def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
+    if not run.training_began:
+        return  # that nobody is there yet is no news
+    for stage in sorted(set(unheld) - run.lost_since.keys()):
+        run.note(f"stage {stage} has lost every peer: the run waits for somebody to hold it")
+    for stage in sorted(run.lost_since.keys() - set(unheld)):
+        run.note(f"stage {stage} is held again")
+
+
+def is_lost(run: RunState, now: float) -> bool:
+    """Whether some stage has been without a peer for longer than a short absence."""
+    return any(_overdue(run, stage, now) for stage in run.lost_since)
+
+
+def _overdue(run: RunState, stage: StageIndex, now: float) -> bool:
+    return (
+        now - run.lost_since[stage] >= REATTACH_GRACE_SECONDS
+        and now - run.started_at >= RESTART_GRACE_SECONDS
+    )
+
+
+def _staff(run: RunState, stage: StageIndex, now: float) -> None:
+    """Move a peer to a stage that nobody holds, from the stage that can spare one best."""
+    if any(p.stage == stage and not p.leaving for p in run.peers.values()):
+        return
+    needed = run.manifest.stages[stage].memory_bytes
+    donors: list[tuple[int, str, PeerState]] = []
+    for other in run.stage_indices:
+        staying = [p for p in run.ready_peers(other) if not p.leaving and not p.paused]
+        donors.extend(
+            (len(staying), peer.peer, peer)
+            for peer in staying
+            if len(staying) > 1 and peer.wanted_stage is None and peer.memory_bytes >= needed
+        )
+    if donors:
+        _, _, peer = max(donors, key=lambda donor: donor[:2])
+        membership.move(run, peer, stage, "nobody holds this stage any more", now)
+
+
+def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
+    version = run.checkpoint.version if run.checkpoint is not None else Version(0)
+    assert version < run.version, "a checkpoint is never newer than the run"
+    names = ", ".join(str(stage) for stage in sorted(lost))
+    reason = f"every peer of stage {names} is gone"
+    run.note(f"{reason}: the run goes back from step {run.version} to its checkpoint at {version}")
+    round_membership.abort_all(run, reason, now)
+    run.commands.append(Persist(RolledBack(version, reason)))
+    run.version = version
+    run.last_applied = None
+    run.heldout_loss = None
+    run.step = run.ahead = None
+    run.snapshots.clear()
+    run.prints.clear()
+    run.pending_checkpoint = None
+    run.checkpoint_overdue = False
+    run.checkpoint_failed = (version, 0, 0.0)
+    run.lost_since.clear()
+    run.rolled_back = True
+    run.on_branch.clear()
+    run.phase = RunPhase.WAITING
+    run.roster_dirty = True
+    for peer in list(run.peers.values()):
+        if peer.stage is not None:
+            membership.give(run, peer, peer.stage, "back to the checkpoint", now)
+    state_transfer.find_sources(run, now)

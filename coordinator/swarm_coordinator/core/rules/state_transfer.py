@@ -1,0 +1,335 @@
+"""Getting a stage's state to those who are to hold it: from whom, and whether it came.
+
+Part of the pure core: changes a RunState and queues commands, does no I/O. Who is to hold which
+stage is `membership`'s; a mover's next stage is fetched in the same way as a newcomer's first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+from swarm_coordinator.core.state.run import (
+    Moving,
+    PeerPhase,
+    PeerState,
+    RunPhase,
+    RunState,
+    Snapshots,
+    display,
+)
+from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import (
+    AssignStage,
+    PeerRecord,
+    Ready,
+    SaveSnapshot,
+    SnapshotReady,
+    SyncFailed,
+)
+
+SNAPSHOT_HOLDERS = 3
+"""Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
+
+MOST_SNAPSHOT_HOLDERS = 32
+"""When many want the same stage, there are as many holders as of them, up to so many."""
+
+MAXIMUM_HOLDS = 3
+"""Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
+
+GATHER_SECONDS = 2.0
+"""After the first snapshot the others, which are as large, take about as long. Who is told of one
+source only has nothing but that one's line."""
+
+ASK_AGAIN_SECONDS = 15.0
+"""Holders that have not saved a snapshot by then are asked again, or others are."""
+
+SYNC_RETRY_SECONDS = 1.0
+
+TELLING_BYTES = 1_000_000
+"""Downloads below this say more about waiting than about the line."""
+
+_JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
+"""Phases in which parameters stand still, so that a download can end in time."""
+
+
+def can_join(run: RunState, stage: StageIndex | None) -> bool:
+    """Whether one that gets the stage's state now can still take part in this step."""
+    return run.phase in _JOINING_PHASES and run.round_of(stage) is None
+
+
+def hold(run: RunState, way: PeerState | Moving, now: float) -> None:
+    """Let the close wait for this newcomer, a few times at most: it may never manage."""
+    way.holds += 1
+    if way.holds <= MAXIMUM_HOLDS:
+        way.hold_until = now + run.manifest.limits.join_hold_seconds
+
+
+def find_sources(run: RunState, now: float) -> None:
+    """Tell all who are to get a stage where to get it from, as soon as that is known."""
+    queue = _Queue(run)
+    # Who has begun before and was not done in time goes behind those who have not: it may never be.
+    for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.holds):
+        _find_source(run, peer, peer, now, queue)
+    for peer in run.peers.movers.values():
+        moving = peer.moving
+        if moving is not None and not moving.gap and not moving.source_asked:
+            _find_source(run, peer, moving, now, queue)
+
+
+class _Queue:
+    """Who is not told of sources yet because others are before it.
+
+    A stage's state is got by as many at once as there are who serve it. State is exact within one
+    step only: of four that share one home line none may be done before the step is, and all would
+    start over, again and again.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run = run
+        self._begun: Counter[StageIndex] | None = None
+        self._full: set[StageIndex] = set()
+
+    def is_full(self, stage: StageIndex) -> bool:
+        return stage in self._full
+
+    def turn(self, stage: StageIndex, sources: int) -> bool:
+        """Whether one more may begin; if so it has."""
+        if self._begun is None:
+            self._begun = self._count()
+        if self._begun[stage] >= sources:
+            self._full.add(stage)
+            return False
+        self._begun[stage] += 1
+        return True
+
+    def _count(self) -> Counter[StageIndex]:
+        peers, version = self._run.peers, self._run.version
+        ways: list[PeerState | Moving] = list(peers.syncing.values())
+        ways += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
+        return Counter(
+            way.stage
+            for way in ways
+            if way.source_asked and way.version == version and way.stage is not None
+        )
+
+
+def _find_source(
+    run: RunState, peer: PeerState, way: PeerState | Moving, now: float, queue: _Queue
+) -> None:
+    """`way` is the peer itself, for the stage that is its own, or its way to another one."""
+    if now < way.ask_not_before or not can_join(run, way.stage):
+        return  # whatever is ready before the step ends would be refused
+    if run.version == 0:
+        _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
+    elif not _from_checkpoint(run, peer, way, now):
+        _from_replicas(run, peer, way, now, queue)
+
+
+def _assign_from(
+    run: RunState,
+    peer: PeerState,
+    way: PeerState | Moving,
+    source: Literal["fresh", "snapshot"],
+    holders: tuple[PeerRecord, ...],
+    item: tuple[str, int, str],
+    now: float,
+) -> None:
+    assert way.stage is not None
+    way.source_asked, way.version, way.asked_at = True, run.version, now
+    if way is not peer:
+        run.rebalancing.bytes_moved += item[1]
+    run.send(
+        peer.peer,
+        AssignStage(
+            stage=way.stage,
+            version=run.version,
+            source=source,
+            item=item[0],
+            bytes=item[1],
+            sha256=item[2],
+            holders=holders,
+            prepare=way is not peer,
+        ),
+    )
+
+
+def _from_checkpoint(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> bool:
+    checkpoint = run.checkpoint
+    if checkpoint is None or checkpoint.version != run.version:
+        return False
+    stored = next((s for s in checkpoint.stages if s.stage == way.stage), None)
+    if stored is None:
+        return False
+    item = (stored.item, stored.bytes, stored.sha256)
+    _assign_from(run, peer, way, "snapshot", (run.coordinator,), item, now)
+    return True
+
+
+def _from_replicas(
+    run: RunState, peer: PeerState, way: PeerState | Moving, now: float, queue: _Queue
+) -> None:
+    stage = way.stage
+    assert stage is not None
+    if queue.is_full(stage):
+        return
+    holders = [p for p in run.ready_peers(stage) if p is not peer]
+    if not holders:
+        return
+    snapshots = run.snapshots.get(stage)
+    if (
+        snapshots is None
+        or snapshots.version != run.version
+        or not (snapshots.asked & {p.peer for p in holders})
+        or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
+    ):
+        snapshots = run.snapshots[stage] = Snapshots(run.version, now)
+        waiting = sum(
+            p.phase is PeerPhase.SYNCING or p.moving is not None for p in run.peers.bound_for(stage)
+        )
+        for holder in holders[: min(MOST_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
+            snapshots.asked.add(holder.peer)
+            run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
+        return
+    present = {h.peer: h for h in holders if h.peer in snapshots.ready}
+    outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
+    if not present or (outstanding and now < snapshots.first_at + GATHER_SECONDS):
+        return
+    if not queue.turn(stage, len(present)):
+        return
+    # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
+    item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
+    records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
+    _assign_from(run, peer, way, "snapshot", records, item, now)
+
+
+def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
+    snapshots = run.snapshots.get(message.stage)
+    if (
+        snapshots is not None
+        and snapshots.version == message.version == run.version
+        and peer.peer in snapshots.asked
+        and peer.stage == message.stage
+    ):
+        snapshots.ready[peer.peer] = (message.item, message.bytes, message.sha256)
+        snapshots.first_at = min(snapshots.first_at, now)
+        find_sources(run, now)
+
+
+def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
+    """Whether a newcomer holds something else than the stage's holders do, after all checks."""
+    known = run.prints.get(message.stage)
+    if known is None or message.version != run.version or message.digest in known:
+        return False
+    reason = f"what it holds of stage {message.stage} is not what the others hold"
+    run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
+    return True
+
+
+def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
+    """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    stage, version = message.stage, message.version
+    moving = peer.moving
+    if moving is not None and moving.stage == stage and _prepared(moving, version):
+        if _differs(run, peer, message):
+            start_over(run, moving, now)
+            moving.ask_not_before = now + SYNC_RETRY_SECONDS
+        elif version == run.version and can_join(run, stage):
+            _note_download(peer, moving, run.rebalancing.stages[stage].state_bytes, now)
+            moving.ready = True
+        else:
+            start_over(run, moving, now)
+        return
+    if peer.stage != stage or not _awaited(peer, version):
+        return
+    if version != run.version or not can_join(run, stage):
+        peer.source_asked = False
+        hold(run, peer, now)
+        find_sources(run, now)
+        return
+    if _differs(run, peer, message):
+        peer.source_asked = False
+        peer.ask_not_before = now + SYNC_RETRY_SECONDS
+        run.snapshots.pop(stage, None)
+        return
+    if version > 0:
+        _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
+    peer.phase = PeerPhase.READY
+    run.on_branch.add(peer.peer)
+    run.roster_dirty = True
+    run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
+
+
+def version_changed(run: RunState, now: float) -> None:
+    """What is being downloaded is of the version before: all start over at once, with most of the
+    new version's time before them."""
+    for peer in run.peers.syncing.values():
+        if peer.source_asked and peer.catching_up is None and peer.version != run.version:
+            peer.source_asked = False
+            hold(run, peer, now)
+    for peer in run.peers.movers.values():
+        if peer.moving is not None and peer.moving.source_asked:
+            start_over(run, peer.moving, now)
+
+
+def _prepared(moving: Moving, version: Version) -> bool:
+    """Whether this is the answer to the latest word on where to get the next stage from."""
+    return moving.source_asked and not moving.ready and moving.version == version
+
+
+def start_over(run: RunState, moving: Moving, now: float) -> None:
+    """The run has gone on to another version: the next stage's state is to be had anew."""
+    moving.source_asked = moving.ready = False
+    hold(run, moving, now)
+
+
+def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
+    """It stays where it is."""
+    assert peer.moving is not None
+    run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
+    peer.moving = None
+    run.rebalancing.dropped += 1
+
+
+def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
+    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
+    for peer_id in peers:
+        peer = run.peers.get(peer_id)
+        if peer is not None and peer.moving is not None:
+            drop_move(run, peer, "an attempt to close the step with it failed")
+
+
+def _note_download(peer: PeerState, way: PeerState | Moving, state_bytes: int, now: float) -> None:
+    """How fast a stage's state came, all in all: what the next one will take follows from it."""
+    if state_bytes >= TELLING_BYTES and now > way.asked_at:
+        peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
+
+
+def _awaited(peer: PeerState, version: Version) -> bool:
+    """Whether this is the answer to the latest assignment, not to one that was taken back."""
+    return (
+        peer.phase is PeerPhase.SYNCING
+        and peer.source_asked
+        and peer.catching_up is None
+        and peer.version == version
+    )
+
+
+def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
+    """Another source is named, after a pause: most causes take a moment to pass."""
+    moving = peer.moving
+    if moving is not None and moving.stage == message.stage:
+        if _prepared(moving, message.version):
+            run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+            start_over(run, moving, now)
+            moving.ask_not_before = now + SYNC_RETRY_SECONDS
+            run.snapshots.pop(message.stage, None)
+        return
+    if peer.stage != message.stage or not _awaited(peer, message.version):
+        return
+    run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
+    peer.source_asked = False
+    peer.ask_not_before = now + SYNC_RETRY_SECONDS
+    run.snapshots.pop(message.stage, None)

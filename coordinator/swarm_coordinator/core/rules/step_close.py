@@ -1,0 +1,436 @@
+"""Close, norm, apply: how a complete table becomes one optimizer step, or none at all.
+
+Part of the pure core (design: the life of a step). Two phases: every member of every stage
+averages and reports; only then is the decision made durable and everybody told to apply. Stages
+that share nothing average in rounds of their own (`round_book`): when one fails, its accumulators
+are still there, and what the others have averaged stays (`rounds`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from swarm_coordinator.core.events import AppliedStep, Persist, StageShare
+from swarm_coordinator.core.rules import (
+    membership,
+    microbatches,
+    rebalancing,
+    round_membership,
+    state_transfer,
+)
+from swarm_coordinator.core.state.close import Closing, Round
+from swarm_coordinator.core.state.run import (
+    PeerPhase,
+    PeerState,
+    RunPhase,
+    RunState,
+    StepState,
+    short,
+)
+from swarm_coordinator.core.state.utilisation import Rejection
+from swarm_shared.base.types import PeerId, StageIndex, Version
+from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
+from swarm_shared.run.schedule import learning_rate
+from swarm_shared.scheduling.placement import summing_weights
+
+MAXIMUM_BLAME = 3
+"""Failed attempts of one step after which the step closes without the peer that is blamed."""
+
+MAXIMUM_EXCUSES = 4
+"""Attempts of one step that may fail through a carrier before somebody is blamed for the next."""
+
+NORM_TOLERANCE = 1e-6
+"""Members average to the same bits, but unlike devices add up the squares in another order."""
+
+FINGERPRINT_NORM_TOLERANCE = 1e-5
+"""Relative difference of parameter norms that unlike devices may show; like ones agree bitwise."""
+
+
+def start_close(run: RunState, now: float) -> None:
+    """Open a round for every stage that has none, name each one's group, and tell each member
+    exactly what it may count."""
+    step = run.step
+    assert step is not None
+    opened = [StageIndex(s) for s in run.stage_indices if run.round_of(StageIndex(s)) is None]
+    run.attempt_counter += 1
+    step.attempt = run.attempt_counter
+    step.closes += 1
+    switching = rebalancing.switching(run)
+    members = {stage: [p.peer for p in run.ready_peers(stage)] for stage in opened}
+    groups = {
+        stage: tuple(sorted(members[stage] + [p for p, to in switching.items() if to == stage]))
+        for stage in opened
+    }
+    reductions = {stage: _reductions(run, groups, stage) for stage in opened}
+    step.closing = step.closing or Closing()
+    pairs = [(stage, switching[p]) for stage in opened for p in members[stage] if p in switching]
+    if run.tied_stages().intersection(opened):
+        pairs.append((StageIndex(0), run.last_stage))
+    for stages in _together(opened, pairs):
+        step.attempts.update(dict.fromkeys(stages, step.attempt))
+        step.closing.open(
+            Round(
+                attempt=step.attempt,
+                stages=stages,
+                members={peer: stage for stage in sorted(stages) for peer in members[stage]},
+                began_at=now,
+                switching={p: to for p, to in switching.items() if to in stages},
+            )
+        )
+    run.phase = RunPhase.CLOSING
+    for stage in opened:
+        _tell_to_close(run, step, stage, reductions, switching)
+
+
+def _together(
+    stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
+) -> list[frozenset[StageIndex]]:
+    """Stages that some pair connects, whether directly or through others, form one round."""
+    found = {stage: frozenset((stage,)) for stage in stages}
+    for one, other in pairs:
+        both = found[one] | found[other]
+        found.update(dict.fromkeys(both, both))
+    return list(dict.fromkeys(found.values()))
+
+
+def _tell_to_close(
+    run: RunState, step: StepState, stage: StageIndex,
+    reductions: dict[StageIndex, tuple[Reduction, ...]], switching: dict[PeerId, StageIndex],
+) -> None:  # fmt: skip
+    """Each member hears what it holds, and those that hold nothing all hear the same."""
+    bare = Close(
+        step=step.step, attempt=step.attempt, committed=(), reductions=reductions[stage]
+    )  # fmt: skip
+    idle: list[PeerId] = []
+    for member in run.ready_peers(stage):
+        peer = member.peer
+        # Who was at another stage in this step may have cells there, in an average without it.
+        held = sorted(m for m, of_stage in step.table.held_by(peer) if of_stage == stage)
+        goes_to = switching.get(peer)
+        if not held and goes_to is None:
+            idle.append(peer)
+            continue
+        run.send(
+            peer,
+            Close(
+                step=step.step,
+                attempt=step.attempt,
+                committed=tuple(held),
+                reductions=reductions[stage],
+                moving=reductions[goes_to] if goes_to is not None else (),
+            ),
+        )
+    run.broadcast(idle, bare)
+
+
+def _reductions(
+    run: RunState, groups: dict[StageIndex, tuple[PeerId, ...]], stage: StageIndex
+) -> tuple[Reduction, ...]:
+    own = Reduction(part="own", members=groups[stage], weights=_weights(run, groups[stage]))
+    if stage not in run.tied_stages():
+        return (own,)
+    both = tuple(sorted(groups[StageIndex(0)] + groups[run.last_stage]))
+    return (own, Reduction(part="tied", members=both, weights=_weights(run, both)))
+
+
+def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
+    """Thin lines sum less: what a member sums it sends to all the others."""
+    return summing_weights([run.peers[peer].up_bytes_per_second for peer in members])
+
+
+def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    step = run.step
+    if step is None or peer.stage is None or message.step != step.step:
+        return
+    if message.attempt != step.attempts.get(peer.stage):
+        return
+    closing = step.closing
+    found = closing.round_of(peer.peer) if closing is not None else None
+    if closing is None or found is None:
+        # Another member's failure has ended this attempt already. What a failed one says about
+        # itself counts all the same, unless its part is in an average that stands.
+        if not message.ok and run.round_of(peer.stage) is None:
+            _take_back(run, peer, message)
+    elif run.phase is RunPhase.APPLYING:
+        if not message.ok:
+            _cannot_apply(run, peer, message, now)
+    elif not message.ok:
+        _take_back(run, peer, message)
+        _attempt_failed(run, found, peer, message, now)
+    else:
+        found.reports[peer.peer] = (message.own_squared, message.tied_squared)
+        found.awaited.discard(peer.peer)
+        if not found.awaited:
+            go_on(run, now)
+
+
+def go_on(run: RunState, now: float) -> None:
+    """Do what follows from the last answer that somebody waited for, or from his going who would
+    have given it."""
+    closing = run.step.closing if run.step is not None else None
+    if closing is None:
+        return
+    if run.phase is RunPhase.APPLYING:
+        _finish_when_applied(run, closing, now)
+        return
+    for found in closing.each_round():
+        if not found.awaited and not found.averaged:
+            _settle(run, found, now)
+    if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
+        _decide(run, closing, now)
+
+
+def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
+    """The step is decided and this member cannot take it: the others go on, it is synced anew."""
+    step = run.step
+    assert step is not None
+    run.mark(peer, Rejection.NOT_APPLIED, f"it could not apply step {step.step}: {message.reason}")
+    membership.resync(run, peer, f"it could not apply step {step.step}", now)
+    go_on(run, now)
+
+
+def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
+    """What a failed member says about itself counts, whoever was the first to fail."""
+    step, stage = run.step, peer.stage
+    assert step is not None
+    assert stage is not None
+    if message.reset:
+        microbatches.clear_counted(run, step, peer.peer, (stage,))
+    for microbatch in message.missing:
+        cell_key = (microbatch, stage)
+        cell = step.table.get(cell_key)
+        if cell is not None and cell.peer == peer.peer:
+            del step.table[cell_key]
+
+
+def _attempt_failed(
+    run: RunState, failed: Round, peer: PeerState, message: RoundReport, now: float
+) -> None:
+    step, stage = run.step, peer.stage
+    assert step is not None
+    culprit = f", it names {short(message.culprit)}" if message.culprit else ""
+    # First of all, so that nobody is taken out of a sum that will never be.
+    round_membership.abort(
+        run, failed, f"{short(peer.peer)} of stage {stage}: {message.reason}{culprit}", now
+    )
+    # A carrier that fails is nobody's fault, and its members go around it in the next attempt. But
+    # who cries so again and again keeps the step from closing, whatever the truth of it.
+    excused = message.carrier_failed and step.excuses < MAXIMUM_EXCUSES
+    step.excuses += excused
+    if message.not_finite and message.reset:
+        own = "the sum of its gradients was not finite"
+        if membership.replace_state(run, peer, own, now):
+            return
+    elif message.not_finite:
+        run.mark(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
+    if excused:
+        return
+    if message.culprit is None or not _blame(run, failed, message.culprit, 1, now):
+        _blame(run, failed, peer.peer, 1, now)
+
+
+def _blame(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
+    """Who keeps failing the step, or is named for it, in the end sits it out.
+
+    False when it cannot be the peer's fault, or nothing can be done about it.
+    """
+    step = run.step
+    assert step is not None
+    if peer not in failed.members:
+        return False
+    step.blame[peer] = step.blame.get(peer, 0) + count
+    return step.blame[peer] < MAXIMUM_BLAME or round_membership.exclude(run, peer, now)
+
+
+def time_out(run: RunState, now: float) -> None:
+    """End a round or an apply that does not come to its end; who is silent does not hold it up."""
+    step = run.step
+    if step is None or step.closing is None:
+        return
+    closing, limit = step.closing, run.manifest.limits.lease_seconds
+    if run.phase is RunPhase.APPLYING:
+        if now - closing.decided_at > limit:
+            for peer in sorted(closing.members.keys() - closing.applied.keys()):
+                run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
+                closing.take_out(peer)
+        return
+    # Large states over slow links take long: the next attempt is given more time.
+    longest = limit * 2 ** min(step.timeouts, 5)
+    late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
+    step.timeouts += bool(late)
+    for found in late:
+        _go_on_without_the_silent(run, found, now)
+
+
+def _go_on_without_the_silent(run: RunState, late: Round, now: float) -> None:
+    """A whole stage that is silent is slow; one that is silent beside others is stuck."""
+    done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
+    silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
+    if late.is_done_without(silent):
+        late.awaited.difference_update(silent)
+        for peer in silent:
+            round_membership.exclude(run, peer, now)
+        return
+    round_membership.abort(run, late, "it took too long", now)
+    for peer in silent:
+        _blame(run, late, peer, MAXIMUM_BLAME, now)
+
+
+def _settle(run: RunState, found: Round, now: float) -> None:
+    """Everybody has averaged: to the same, or the round is given up."""
+    of_stage: dict[StageIndex, dict[PeerId, tuple[float, float]]] = {}
+    for peer, squares in found.reports.items():
+        stage = found.members.get(peer, found.kept.get(peer))
+        if stage is not None:
+            of_stage.setdefault(stage, {})[peer] = squares
+    for stage, reported in sorted(of_stage.items()):
+        own, tied = max(reported.values())
+        if not all(_close(own, s[0]) and _close(tied, s[1]) for s in reported.values()):
+            _mark_the_odd(run, reported)
+            reason = f"replicas of stage {stage} averaged to different gradients"
+            round_membership.abort(run, found, reason, now)
+            return
+    found.squares = {stage: max(reported.values()) for stage, reported in of_stage.items()}
+
+
+def _decide(run: RunState, closing: Closing, now: float) -> None:
+    """All have averaged: make the step durable, then tell everybody to apply it."""
+    step = run.step
+    assert step is not None
+    total = 0.0
+    for stage, found in sorted(closing.rounds.items()):
+        own, tied = found.squares[stage]
+        total += own + (tied if stage == 0 else 0.0)
+    if not math.isfinite(total):
+        round_membership.abort_all(
+            run, "the norm of the whole gradient is not a finite number", now
+        )
+        return
+    applied = _applied_step(run, closing, math.sqrt(total), now)
+    run.commands.append(Persist(applied))
+    run.version = Version(step.step)
+    run.last_applied = applied
+    run.prints.clear()
+    run.phase = RunPhase.APPLYING
+    closing.decided_at = now
+    rebalancing.switch(run, closing)
+    for found in closing.each_round():
+        run.broadcast(
+            found.members,
+            Apply(
+                step=step.step,
+                attempt=found.attempt,
+                global_norm=applied.global_norm,
+                learning_rate=applied.learning_rate,
+            ),
+        )
+
+
+def _mark_the_odd(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
+    """Those that averaged to something else than most of their stage."""
+    usual, count = Counter(squares.values()).most_common(1)[0]
+    for peer_id, own in squares.items():
+        peer = run.peers.get(peer_id)
+        if peer is not None and own != usual and 2 * count > len(squares):
+            reason = "it averaged to another gradient than the others of its stage"
+            run.mark(peer, Rejection.OTHER_AVERAGE, reason)
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
+
+
+def _applied_step(run: RunState, closing: Closing, norm: float, now: float) -> AppliedStep:
+    step = run.step
+    assert step is not None
+    last = run.last_stage
+    losses = [cell for (_, stage), cell in step.table.items() if stage == last]
+    tokens = sum(cell.tokens for cell in losses)
+    shares = Counter((cell.peer, stage) for (_, stage), cell in step.table.items())
+    per_microbatch = run.manifest.tokens_per_microbatch
+    attempts = tuple(closing.rounds[StageIndex(s)].attempt for s in run.stage_indices)
+    return AppliedStep(
+        step=step.step,
+        attempt=step.attempt,
+        # fsum: the mean must not depend on the order in which receipts arrived.
+        loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
+        tokens=tokens,
+        seconds=now - step.in_front_at,
+        global_norm=norm,
+        learning_rate=learning_rate(run.manifest.optimizer, run.manifest.training.steps, step.step),
+        shares=tuple(
+            StageShare(peer, stage, count, count * per_microbatch)
+            for (peer, stage), count in sorted(shares.items())
+        ),
+        attempts=attempts if set(attempts) != {step.attempt} else (),
+    )
+
+
+def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
+    late, peer.catching_up = peer.catching_up == message.step, None
+    if Version(message.step) != run.version:
+        if late:
+            peer.source_asked = False  # it caught up with a step that is already history
+        return
+    step = run.step
+    closing = step.closing if step is not None else None
+    if run.phase is RunPhase.APPLYING and closing and peer.peer in closing.members:
+        peer.version = Version(message.step)
+        closing.applied[peer.peer] = (message.digest, message.norm)
+        _finish_when_applied(run, closing, now)
+    elif late:
+        # It had missed the word to apply while the coordinator was away.
+        peer.version, peer.phase = Version(message.step), PeerPhase.READY
+        microbatches.commit_early(run, peer)
+        run.on_branch.add(peer.peer)
+        run.roster_dirty = True
+
+
+def _finish_when_applied(run: RunState, closing: Closing, now: float) -> None:
+    """When every living member has applied, compare replicas and open the way to the next step."""
+    if not closing.members.keys() <= closing.applied.keys():
+        return  # who applied and died since is in neither
+    run.step = None
+    run.phase = RunPhase.WAITING
+    run.snapshots.clear()
+    run.roster_dirty = True
+    prints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
+    for member, stage in closing.members.items():
+        prints.setdefault(stage, {})[member] = closing.applied[member]
+    run.prints.clear()
+    for stage, of_stage in sorted(prints.items()):
+        _compare_replicas(run, stage, of_stage, now)
+    state_transfer.version_changed(run, now)
+    for peer in list(run.peers.values()):
+        if peer.phase is PeerPhase.READY and peer.version != run.version:
+            # It attached in the middle of the close, sat it out, or did not apply in time.
+            membership.resync(run, peer, f"it missed step {run.version}", now)
+
+
+def _compare_replicas(
+    run: RunState, stage: StageIndex, prints: dict[PeerId, tuple[str, float]], now: float
+) -> None:
+    """Replicas on like devices are equal to the bit, on unlike ones within rounding.
+
+    Which devices are alike, nobody can tell from their names. Who has agreed with the majority
+    before is like them, so that a later difference is a fault of its own.
+    """
+    digest_of_most, count = Counter(digest for digest, _ in prints.values()).most_common(1)[0]
+    majority = digest_of_most if 2 * count > len(prints) and count > 1 else None
+    (_, majority_norm), _ = Counter(prints.values()).most_common(1)[0]
+    agreed: set[str] = set()
+    for peer_id, (digest, norm) in prints.items():
+        peer = run.peers.get(peer_id)
+        if peer is None:
+            continue
+        near = math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE)
+        if digest == majority:
+            peer.like_the_majority = True
+        elif not near or (majority is not None and peer.like_the_majority):
+            reason = f"its parameters of stage {stage} differed from the majority's"
+            run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
+            membership.resync(run, peer, "its parameters differed from the majority's", now)
+            continue
+        agreed.add(digest)
+    run.prints[stage] = frozenset(agreed)

@@ -1,0 +1,90 @@
+"""What a run lacks before its next step can begin, and who could make up for it.
+
+Part of the pure core: changes a RunState and queues commands, does no I/O. An organiser says how
+many peers every stage is to have when training begins. Once it has begun, one each is enough; and
+a run that goes on after a restart waits for so many only as long as those take to come back that
+were there before. Some of them may never come back.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.core.rules import membership
+from swarm_coordinator.core.rules.stage_recovery import REATTACH_GRACE_SECONDS
+from swarm_coordinator.core.rules.status_view import paused_reason
+from swarm_coordinator.core.state.run import PeerState, RunState
+from swarm_shared.base.types import StageIndex
+
+
+def lacking(run: RunState, now: float) -> str:
+    """What the run waits for, in words; empty when a step can begin."""
+    wanted = peers_wanted(run, now)
+    short_of = sorted(run.unheld()) if wanted == 1 else _short_of(run, wanted)
+    if not short_of and run.staffed():
+        return ""
+    if paused := paused_reason(run):
+        return paused
+    if not short_of:
+        return "no trainer"
+    names = ", ".join(str(stage) for stage in short_of)
+    needs = f"stage {names} needs {wanted} peer(s)"
+    if wanted > 1 and _goes_on(run):
+        return f"{needs}; it goes on with fewer in {_grace_left(run, now):.0f} s"
+    return needs
+
+
+def peers_wanted(run: RunState, now: float) -> int:
+    """How many every stage is to have before a step begins."""
+    if run.training_began or (_goes_on(run) and _grace_left(run, now) <= 0):
+        return 1
+    return run.manifest.limits.starting_peers_per_stage
+
+
+def _goes_on(run: RunState) -> bool:
+    """Whether an earlier start of the coordinator has trained already."""
+    return run.version > 0 or run.rolled_back
+
+
+def _grace_left(run: RunState, now: float) -> float:
+    return run.started_at + REATTACH_GRACE_SECONDS - now
+
+
+def _short_of(run: RunState, wanted: int) -> list[StageIndex]:
+    stages = (StageIndex(stage) for stage in run.stage_indices)
+    return [stage for stage in stages if len(run.working_peers(stage)) < wanted]
+
+
+def spread(run: RunState, now: float) -> None:
+    """Before the first step: who is one too many in a stage goes to one that is short of peers.
+
+    Newcomers choose well, but who comes back with a stage it held finds one in its place. Nothing
+    has been trained, so that a move costs nothing but the making of fresh parameters.
+    """
+    wanted = peers_wanted(run, now)
+    if wanted == 1 or run.version > 0:
+        return
+    # Asked after every word while a large run gathers: the cheap question first.
+    if all(len(run.working_peers(stage)) <= wanted for stage in run.stage_indices):
+        return
+    for stage in _short_of(run, wanted):
+        bound = sum(not p.leaving and not p.paused for p in run.peers.bound_for(stage))
+        for _ in range(wanted - bound):
+            peer = _one_too_many(run, stage, wanted)
+            if peer is None:
+                break  # nobody fits here; one that is short, too, may need less memory
+            membership.move(run, peer, stage, "the run cannot begin without it there", now)
+
+
+def _one_too_many(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
+    """Of the stage that has most of those that can be spared."""
+    needed_bytes = run.manifest.stages[stage].memory_bytes
+    spare: list[tuple[int, str, PeerState]] = []
+    for other in run.stage_indices:
+        there = [p for p in run.working_peers(other) if not p.leaving]
+        spare.extend(
+            (len(there), peer.peer, peer)
+            for peer in there
+            if len(there) > wanted
+            and peer.wanted_stage is None
+            and peer.memory_bytes >= needed_bytes
+        )
+    return max(spare, key=lambda one: one[:2])[2] if spare else None

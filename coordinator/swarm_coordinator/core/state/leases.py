@@ -1,0 +1,57 @@
+"""The leases of one step: which trainer drives which microbatch.
+
+Part of the pure core. Whenever somebody goes, its leases are given to those who drive least; so
+what each trainer drives is kept as leases come and go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from swarm_shared.base.types import MicrobatchIndex, PeerId
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseState:
+    lease: int
+    trainer: PeerId
+    granted_at: float
+    resolved_at: float | None = None
+
+
+class LeaseBook(dict[MicrobatchIndex, LeaseState]):
+    """Leases by microbatch. Only `[]=`, `del` and `clear` change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[PeerId, set[MicrobatchIndex]] = {}
+        self._driven: dict[PeerId, set[MicrobatchIndex]] = {}
+
+    def of(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
+        """All that a trainer was given, resolved ones included."""
+        return self._of.get(trainer, ())
+
+    def driven_by(self, trainer: PeerId) -> Collection[MicrobatchIndex]:
+        """Those of which a trainer has not told how they ended."""
+        return self._driven.get(trainer, ())
+
+    def __setitem__(self, microbatch: MicrobatchIndex, lease: LeaseState) -> None:
+        if microbatch in self:
+            del self[microbatch]
+        super().__setitem__(microbatch, lease)
+        self._of.setdefault(lease.trainer, set()).add(microbatch)
+        if lease.resolved_at is None:
+            self._driven.setdefault(lease.trainer, set()).add(microbatch)
+
+    def __delitem__(self, microbatch: MicrobatchIndex) -> None:
+        lease = self[microbatch]
+        super().__delitem__(microbatch)
+        self._of[lease.trainer].discard(microbatch)
+        if lease.resolved_at is None:
+            self._driven[lease.trainer].discard(microbatch)
+
+    def clear(self) -> None:
+        super().clear()
+        self._of.clear()
+        self._driven.clear()

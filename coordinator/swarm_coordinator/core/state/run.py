@@ -1,0 +1,435 @@
+"""Everything the coordinator knows about a run, as data.
+
+Owned and changed by `transition` alone; the shell only reads it through `status`. Durable facts
+live in the store; what is here beyond them is rebuilt from the clients when they re-attach
+(design: durability).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Broadcast,
+    CheckpointRecord,
+    Command,
+    Note,
+    Send,
+    Session,
+)
+from swarm_coordinator.core.state.close import Closing, Round
+from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
+from swarm_coordinator.core.state.moves import Moving, Rebalancing
+from swarm_coordinator.core.state.peers import (
+    PeerPhase,
+    PeerState,
+    PeerTable,
+    StageTally,
+    rates_alike,
+)
+from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
+from swarm_coordinator.core.state.utilisation import Figures, Rejection
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Reduction, Roster, StageRow
+from swarm_shared.run.manifest import Manifest
+
+INITIAL = Version(0)
+
+
+MAXIMUM_MARKS = 10_000
+"""Peers that something is remembered against; the oldest are forgotten first."""
+
+
+class RunPhase(StrEnum):
+    """Where the current step stands (design: the life of a step)."""
+
+    WAITING = "waiting for peers"
+    COLLECT = "collecting"
+    CLOSING = "closing"
+    APPLYING = "applying"
+    EVALUATING = "evaluating"
+    STOPPING = "stopping"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class StepState:
+    step: Step
+    began_at: float
+    in_front_at: float
+    """When the step before it was applied. What was done of it before then took no time of its
+    own."""
+    attempt: int = 0
+    """Names the latest close: never used for another one, not by another step nor generation."""
+    attempts: dict[StageIndex, int] = field(default_factory=dict)
+    """The latest one of each stage."""
+    closes: int = 0
+    timeouts: int = 0
+    blame: dict[PeerId, int] = field(default_factory=dict)
+    """How many attempts of this step have failed because of each peer."""
+    excuses: int = 0
+    """How many of its attempts have failed through a carrier, for which nobody was blamed."""
+    excluded: set[PeerId] = field(default_factory=set)
+    """Sit this step out and are synced anew after it: they kept it from closing."""
+    table: StepTable = field(default_factory=StepTable)
+    leases: LeaseBook = field(default_factory=LeaseBook)
+    hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    """Second leases of microbatches that lag at the end of the step (`hedging`)."""
+    duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
+    """Cells that somebody has counted besides the one whose cell it is."""
+    mostly_done_at: float | None = None
+    """When most of the table was filled for the first time."""
+    hedge_not_before: float = 0.0
+    unsettled: set[MicrobatchIndex] = field(default_factory=set)
+    """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
+    lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
+    """A heap: when a lease may have run out, or a failed one has paused for long enough."""
+    not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
+    """At whom a microbatch first gave no numbers."""
+    closing: Closing | None = None
+    """From the first close on until the step ends, or no stage has a round any more."""
+    close_not_before: float = 0.0
+    complete_at: float | None = None
+    """When its table was complete for the first time: newcomers may hold it for so long from then.
+    In a large run somebody is always downloading."""
+    evaluations: dict[MicrobatchIndex, tuple[float, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PendingMask:
+    due_at: float
+    peer: PeerId
+    request: int
+    step: Step
+    microbatch: MicrobatchIndex
+
+
+@dataclass(slots=True)
+class Snapshots:
+    """Holders that were asked for a snapshot of one stage, for newcomers."""
+
+    version: Version
+    asked_at: float
+    asked: set[PeerId] = field(default_factory=set)
+    ready: dict[PeerId, tuple[str, int, str]] = field(default_factory=dict)
+    """peer → (item, bytes, sha256)"""
+    first_at: float = math.inf
+    """When the first of them was ready."""
+
+
+@dataclass(slots=True)
+class PendingCheckpoint:
+    version: Version
+    asked_at: float
+    holders: dict[StageIndex, PeerId] = field(default_factory=dict)
+    sessions: dict[StageIndex, Session] = field(default_factory=dict)
+    """In which attachment each holder was asked: the word is lost with it."""
+    fetched: dict[StageIndex, str] = field(default_factory=dict)
+    """stage → sha256 of the snapshot that the shell was told to fetch."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """What a peer has got wrong so far, whatever the cause; shown by `status`."""
+
+    times: int
+    reason: str
+    """The latest."""
+
+
+@dataclass(slots=True)
+class WorkDone:
+    """Microbatches times stages since this start of the coordinator: what faults have cost."""
+
+    counted: int = 0
+    """Entered in a table, those that were cleared again included."""
+    duplicated: int = 0
+    """Counted by a second peer too, which took it out again."""
+    cleared: int = 0
+    """Lost with the peer that had counted it, and so to be computed once more."""
+
+
+@dataclass(slots=True)
+class RunState:
+    manifest: Manifest
+    manifest_envelope: str
+    coordinator: PeerRecord
+    """How clients reach the coordinator as a holder of checkpoints; its stage means nothing."""
+    generation: int
+    version: Version
+    started_at: float
+    last_applied: AppliedStep | None
+    checkpoint: CheckpointRecord | None
+    heldout_loss: float | None
+    rebalancing: Rebalancing
+    phase: RunPhase = RunPhase.WAITING
+    peers: PeerTable = field(init=False)
+    figures: Figures = field(init=False)
+    step: StepState | None = None
+    ahead: StepState | None = None
+    """The step after it, where the manifest lets that be worked on before this one is applied."""
+    snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
+    pending_checkpoint: PendingCheckpoint | None = None
+    checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
+    """The version whose checkpoint failed last, how often, and when it may be tried again."""
+    pending_masks: list[PendingMask] = field(default_factory=list)
+    stop_requested_at: float | None = None
+    training_began: bool = False
+    lost_since: dict[StageIndex, float] = field(default_factory=dict)
+    checkpoint_overdue: bool = False
+    """At the start there was none, or none that is not older than the manifest allows."""
+    rolled_back: bool = False
+    on_branch: set[PeerId] = field(default_factory=set)
+    """Since a roll-back: whose state is known to belong to the history that went on from it."""
+    lease_counter: int = 0
+    attempt_counter: int = 0
+    roster_serial: int = 0
+    roster_dirty: bool = False
+    roster_due_at: float | None = None
+    """When changes that can wait a little are published, if nothing else is until then."""
+    published: Roster | None = None
+    published_stages: tuple[tuple[PeerRecord, ...], ...] = ()
+    """The last one, by stage: to take somebody out of it at once, and to say what has changed."""
+    published_at: float = -math.inf
+    revoked: dict[PeerId, float] = field(default_factory=dict)
+    """Who must not be served, and until when it could still show a certificate."""
+    revoked_dirty: bool = False
+    """Somebody was revoked or reinstated since the last roster."""
+    waiting_reason: str = ""
+    work: WorkDone = field(default_factory=WorkDone)
+    marks: dict[PeerId, Mark] = field(default_factory=dict)
+    """Kept when a peer goes: it comes back as what it was."""
+    prints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
+    """Digests that holders of each stage told of the run's version, as far as they are known."""
+    commands: list[Command] = field(default_factory=list)
+    _rows: dict[StageIndex, StageRow] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.peers = PeerTable(self.manifest.stage_count)
+        self.figures = Figures(self.manifest.stage_count)
+
+    # ---- what the other modules of the core say through
+
+    def send(self, peer: PeerId, message: CoordinatorMessage) -> None:
+        self.commands.append(Send(peer, message))
+
+    def broadcast(self, peers: Collection[PeerId], message: CoordinatorMessage) -> None:
+        if peers:
+            self.commands.append(Broadcast(tuple(peers), message))
+
+    def note(self, text: str, peer: PeerId | None = None) -> None:
+        self.commands.append(Note(text, peer))
+
+    def reject(self, kind: Rejection) -> None:
+        """Count what did not count."""
+        self.figures.rejected[kind] += 1
+
+    def mark(self, peer: PeerState, kind: Rejection, reason: str) -> None:
+        """Remember against a peer what it got wrong, and say so."""
+        self.reject(kind)
+        mark = self.marks.pop(peer.peer, None) or Mark(0, reason)
+        mark.times, mark.reason = mark.times + 1, reason
+        self.marks[peer.peer] = mark
+        if len(self.marks) > MAXIMUM_MARKS:
+            del self.marks[next(iter(self.marks))]
+        self.note(f"{display(peer)} is marked: {reason}", peer.peer)
+
+    # ---- derived facts
+
+    @property
+    def last_stage(self) -> StageIndex:
+        return StageIndex(self.manifest.stage_count - 1)
+
+    @property
+    def stage_indices(self) -> range:
+        return range(self.manifest.stage_count)
+
+    def tied_stages(self) -> frozenset[StageIndex]:
+        """Both ends of a model whose embeddings are tied: they average these together."""
+        ends = frozenset((StageIndex(0), self.last_stage))
+        tied = self.manifest.model.tie_embeddings and len(ends) > 1
+        return ends if tied else frozenset()
+
+    def holds_current(self, peer: PeerState) -> bool:
+        """Whether it can take part in this step: it holds a stage at the run's version."""
+        return (
+            peer.phase is PeerPhase.READY
+            and peer.version == self.version
+            and not (self.step is not None and peer.peer in self.step.excluded)
+        )
+
+    def step_numbered(self, number: int) -> StepState | None:
+        """That of the steps that are worked on which has this number."""
+        for step in (self.step, self.ahead):
+            if step is not None and step.step == number:
+                return step
+        return None
+
+    def round_of(self, stage: StageIndex | None) -> Round | None:
+        """The round that a stage has in this step: until it ends nothing of its table changes, and
+        nobody comes to it."""
+        if self.step is None or self.step.closing is None or stage is None:
+            return None
+        return self.step.closing.rounds.get(stage)
+
+    def computes_ahead(self, peer: PeerState) -> bool:
+        """Whether it can have worked on the step after this one: it may still have to apply this
+        one, for what it computes is one version behind anyway."""
+        behind = (
+            self.phase is RunPhase.APPLYING
+            and peer.phase is PeerPhase.READY
+            and peer.version == self.version - 1
+            and not (self.step is not None and peer.peer in self.step.excluded)
+        )
+        return behind or self.holds_current(peer)
+
+    def ready_peers(self, stage: int) -> Sequence[PeerState]:
+        """Peers that hold the stage at the run's version, leaving ones included."""
+        ready = self.peers.view(StageIndex(stage), self.version).ready
+        if self.step is not None and self.step.excluded:
+            return [peer for peer in ready if peer.peer not in self.step.excluded]
+        return ready
+
+    def staffed(self) -> bool:
+        """Whether microbatches can get through: every stage has a peer that works, and there is a
+        trainer."""
+        return not self.idle() and any(
+            peer.trainer and not peer.leaving and not peer.paused
+            for stage in self.stage_indices
+            for peer in self.ready_peers(stage)
+        )
+
+    def unheld(self) -> Collection[StageIndex]:
+        """Stages that nobody holds who takes part in this step."""
+        if self.step is not None and self.step.excluded:
+            return [StageIndex(s) for s in self.stage_indices if not self.ready_peers(s)]
+        return self.peers.unheld(self.version)
+
+    def idle(self) -> Collection[StageIndex]:
+        """Stages that nobody holds who takes new work in this step."""
+        if self.step is not None and self.step.excluded:
+            return [StageIndex(s) for s in self.stage_indices if not self.working_peers(s)]
+        return self.peers.idle(self.version)
+
+    def paused_stages(self) -> list[StageIndex]:
+        """Stages for which the run waits although they are held."""
+        return sorted(set(self.idle()) - set(self.unheld()))
+
+    def working_peers(self, stage: int) -> Sequence[PeerState]:
+        """Ready peers that may get new microbatches: a leaving one only if all of them leave, a
+        paused one never."""
+        if self.step is not None and self.step.excluded:
+            active = [peer for peer in self.ready_peers(stage) if not peer.paused]
+            return [peer for peer in active if not peer.leaving] or active
+        return self.peers.view(StageIndex(stage), self.version).working
+
+    def trainers(self) -> list[PeerState]:
+        return [
+            peer
+            for stage in self.stage_indices
+            for peer in self.peers.view(StageIndex(stage), self.version).trainers
+            if self.step is None or peer.peer not in self.step.excluded
+        ]
+
+    def stage_rows(self) -> tuple[StageRow, ...]:
+        """How well each stage is served. Who has told no rate yet counts like the others' mean."""
+        tallies = [self.peers.tally(StageIndex(stage)) for stage in self.stage_indices]
+        measured = sum(tally.measured for tally in tallies)
+        mean = sum(t.flops_per_second for t in tallies) / measured if measured else 0.0
+        return tuple(
+            self._row(StageIndex(index), tally, mean) for index, tally in enumerate(tallies)
+        )
+
+    def _row(self, index: StageIndex, tally: StageTally, mean: float) -> StageRow:
+        stage = self.manifest.stages[index]
+        flops = tally.flops_per_second + mean * (tally.peers - tally.measured)
+        rate = flops / (stage.work_flops or 1.0)
+        known = self._rows.get(index)
+        if known is None or (known.peers, known.microbatches_per_second) != (tally.peers, rate):
+            known = self._rows[index] = StageRow(
+                stage=index,
+                peers=tally.peers,
+                microbatches_per_second=rate,
+                work_flops=stage.work_flops,
+                memory_bytes=stage.memory_bytes,
+            )
+        return known
+
+    def roster(self) -> tuple[tuple[PeerRecord, ...], ...]:
+        """Everybody who takes part in this step, by stage. The same object for a stage of which
+        there is nothing new to say."""
+        return tuple(self._stage_records(StageIndex(stage)) for stage in self.stage_indices)
+
+    def _stage_records(self, stage: StageIndex) -> tuple[PeerRecord, ...]:
+        ready = self.ready_peers(stage)
+        known = self.peers.records.get(stage)
+        if known is None or (self.step is not None and self.step.excluded):
+            alone = all(peer.leaving or peer.paused for peer in ready)
+            known = tuple(
+                self._record(peer, not peer.paused and (alone or not peer.leaving))
+                for peer in ready
+            )
+            if not (self.step is not None and self.step.excluded):
+                self.peers.records[stage] = known
+        return known
+
+    def record_of(self, peer: PeerState) -> PeerRecord:
+        """One peer as others may know it."""
+        return self._record(peer, not peer.leaving and not peer.paused)
+
+    def _record(self, peer: PeerState, accepts_work: bool) -> PeerRecord:
+        assert peer.stage is not None
+        known = peer.record
+        if (
+            known is not None
+            and known.accepts_work == accepts_work
+            and rates_alike(known.microbatches_per_second, peer.microbatches_per_second)
+        ):
+            return known
+        peer.record = PeerRecord(
+            peer=peer.peer,
+            stage=peer.stage,
+            addresses=peer.addresses,
+            certificate=peer.certificate,
+            microbatches_per_second=peer.microbatches_per_second,
+            carrier=peer.carrier,
+            accepts_work=accepts_work,
+            reachability=peer.reachability,
+            offers_relay=peer.offers_relay,
+        )
+        return peer.record
+
+
+def short(peer: PeerId) -> str:
+    """The last eight characters: enough to tell the peers of a run apart in a line of text."""
+    return f"…{peer[-8:]}"
+
+
+def display(peer: PeerState) -> str:
+    return f"{peer.name} ({short(peer.peer)})" if peer.name else short(peer.peer)
+
+
+__all__ = [
+    "Cell",
+    "Closing",
+    "LeaseState",
+    "Mark",
+    "Moving",
+    "PeerPhase",
+    "PeerState",
+    "PendingCheckpoint",
+    "PendingMask",
+    "Reduction",
+    "Round",
+    "RunPhase",
+    "RunState",
+    "Snapshots",
+    "StepState",
+    "WorkDone",
+    "display",
+    "short",
+]

@@ -1,0 +1,57 @@
+"""The table of one step: who has committed each (microbatch, stage), and what is missing.
+
+Part of the pure core. A run has many thousand cells and looks at them after every word of every
+peer, so who holds what, and what each microbatch lacks, is kept as cells come and go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
+
+CellKey = tuple[MicrobatchIndex, StageIndex]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One committed (microbatch, stage): who holds it, and the loss at the last stage."""
+
+    peer: PeerId
+    tokens: int
+    loss_sum: float | None
+
+
+class StepTable(dict[CellKey, Cell]):
+    """Cells by microbatch and stage. Only `[]=` and `del` change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reopened: set[MicrobatchIndex] = set()
+        """Microbatches that have lost a cell since somebody emptied this."""
+        self._filled: dict[MicrobatchIndex, int] = {}
+        self._held: dict[PeerId, set[CellKey]] = {}
+
+    def filled(self, microbatch: MicrobatchIndex) -> int:
+        """How many stages of a microbatch are committed."""
+        return self._filled.get(microbatch, 0)
+
+    def held_by(self, peer: PeerId) -> tuple[CellKey, ...]:
+        return tuple(self._held.get(peer, ()))
+
+    def holds_any(self, peer: PeerId) -> bool:
+        return bool(self._held.get(peer))
+
+    def __setitem__(self, key: CellKey, cell: Cell) -> None:
+        if key in self:
+            del self[key]
+        super().__setitem__(key, cell)
+        self._filled[key[0]] = self._filled.get(key[0], 0) + 1
+        self._held.setdefault(cell.peer, set()).add(key)
+
+    def __delitem__(self, key: CellKey) -> None:
+        cell = self[key]
+        super().__delitem__(key)
+        self._filled[key[0]] -= 1
+        self._held[cell.peer].discard(key)
+        self.reopened.add(key[0])

@@ -1,0 +1,407 @@
+"""The coordinator as a state machine: `transition(state, event, now)` returns commands.
+
+Rules, in the order in which they are applied after every event:
+
+    WAITING     every stage has a ready peer               → COLLECT (or EVALUATING at the end)
+    COLLECT     the table is complete, nobody is syncing   → CLOSING
+    CLOSING     every member of every stage has averaged   → durable, then APPLYING
+                a member failed, or died before the others
+                of its stage had averaged                  → COLLECT; the other stages go on
+    APPLYING    every living member has applied, or time's up → WAITING; who has not is synced
+    EVALUATING  all held-out microbatches have a loss      → checkpoint → FINISHED
+    any of the standing phases: a stage has nobody         → WAITING, at the checkpoint's version
+    any         the organiser stops                        → checkpoint → STOPPING
+
+No I/O, no clock, no randomness: the same events at the same times give the same commands, which
+is what the simulator and the tests rely on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+from swarm_coordinator.core.events import (
+    CertificateIssued,
+    CheckpointFailed,
+    CheckpointStored,
+    CloseSession,
+    Command,
+    EvaluationRecord,
+    Event,
+    HeartbeatsHeard,
+    LeaseResolved,
+    MessageReceived,
+    PeerAttached,
+    PeersReinstated,
+    PeersRevoked,
+    Persist,
+    ReceiptsVerified,
+    Restored,
+    RunFinished,
+    SessionLost,
+    Stopped,
+    StopRequested,
+    Tick,
+)
+from swarm_coordinator.core.rules import (
+    accumulate_masks,
+    checkpoints,
+    departure,
+    membership,
+    microbatches,
+    rebalancing,
+    roster,
+    speculation,
+    stage_recovery,
+    state_transfer,
+    step_close,
+    step_start,
+)
+from swarm_coordinator.core.state.moves import RebalancingSettings
+from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState, display
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import (
+    Applied,
+    Goodbye,
+    Leaving,
+    MaskRequest,
+    NotFinite,
+    PeerRecord,
+    Ready,
+    RoundReport,
+    SnapshotFailed,
+    SnapshotReady,
+    StageRequest,
+    SyncFailed,
+    Whereabouts,
+)
+from swarm_shared.run.manifest import Manifest
+
+STOP_SECONDS = 30.0
+"""After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
+
+NUMBERS_PER_GENERATION = 2**24
+
+
+def begin(
+    manifest: Manifest,
+    manifest_envelope: str,
+    coordinator: PeerRecord,
+    restored: Restored,
+    now: float,
+    revoked: Mapping[PeerId, float] | None = None,
+    moves: RebalancingSettings | None = None,
+) -> RunState:
+    """The state a coordinator starts with, from its manifest and what its store remembers.
+
+    `moves` says whether and when peers are moved between stages; None: never.
+    """
+    stored_version = restored.checkpoint.version if restored.checkpoint is not None else 0
+    return RunState(
+        manifest=manifest,
+        manifest_envelope=manifest_envelope,
+        coordinator=coordinator,
+        generation=restored.generation,
+        version=restored.version,
+        started_at=now,
+        last_applied=restored.last_applied,
+        checkpoint=restored.checkpoint,
+        checkpoint_overdue=restored.version - stored_version > manifest.checkpoint_steps,
+        # Words of earlier generations are still on their way: no number is used a second time.
+        attempt_counter=restored.generation * NUMBERS_PER_GENERATION,
+        lease_counter=restored.generation * NUMBERS_PER_GENERATION,
+        # A run whose steps were raised after its end is evaluated again at its new end.
+        heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
+        rolled_back=restored.rolled_back,
+        on_branch=set(restored.on_branch),
+        revoked=dict(revoked or {}),
+        rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
+    )
+
+
+def transition(run: RunState, event: Event, now: float) -> list[Command]:
+    """Advance the run by one event at `now` (monotonic seconds)."""
+    phase = run.phase
+    _dispatch(run, event, now)
+    if isinstance(event, ReceiptsVerified | LeaseResolved):
+        # Most words are of work done. They change the table and the leases, nothing else.
+        _advance_step(run, now)
+    elif not isinstance(event, HeartbeatsHeard) and not (
+        run.phase is phase and _one_of_many(run, event)
+    ):
+        _advance(run, now)
+    if roster.publish(run, now):
+        _order_roster_first(run)
+    commands, run.commands = run.commands, []
+    return commands
+
+
+def _one_of_many(run: RunState, event: Event) -> bool:
+    """Everybody answers a close and an apply, within a second. Nothing follows from any answer
+    before the last one, with which the phase changes, or before the next tick."""
+    if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING):
+        return False
+    message = event.message if isinstance(event, MessageReceived) else None
+    return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
+
+
+_ROSTERS = frozenset({"roster", "roster_change"})
+
+
+def _order_roster_first(run: RunState) -> None:
+    """Rosters go before the work that relies on them, and after Welcome and records."""
+    rosters = [c for c in run.commands if _kind(c) in _ROSTERS]
+    if not rosters:
+        return
+    rest = [c for c in run.commands if _kind(c) not in _ROSTERS]
+    relying = {"lease", "close", "mask"}
+    at = next((i for i, c in enumerate(rest) if _kind(c) in relying), len(rest))
+    run.commands = rest[:at] + rosters + rest[at:]
+
+
+def _kind(command: Command) -> str:
+    message = getattr(command, "message", None)
+    return getattr(message, "kind", "")
+
+
+def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None:
+    """The peer, if these words come from its current attachment."""
+    state = run.peers.get(peer)
+    return state if state is not None and state.session == session else None
+
+
+def _dispatch(run: RunState, event: Event, now: float) -> None:
+    if isinstance(event, Tick):
+        _notice_the_dead(run, now)
+        roster.forget_revoked(run, now)
+    elif isinstance(event, PeerAttached):
+        # Whatever the older attachment held is either told again in this Hello or gone.
+        drop(run, event.peer, "attached anew", now, announce=False)
+        membership.attach(run, event, now)
+    elif isinstance(event, CheckpointStored):
+        checkpoints.store_done(run, event, now)
+    elif isinstance(event, CheckpointFailed):
+        checkpoints.store_failed(run, event.version, event.reason, now)
+    elif isinstance(event, PeersRevoked):
+        roster.revoke(run, event)
+        for revoked in event.peers:
+            drop(run, revoked, event.reason, now)
+    elif isinstance(event, PeersReinstated):
+        for welcome in event.peers:
+            roster.reinstate(run, welcome)
+    elif isinstance(event, CertificateIssued):
+        roster.certificate_issued(run, event, now)
+    elif isinstance(event, StopRequested):
+        if run.stop_requested_at is None:
+            run.stop_requested_at = now
+    elif isinstance(event, HeartbeatsHeard):
+        for beat in event.beats:
+            peer = _session_peer(run, beat.peer, beat.session)
+            if peer is not None:
+                microbatches.heard(run, peer, beat.message, now)
+    elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
+        peer = _session_peer(run, event.peer, event.session)
+        if peer is not None:
+            _from_peer(run, peer, event, now)
+    else:
+        assert_never(event)
+
+
+def _from_peer(
+    run: RunState,
+    peer: PeerState,
+    event: SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived,
+    now: float,
+) -> None:
+    peer.last_heard = now
+    if isinstance(event, SessionLost):
+        drop(run, peer.peer, "it left" if peer.leaving else "its connection ended", now)
+    elif isinstance(event, ReceiptsVerified):
+        for receipt in event.receipts:
+            if receipt.peer == peer.peer:
+                microbatches.commit(run, receipt)
+    elif isinstance(event, LeaseResolved):
+        microbatches.lease_resolved(run, event, now)
+    else:
+        _message(run, peer, event, now)
+
+
+def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
+    message = event.message
+    if isinstance(message, Whereabouts):
+        roster.moved(run, peer, message, now)
+    elif isinstance(message, StageRequest):
+        membership.choose_stage(run, peer, message.stage, now)
+    elif isinstance(message, MaskRequest):
+        accumulate_masks.ask_mask(run, peer, message, now)
+    elif isinstance(message, RoundReport):
+        step_close.report(run, peer, message, now)
+    elif isinstance(message, Applied):
+        step_close.applied(run, peer, message, now)
+    elif isinstance(message, Ready):
+        state_transfer.ready(run, peer, message, now)
+    elif isinstance(message, NotFinite):
+        membership.not_finite(run, peer, message, now)
+    elif isinstance(message, SyncFailed):
+        state_transfer.sync_failed(run, peer, message, now)
+    elif isinstance(message, SnapshotReady):
+        checkpoints.snapshot_ready(run, peer, message)
+        state_transfer.snapshot_ready(run, peer, message, now)
+    elif isinstance(message, SnapshotFailed):
+        pending = run.pending_checkpoint
+        if pending is not None and pending.holders.get(message.stage) == peer.peer:
+            checkpoints.store_failed(run, message.version, message.reason, now)
+    elif isinstance(message, Leaving) and not peer.leaving:
+        peer.leaving, peer.leaving_since = True, now
+        run.roster_dirty = True
+        run.note(f"{display(peer)} wants to leave", peer.peer)
+
+
+def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
+    """A peer is gone: its cells, its leases, and what depended on it of the close."""
+    membership.remove(run, peer, reason, now, announce=announce)
+    step_close.go_on(run, now)
+
+
+def _notice_the_dead(run: RunState, now: float) -> None:
+    limit = run.manifest.limits.dead_after_seconds
+    for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
+        run.commands.append(CloseSession(peer.peer, "silent for too long"))
+        drop(run, peer.peer, f"silent for more than {limit:g} s", now)
+
+
+def _advance(run: RunState, now: float) -> None:
+    """Apply the rules until nothing changes any more."""
+    checkpoints.check(run, now)
+    stage_recovery.recover_lost_stages(run, now)
+    if run.peers.movers:
+        rebalancing.look_after(run, now)
+    rebalancing.consider(run, now)
+    state_transfer.find_sources(run, now)
+    if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
+        departure.release_leavers(run, now)
+    step_close.time_out(run, now)
+    step_close.go_on(run, now)
+    _advance_step(run, now)
+    if run.stop_requested_at is not None:
+        _stop(run, now)
+    if run.phase is RunPhase.WAITING:
+        departure.release_leavers(run, now)
+        _next(run, now)
+
+
+def _advance_step(run: RunState, now: float) -> None:
+    """The rules of a step that is being worked on."""
+    accumulate_masks.answer_masks(run, now)
+    if run.ahead is not None and run.stop_requested_at is None:
+        microbatches.lease_open_microbatches(run, run.ahead, now)
+    if run.phase is RunPhase.COLLECT:
+        _collect(run, now)
+    elif run.phase is RunPhase.EVALUATING:
+        _evaluate(run, now)
+
+
+def _collect(run: RunState, now: float) -> None:
+    step = run.step
+    assert step is not None
+    if run.stop_requested_at is not None:
+        return
+    microbatches.begin_ahead(run, now)
+    if not microbatches.complete(run):
+        microbatches.lease_open_microbatches(run, step, now)
+        speculation.hedge(run, now)
+        return
+    if step.complete_at is None:
+        step.complete_at = now
+    held = now < step.complete_at + run.manifest.limits.join_hold_seconds and (
+        _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
+    )
+    if now >= step.close_not_before and not held:
+        step_close.start_close(run, now)
+
+
+def _newcomer_holds(run: RunState, now: float) -> bool:
+    """A newcomer that is downloading this version may hold the close, for a bounded time."""
+    return any(
+        not peer.leaving and now < peer.hold_until and run.round_of(peer.stage) is None
+        for peer in run.peers.syncing.values()
+    )
+
+
+def _next(run: RunState, now: float) -> None:
+    """From WAITING to the next step, to the evaluation, or to the end."""
+    if run.stop_requested_at is not None:
+        return
+    at_end = run.version >= run.manifest.training.steps
+    if at_end or (checkpoints.due(run) and run.pending_checkpoint is None):
+        checkpoints.request(run, now)
+    if not at_end:
+        rebalancing.move_between_steps(run, now)
+    step_start.spread(run, now)
+    evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
+    if at_end and evaluated:
+        _finish(run)
+    elif lacking := step_start.lacking(run, now):
+        run.waiting_reason = lacking
+    elif departure.must_wait(run):
+        run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
+    elif at_end:
+        microbatches.begin_evaluation(run, now)
+    else:
+        microbatches.begin_step(run, now)
+
+
+def _evaluate(run: RunState, now: float) -> None:
+    step = run.step
+    assert step is not None
+    if run.stop_requested_at is not None:
+        return
+    if len(step.evaluations) < microbatches.microbatch_count(run):
+        microbatches.lease_open_microbatches(run, step, now)
+        speculation.hedge(run, now)
+        return
+    tokens = sum(count for _, count in step.evaluations.values())
+    loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
+    run.heldout_loss = loss
+    run.commands.append(Persist(EvaluationRecord(run.version, loss, tokens)))
+    run.note(f"held-out loss after step {run.version}: {loss:.4f}")
+    run.step = None
+    run.phase = RunPhase.WAITING
+
+
+def _finish(run: RunState) -> None:
+    """The last version is on disk, or cannot be: say so, and let everybody go."""
+    if not checkpoints.stored(run) and not checkpoints.refused(run):
+        run.waiting_reason = "writing the last checkpoint"
+        return
+    if checkpoints.stored(run):
+        run.commands.append(Persist(RunFinished(run.version)))
+        run.note(f"the run is finished after {run.version} steps")
+    else:
+        run.note("the run reached its last step, but its last checkpoint could not be stored")
+    run.phase = RunPhase.FINISHED
+    for peer in run.peers.values():
+        run.send(peer.peer, Goodbye(finished=True, reason="the run is finished"))
+        run.commands.append(CloseSession(peer.peer, "the run is finished"))
+    run.peers.clear()
+    run.commands.append(Stopped())
+
+
+def _stop(run: RunState, now: float) -> None:
+    """Ctrl-C at the coordinator: a step in its close ends first, then a checkpoint, then out."""
+    assert run.stop_requested_at is not None
+    if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
+        return
+    late = now - run.stop_requested_at > STOP_SECONDS
+    if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and not late:
+        return
+    if not checkpoints.stored(run) and not late and checkpoints.request(run, now):
+        return
+    run.phase = RunPhase.STOPPING
+    for peer in run.peers.values():
+        run.send(peer.peer, Goodbye(reason="the coordinator is stopping"))
+        run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
+    run.note(f"stopped after step {run.version}")
+    run.commands.append(Stopped())

@@ -1,0 +1,303 @@
+"""The paths: `/api/v1`, the page, health and metrics, as one ASGI application.
+
+Every answer is one of `documents`, encoded from the newest snapshot; nothing here reads a disk.
+FastAPI makes the OpenAPI document from the same models. It gives its own pages for that document
+no place here, because they load scripts from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import trio
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from swarm_coordinator.dashboard import page
+from swarm_coordinator.dashboard.api_models import (
+    Admission,
+    Contributions,
+    Curve,
+    Events,
+    FullPeers,
+    Health,
+    Peers,
+    Problem,
+    Run,
+    Stages,
+    Steps,
+    Teams,
+    Tokens,
+    Word,
+)
+from swarm_coordinator.dashboard.http_server import Message
+from swarm_coordinator.dashboard.middleware import is_organiser
+from swarm_coordinator.dashboard.snapshot import STALE_SECONDS, Snapshot
+from swarm_coordinator.dashboard.snapshot_loop import Feed
+from swarm_coordinator.dashboard.sse import encoded
+
+MAX_PAGE = 500
+MAX_STEPS = 1_000
+PING_SECONDS = 15.0
+"""Between two comments on a stream without events, so that nobody on the way takes it for dead."""
+LARGEST = 2**53 - 1
+
+BEARER = HTTPBearer(auto_error=False, description="Made by `start`, printed by `dashboard`.")
+Offset = Annotated[int, Query(ge=0, le=LARGEST)]
+Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
+After = Annotated[int, Query(ge=0, le=LARGEST)]
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What the paths answer from."""
+
+    feed: Feed
+    token: str
+    """The organiser's."""
+    metrics: Callable[[Snapshot], bytes]
+
+
+def build_app(site: Site) -> FastAPI:
+    app = FastAPI(
+        title="swarmtrain coordinator",
+        version="1",
+        summary="How a run stands. Losses are in nats per token, times in Unix seconds.",
+        openapi_url="/api/v1/openapi.json",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={
+            429: {"model": Problem, "description": "Too many requests."},
+            503: {"model": Problem, "description": "Too many connections, or nothing to say yet."},
+        },
+    )
+    _add_problems(app)
+    _add_public(app, site)
+    _add_history(app, site)
+    _add_organisers(app, site)
+    _add_watching(app, site)
+    page.add_to(app)
+    app.openapi()  # made once, and now: it is no request that finds a mistake in it
+    return app
+
+
+def answer(document: BaseModel, status: int = 200) -> Response:
+    return Response(document.model_dump_json(), status, media_type="application/json")
+
+
+def _now(site: Site) -> Snapshot:
+    if site.feed.snapshot is None:
+        raise HTTPException(503, "the coordinator has not said anything yet; come again")
+    return site.feed.snapshot
+
+
+def _add_problems(app: FastAPI) -> None:
+    """Every error has the form of `Problem`."""
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        problem = Problem(error=str(error.detail))
+        return JSONResponse(problem.model_dump(), error.status_code, headers=error.headers)
+
+    @app.exception_handler(Exception)
+    async def confess(request: Request, error: Exception) -> Response:
+        """Only the answer: the server logs and counts what happened."""
+        return answer(Problem(error="this should not have happened; the log says more"), 500)
+
+    @app.exception_handler(RequestValidationError)
+    async def explain(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])[:100]
+        return answer(Problem(error=f"{place}: {first['msg']}"[:300]), 422)
+
+
+_UNFIT: dict[int | str, dict[str, Any]] = {
+    422: {"model": Problem, "description": "A parameter that cannot be."}
+}
+
+
+def _add_public(app: FastAPI, site: Site) -> None:
+    @app.get("/api/v1/run", response_model=Run)
+    async def run() -> Response:
+        """How the run stands."""
+        return answer(_now(site).run)
+
+    @app.get("/api/v1/health", response_model=Health)
+    async def health() -> Response:
+        """The run's health in one word, and a sentence."""
+        return answer(_now(site).health)
+
+    @app.get("/api/v1/stages", response_model=Stages)
+    async def stages() -> Response:
+        """The pipeline, stage by stage, and what rebalancing decided lately."""
+        return answer(_now(site).stages)
+
+    @app.get("/api/v1/peers", response_model=Peers, responses=_UNFIT)
+    async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """Who takes part now, without addresses."""
+        found = _now(site).peers
+        return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
+
+    @app.get("/api/v1/events/stream", response_class=EventStream, status_code=200)
+    async def stream() -> Response:
+        """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
+        snapshot = _now(site)
+        if site.feed.hub.full:
+            raise HTTPException(503, "too many readers; come again", {"Retry-After": "30"})
+        return EventStream(site.feed, snapshot)
+
+
+def _add_history(app: FastAPI, site: Site) -> None:
+    @app.get("/api/v1/steps", response_model=Steps, responses=_UNFIT)
+    async def steps(
+        after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 100
+    ) -> Response:
+        """Applied steps, oldest first, beginning after step `after`."""
+        read = _now(site).read
+        # Steps of a run's history are numbered without gaps.
+        first = read.steps.step[0] if read.step_count else 1
+        begin = min(read.step_count, max(0, after - first + 1))
+        end = min(read.step_count, begin + limit)
+        rows = tuple(read.steps.row(index) for index in range(begin, end))
+        return answer(
+            Steps(steps=rows, next_after=rows[-1].step if end < read.step_count else None)
+        )
+
+    @app.get("/api/v1/curve", response_model=Curve)
+    async def curve() -> Response:
+        """Loss and throughput over the whole run, in a bounded number of points."""
+        return answer(_now(site).read.curve)
+
+    @app.get("/api/v1/contributions", response_model=Contributions, responses=_UNFIT)
+    async def contributions(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """Who has contributed what, the most credit first."""
+        found = _now(site).read.contributions
+        part = found[offset : offset + limit]
+        return answer(Contributions(total=len(found), offset=offset, contributions=part))
+
+    @app.get("/api/v1/teams", response_model=Teams, responses=_UNFIT)
+    async def teams(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """Teams that volunteers have named, the most credit first."""
+        found = _now(site).read.teams
+        part = found[offset : offset + limit]
+        return answer(Teams(total=len(found), offset=offset, teams=part))
+
+    @app.get("/api/v1/events", response_model=Events, responses=_UNFIT)
+    async def events(after: After = 0, limit: Limit = 100) -> Response:
+        """What happened, of the newest few hundred: those after `after`, the newest `limit`."""
+        found = [event for event in _now(site).events if event.id > after][-limit:]
+        return answer(Events(events=tuple(found), next_after=found[-1].id if found else after))
+
+
+def _add_organisers(app: FastAPI, site: Site) -> None:
+    def organiser_only(
+        request: Request,
+        credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
+    ) -> None:
+        if not is_organiser(request.headers.get("authorization"), site.token):
+            raise HTTPException(
+                401,
+                "this is for the run's organiser; `swarm-coordinator dashboard RUN_DIR` prints a "
+                "link that holds the token",
+                {"WWW-Authenticate": "Bearer"},
+            )
+
+    guarded = [Depends(organiser_only)]
+    refused: dict[int | str, dict[str, Any]] = {
+        401: {"model": Problem, "description": "Without the organiser's token."}
+    }
+
+    @app.get(
+        "/api/v1/organiser/peers", response_model=FullPeers, dependencies=guarded,
+        responses={**refused, **_UNFIT},
+    )  # fmt: skip
+    async def full_peers(offset: Offset = 0, limit: Limit = 100) -> Response:
+        """Who takes part now, with everything that is known of them."""
+        snapshot = _now(site)
+        found = snapshot.full_peers
+        return answer(
+            FullPeers(
+                coordinator=snapshot.status["coordinator"],
+                total=len(found),
+                offset=offset,
+                peers=found[offset : offset + limit],
+            )
+        )
+
+    @app.get(
+        "/api/v1/organiser/bans", response_model=Admission, dependencies=guarded, responses=refused
+    )
+    async def bans() -> Response:
+        """Who may join, and who may not."""
+        return answer(_now(site).admission)
+
+    @app.get(
+        "/api/v1/organiser/tokens", response_model=Tokens, dependencies=guarded, responses=refused
+    )
+    async def tokens() -> Response:
+        """Invites that carry a token. Their secrets are not kept."""
+        return answer(_now(site).tokens)
+
+
+def _add_watching(app: FastAPI, site: Site) -> None:
+    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | Problem}})
+    async def healthz() -> Response:
+        """200 while the coordinator speaks."""
+        snapshot = _now(site)
+        fresh = snapshot.taken_at - snapshot.status["time"] <= STALE_SECONDS
+        return answer(snapshot.health, 200 if fresh else 503)
+
+    @app.get("/readyz", response_model=Health, responses={503: {"model": Health | Problem}})
+    async def readyz() -> Response:
+        """200 while the run trains, or is finished."""
+        health = _now(site).health
+        ready = health.word in (Word.HEALTHY, Word.FINISHED)
+        return answer(health, 200 if ready else 503)
+
+    @app.get("/metrics", response_class=MetricsText)
+    async def metrics() -> Response:
+        """For Prometheus."""
+        return MetricsText(site.metrics(_now(site)))
+
+
+class MetricsText(Response):
+    media_type = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class EventStream(Response):
+    """Runs until the reader goes, or is too slow to be waited for."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._feed = feed
+        self._first = snapshot
+
+    async def __call__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
+        with self._feed.hub.reader() as events:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            first = encoded("run", self._first.run)
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            while True:
+                content = b": still there\n\n"
+                with trio.move_on_after(PING_SECONDS):
+                    try:
+                        content = await events.receive()
+                    except trio.EndOfChannel:
+                        break
+                await send({"type": "http.response.body", "body": content, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,308 @@
+"""The run's database, read beside the coordinator, only what has come since the last look.
+
+Owns the queries, and the sums over all steps that would cost too much to make again each second.
+A rollback takes steps out of the history: then everything is read once more. Used from one thread
+at a time; what it hands out is not changed afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from swarm_coordinator.admission.book import AdmissionBook
+from swarm_coordinator.dashboard.api_models import Contribution, Curve, StepRow, Team
+from swarm_coordinator.dashboard.curve import CurveKeeper
+from swarm_coordinator.status.status_file import printable
+from swarm_coordinator.storage.admission_rows import read_admission
+from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.location import Place, is_there, reading
+from swarm_shared.base.types import PeerId
+from swarm_shared.credit.credit import RecentCredit, credit_of
+from swarm_shared.identity.owners import people, standing, word_of
+
+ROWS_AT_ONCE = 5_000
+"""Steps of one query: a long run is read in parts, and memory stays small."""
+EVENTS_KEPT = 500
+"""The newest; `swarm-coordinator` keeps all of them in its log and database."""
+ID_END = 8
+"""Characters of a peer ID that the public sees, as in the coordinator's own lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A line of the run's diary as it stands in the database."""
+
+    id: int
+    written_at: float
+    text: str
+
+
+class StepColumns:
+    """Applied steps in columns: 48 bytes a step, so that a million of them fit anywhere.
+
+    Only grows; a view of its first `count` rows stays true for ever.
+    """
+
+    def __init__(self) -> None:
+        self.step = array("q")
+        self._loss = array("d")
+        self._tokens = array("q")
+        self._seconds = array("d")
+        self._written_at = array("d")
+
+    def __len__(self) -> int:
+        return len(self._written_at)
+
+    def append(self, row: StepRow) -> None:
+        self.step.append(row.step)
+        self._loss.append(float("nan") if row.loss is None else row.loss)
+        self._tokens.append(row.tokens)
+        self._seconds.append(row.seconds)
+        self._written_at.append(row.written_at)  # last: `len` counts whole rows only
+
+    def row(self, index: int) -> StepRow:
+        loss = self._loss[index]
+        return StepRow(
+            step=self.step[index],
+            loss=None if loss != loss else loss,
+            tokens=self._tokens[index],
+            seconds=self._seconds[index],
+            written_at=self._written_at[index],
+        )
+
+
+@dataclass(slots=True)
+class _Tally:
+    """One peer's work over all steps."""
+
+    steps: int = 0
+    last_step_row: int = -1
+    microbatches: int = 0
+    tokens: dict[int, int] = field(default_factory=dict)
+    """By stage."""
+    recent: RecentCredit = field(default_factory=RecentCredit)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Everything the database told, as of one look."""
+
+    steps: StepColumns
+    step_count: int
+    tokens: int
+    seconds: float
+    """Of all applied steps together."""
+    curve: Curve
+    contributions: tuple[Contribution, ...]
+    """The most credit first."""
+    teams: tuple[Team, ...]
+    """The most credit first."""
+    noted: tuple[Noted, ...]
+    """The newest, oldest first."""
+    rollbacks: int
+    durations: tuple[int, ...]
+    """Steps that took at most as long as each of `STEP_SECONDS`, and all of them at the end."""
+    book: AdmissionBook
+
+
+STEP_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Bounds of the histogram of step durations."""
+
+
+class Reader:
+    """Keeps what it has read. `look` reads on."""
+
+    def __init__(self, place: Place, work_shares: Sequence[float]) -> None:
+        self._place = place
+        self._work_shares = work_shares
+        self._names: dict[PeerId, str | None] = {}
+        self._teams: dict[PeerId, str | None] = {}
+        self._owners: dict[PeerId, PeerId] = {}
+        self._names_until = -1.0
+        self._noted: list[Noted] = []
+        self._forget_steps()
+        self._rollbacks = 0
+        self._ranked: tuple[Contribution, ...] = ()
+        self._ranked_of: tuple[int, int, float] | None = None
+
+    def _forget_steps(self) -> None:
+        self._last_row = 0
+        self._steps = StepColumns()
+        self._tokens = 0
+        self._seconds = 0.0
+        self._durations = [0] * (len(STEP_SECONDS) + 1)
+        self._curve = CurveKeeper()
+        self._tallies: dict[PeerId, _Tally] = {}
+
+    def look(self, now: float) -> Read:
+        """StorageError where the database cannot be read."""
+        if is_there(self._place):
+            with reading(self._place) as connection:
+                rollbacks = int(_one(connection, "SELECT coalesce(max(id), 0) FROM rollbacks"))
+                if rollbacks != self._rollbacks:
+                    self._rollbacks = rollbacks
+                    self._forget_steps()
+                while self._read_steps(connection):
+                    pass
+                self._read_names(connection)
+                self._read_notes(connection)
+                book = read_admission(connection)
+        else:
+            book = AdmissionBook()
+        contributions = self._rank(now)
+        return Read(
+            steps=self._steps,
+            step_count=len(self._steps),
+            tokens=self._tokens,
+            seconds=self._seconds,
+            curve=self._curve.curve(),
+            contributions=contributions,
+            teams=teams_of(contributions),
+            noted=tuple(self._noted),
+            rollbacks=self._rollbacks,
+            durations=tuple(self._durations),
+            book=book,
+        )
+
+    # ---------------------------------------------------------------- steps and shares
+
+    def _read_steps(self, connection: Connection) -> bool:
+        """Whether there may be more."""
+        rows = connection.execute(
+            "SELECT id, step, loss, tokens, seconds, written_at FROM applied_steps "
+            "WHERE id > ? AND superseded_by IS NULL ORDER BY id LIMIT ?",
+            (self._last_row, ROWS_AT_ONCE),
+        ).fetchall()
+        if not rows:
+            return False
+        written: dict[int, float] = {}
+        for row, *values in rows:
+            step, loss, tokens, seconds, at = values
+            self._enter_step(
+                StepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
+            )
+            written[row] = at
+        shares = connection.execute(
+            "SELECT s.applied_step, p.peer, s.stage, s.microbatches, s.tokens "
+            "FROM shares s JOIN peers p ON p.id = s.peer "
+            "WHERE s.applied_step > ? AND s.applied_step <= ? "
+            "ORDER BY s.applied_step, s.stage, s.peer",
+            (self._last_row, rows[-1][0]),
+        )
+        for row, peer, stage, microbatches, tokens in shares:
+            if row in written:
+                self._enter_share(row, peer, stage, microbatches, tokens, written[row])
+        self._last_row = rows[-1][0]
+        return len(rows) == ROWS_AT_ONCE
+
+    def _enter_step(self, row: StepRow) -> None:
+        self._steps.append(row)
+        self._tokens += row.tokens
+        self._seconds += row.seconds
+        for place, bound in enumerate(STEP_SECONDS):
+            self._durations[place] += row.seconds <= bound
+        self._durations[-1] += 1
+        self._curve.add(row.step, row.loss, row.tokens, row.seconds)
+
+    def _enter_share(
+        self, row: int, peer: PeerId, stage: int, microbatches: int, tokens: int, at: float
+    ) -> None:
+        tally = self._tallies.setdefault(peer, _Tally())
+        tally.steps += tally.last_step_row != row
+        tally.last_step_row = row
+        tally.microbatches += microbatches
+        tally.tokens[stage] = tally.tokens.get(stage, 0) + tokens
+        credit = credit_of([(stage, tokens)], self._work_shares)
+        tally.recent = tally.recent.with_credit(credit, at)
+
+    def _rank(self, now: float) -> tuple[Contribution, ...]:
+        """Made again only when a step or a name came; the averages are as of then."""
+        of = (self._rollbacks, len(self._steps), self._names_until)
+        if of == self._ranked_of:
+            return self._ranked
+        devices_of = people(self._tallies, standing(self._owners))
+        rows = [(self._credit(devices), person, devices) for person, devices in devices_of.items()]
+        rows.sort(key=lambda row: (-row[0], row[1]))
+        self._ranked_of = of
+        self._ranked = tuple(
+            self._row(place, credit, person, devices, now)
+            for place, (credit, person, devices) in enumerate(rows, start=1)
+        )
+        return self._ranked
+
+    def _credit(self, devices: Sequence[PeerId]) -> float:
+        done = (part for one in devices for part in self._tallies[one].tokens.items())
+        return credit_of(done, self._work_shares)
+
+    def _row(
+        self, place: int, credit: float, person: PeerId, devices: Sequence[PeerId], now: float
+    ) -> Contribution:
+        tallies = [self._tallies[one] for one in devices]
+        return Contribution(
+            rank=place,
+            id_end=person[-ID_END:],
+            name=word_of(person, devices, self._names),
+            team=word_of(person, devices, self._teams),
+            devices=len(devices),
+            stages=tuple(sorted({stage for tally in tallies for stage in tally.tokens})),
+            steps=max(tally.steps for tally in tallies),
+            microbatches=sum(tally.microbatches for tally in tallies),
+            tokens=sum(sum(tally.tokens.values()) for tally in tallies),
+            credit=credit,
+            credit_per_day=math.fsum(tally.recent.per_day(now) for tally in tallies),
+        )
+
+    # ---------------------------------------------------------------- names and notes
+
+    def _read_names(self, connection: Connection) -> None:
+        # Whoever gives another name is seen at that moment. Again from the last moment itself:
+        # others may have been seen in it, too.
+        for peer, name, team, owner, seen in connection.execute(
+            "SELECT p.peer, p.name, t.team, o.owner, p.last_seen FROM peers p "
+            "LEFT JOIN teams t ON t.peer = p.id LEFT JOIN owners o ON o.peer = p.id "
+            "WHERE p.last_seen >= ? ORDER BY p.last_seen",
+            (self._names_until,),
+        ):
+            self._names[peer] = None if name is None else printable(name)
+            self._teams[peer] = team or None
+            self._owners.pop(peer, None)
+            if owner:
+                self._owners[peer] = owner
+            self._names_until = seen
+
+    def _read_notes(self, connection: Connection) -> None:
+        last = self._noted[-1].id if self._noted else 0
+        rows = connection.execute(
+            "SELECT id, written_at, text FROM notes WHERE id > ? ORDER BY id DESC LIMIT ?",
+            (last, EVENTS_KEPT),
+        ).fetchall()
+        self._noted += [Noted(*row) for row in reversed(rows)]
+        del self._noted[:-EVENTS_KEPT]
+
+
+def teams_of(contributions: Sequence[Contribution]) -> tuple[Team, ...]:
+    """Whoever is in a team now counts for it with everything, as in other such projects."""
+    members: dict[str, list[Contribution]] = {}
+    for one in contributions:
+        if one.team is not None:
+            members.setdefault(one.team, []).append(one)
+    sums = [(math.fsum(one.credit for one in those), team) for team, those in members.items()]
+    sums.sort(key=lambda row: (-row[0], row[1]))
+    return tuple(
+        Team(
+            rank=place,
+            team=team,
+            members=len(members[team]),
+            tokens=sum(one.tokens for one in members[team]),
+            credit=credit,
+            credit_per_day=math.fsum(one.credit_per_day for one in members[team]),
+        )
+        for place, (credit, team) in enumerate(sums, start=1)
+    )
+
+
+def _one(connection: Connection, sql: str) -> int:
+    return int(connection.execute(sql).fetchone()[0])

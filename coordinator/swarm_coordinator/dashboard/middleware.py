@@ -1,0 +1,99 @@
+"""What stands before every path: rates, headers that browsers heed, and the organiser's token."""
+
+from __future__ import annotations
+
+import hmac
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from math import ceil
+
+from swarm_coordinator.dashboard.http_server import Application, Message, is_this_machine
+from swarm_shared.base.rate_limit import RateLimit
+
+BURST = 120.0
+PER_SECOND = 30.0
+"""Of one address: a page asks for a dozen things when it opens, then two a second."""
+BURST_OF_ALL = 600.0
+PER_SECOND_OF_ALL = 300.0
+"""Of everybody together. This machine counts here only: a reverse proxy's visitors are many."""
+
+_HEADERS = (
+    (
+        b"content-security-policy",
+        b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        b"connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    ),
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), geolocation=(), microphone=()"),
+)
+
+
+class Guard:
+    """An ASGI application around another one."""
+
+    def __init__(
+        self,
+        application: Application,
+        of_one: RateLimit | None = None,
+        of_all: RateLimit | None = None,
+    ) -> None:
+        self._application = application
+        self._of_one = of_one or RateLimit(BURST, PER_SECOND)
+        self._of_all = of_all or RateLimit(BURST_OF_ALL, PER_SECOND_OF_ALL, max_keys=1)
+        self.answers: Counter[str] = Counter()
+        """By class of status: 2xx and so on."""
+
+    async def __call__(
+        self,
+        scope: Message,
+        receive: Callable[[], Awaitable[Message]],
+        send: Callable[[Message], Awaitable[None]],
+    ) -> None:
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.answers[f"{message['status'] // 100}xx"] += 1
+                message["headers"] = [*message["headers"], *_HEADERS, *_caching(message)]
+            await send(message)
+
+        wait_seconds = self._wait_seconds(str(scope["client"][0]))
+        if wait_seconds > 0:
+            await _refuse(with_headers, wait_seconds)
+        else:
+            await self._application(scope, receive, with_headers)
+
+    def _wait_seconds(self, address: str) -> float:
+        wait = 0.0 if is_this_machine(address) else self._of_one.take(address)
+        return wait or self._of_all.take("everybody")
+
+
+def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:
+    named = {name.lower() for name, _ in message["headers"]}
+    return () if b"cache-control" in named else ((b"cache-control", b"no-store"),)
+
+
+async def _refuse(send: Callable[[Message], Awaitable[None]], wait_seconds: float) -> None:
+    seconds = max(1, ceil(wait_seconds))
+    body = json.dumps({"error": f"too many requests; come again in {seconds} s"}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", str(seconds).encode()),
+    ]
+    await send({"type": "http.response.start", "status": 429, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def is_organiser(authorization: str | None, token: str) -> bool:
+    """Whether a request's Authorization header holds the organiser's token.
+
+    Compared in constant time: how long a wrong one takes tells nothing about the right one.
+    """
+    scheme, _, given = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer":
+        return False
+    return hmac.compare_digest(given.strip().encode(), token.encode())

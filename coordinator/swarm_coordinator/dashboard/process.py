@@ -1,0 +1,117 @@
+"""The pages' process: what the coordinator's folder says, over HTTP, until the coordinator is gone.
+
+Started by `companion` with a listening socket, and with a pipe as its standard input that ends when
+the coordinator does, however it ends. It reads the run folder and never writes to it but its log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import logging.handlers
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import trio
+
+from swarm_coordinator.dashboard.app import Site, build_app
+from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.http_server import HttpServer
+from swarm_coordinator.dashboard.middleware import Guard
+from swarm_coordinator.dashboard.prometheus import Serving, exposition
+from swarm_coordinator.dashboard.snapshot import Snapshot
+from swarm_coordinator.dashboard.snapshot_loop import Feed
+from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.credit.credit import work_shares
+
+log = logging.getLogger(__name__)
+
+NICE = 5
+"""Training comes first on a machine that is busy."""
+LOG_BYTES, LOG_FILES = 2 * 2**20, 2
+
+
+class Pages:
+    """Everything that one process of pages consists of, wired together."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        manifest = load_manifest(folder)
+        shares = work_shares([stage.work_flops for stage in manifest.stages])
+        self.feed = Feed(folder, manifest, Reader(place_of(folder), shares))
+        self.app = build_app(Site(self.feed, folder.dashboard_token(), self._metrics))
+        self.guard = Guard(self.app)
+        self.server = HttpServer(self.guard)
+
+    def _metrics(self, snapshot: Snapshot) -> bytes:
+        counts = self.server.counts
+        serving = Serving(
+            requests=self.guard.answers,
+            failures={
+                "request": counts.failures,
+                "refused connection": counts.refused_connections,
+                "no request": counts.bad_requests,
+                "unreadable": self.feed.failures,
+                "slow reader": self.feed.hub.dropped,
+            },
+            connections=self.server.connections,
+            readers=len(self.feed.hub),
+            joined=self.feed.joined,
+            left=self.feed.left,
+        )
+        return exposition(snapshot, serving)
+
+    async def serve(self, listener: trio.SocketListener) -> None:
+        """Until cancelled."""
+        async with trio.open_nursery() as nursery:
+            looked = trio.Event()
+            nursery.start_soon(self.feed.run, looked)
+            await looked.wait()  # so that the first visitor is not sent away
+            nursery.start_soon(self.server.serve, listener)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """RUN_DIR and the number of the listening socket's descriptor."""
+    folder = RunFolder(Path(arguments[0]))
+    _log_to(folder.log / "http.log")
+    with contextlib.suppress(OSError):
+        os.nice(NICE)
+    try:
+        trio.run(_serve, folder, int(arguments[1]))
+    except SwarmError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+async def _serve(folder: RunFolder, descriptor: int) -> None:
+    bound = socket.socket(fileno=descriptor)
+    bound.setblocking(False)
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
+    pages = Pages(folder)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(pages.serve, listener)
+        await _until_the_coordinator_is_gone()
+        nursery.cancel_scope.cancel()
+
+
+async def _until_the_coordinator_is_gone() -> None:
+    async with trio.lowlevel.FdStream(os.dup(0)) as pipe:
+        while await pipe.receive_some(1):
+            pass
+
+
+def _log_to(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.handlers.RotatingFileHandler(
+            path, maxBytes=LOG_BYTES, backupCount=LOG_FILES, encoding="utf-8"
+        )
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(handler)
+        logging.getLogger().setLevel(logging.INFO)
+    logging.raiseExceptions = False

@@ -1,0 +1,117 @@
+"""Once a second: read what the coordinator wrote, make a snapshot, tell who listens.
+
+The only task of the pages' process that reads disks. Requests are answered from the newest
+snapshot; when nothing can be read any more it grows old, which `/healthz` shows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import trio
+import trio.to_thread
+
+from swarm_coordinator.dashboard.api_models import EventRow, Run
+from swarm_coordinator.dashboard.database_reader import Read, Reader
+from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left, parse_status
+from swarm_coordinator.dashboard.sse import Hub, encoded
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+MAX_STATUS_BYTES = 64 * 2**20
+"""Ten thousand volunteers with their paths come to some megabytes."""
+STEPS_TOLD = 20
+"""In one look: a run that makes more steps a second than that is no sight for eyes."""
+
+
+class Feed:
+    """`snapshot` is None until the coordinator has written its first status."""
+
+    def __init__(
+        self, folder: RunFolder, manifest: Manifest, reader: Reader, clock: Clock = wall
+    ) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._reader = reader
+        self._clock = clock
+        self.hub = Hub()
+        self.snapshot: Snapshot | None = None
+        self.failures = 0
+        """Looks that found something unreadable."""
+        self.joined = 0
+        self.left = 0
+
+    async def run(self, looked: trio.Event) -> None:
+        """Until cancelled. `looked` is set when it has done so once."""
+        failing = False
+        while True:
+            try:
+                await self.look()
+                failing = False
+            except (SwarmError, OSError, ValueError, KeyError) as error:
+                self.failures += 1
+                if not failing:  # once, not every second
+                    log.warning("what the coordinator wrote cannot be read: %s", error)
+                failing = True
+            looked.set()
+            await trio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        now = self._clock()
+        read_all = partial(_read_all, self._folder, self._reader, now)
+        found = await trio.to_thread.run_sync(read_all)
+        if found is None:
+            return
+        status, read = found
+        before = self.snapshot
+        self.snapshot = snapshot = Snapshot(status, read, self._manifest, now)
+        if before is not None:
+            joined, left = joined_and_left(before.peers, snapshot.peers)
+            self.joined += joined
+            self.left += left
+        self._tell(before, snapshot)
+
+    def _tell(self, before: Snapshot | None, after: Snapshot) -> None:
+        if not len(self.hub):
+            return
+        if before is None or _differs(before.run, after.run):
+            self.hub.publish(encoded("run", after.run))
+            self.hub.publish(encoded("stages", after.stages))
+        if before is None or before.read.steps is not after.read.steps:
+            return  # the first look, or a rollback: who listens reads the steps anew
+        first = max(before.read.step_count, after.read.step_count - STEPS_TOLD)
+        for index in range(first, after.read.step_count):
+            self.hub.publish(encoded("step", after.read.steps.row(index)))
+        for event in _new_events(before, after):
+            self.hub.publish(encoded("event", event))
+
+
+def _differs(before: Run, after: Run) -> bool:
+    return before != after
+
+
+def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:
+    last = before.events[-1].id if before.events else 0
+    return [event for event in after.events if event.id > last]
+
+
+def _read_all(
+    folder: RunFolder, reader: Reader, now: float
+) -> tuple[Mapping[str, Any], Read] | None:
+    """In a thread. None before the coordinator's first word."""
+    try:
+        with folder.status.open("rb") as file:
+            content = file.read(MAX_STATUS_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    if len(content) > MAX_STATUS_BYTES:
+        raise ValueError(f"status.json is longer than {MAX_STATUS_BYTES} bytes")
+    return parse_status(content), reader.look(now)

@@ -1,0 +1,1 @@
+"""`swarm-coordinator demo`: a whole run on one machine, from processes to summary."""

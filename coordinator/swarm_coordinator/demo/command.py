@@ -1,0 +1,308 @@
+"""`swarm-coordinator demo`: a whole run on this machine, from nothing to a summary.
+
+Owns the order of events and what a person sees of them. Everything that trains is a real
+process started as an organiser and volunteers would start it (`local_swarm`); the numbers come
+from the run's database, the words from `summary` and `demo_progress`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from swarm_coordinator.demo.local_swarm import LocalSwarm
+from swarm_coordinator.demo.progress_line import Progress, ProgressDisplay
+from swarm_coordinator.demo.run_summary import RunResult, result_document, summary_text
+from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.offline.loss_plot import draw_loss_curve
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.storage.history import History
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.clock import monotonic
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import PRESETS
+
+DEFAULT_FOLDER = "demo-run"
+CHART_NAME = "loss.png"
+
+DEMO_STEPS = {"tiny": 60}
+"""Steps that keep the whole demo below three minutes on two cores; other presets: their own."""
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = {"bytes": 320, "bpe": 120}
+SAMPLE_TEMPERATURE = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    volunteers: int
+    stages: int
+    steps: int
+    seed: int
+    preset: str
+    threads: int
+    run_dir: Path
+    json_file: Path | None
+    keep: bool
+
+
+@click.command("demo")
+@click.option(
+    "--volunteers", default=4, show_default=True, type=click.IntRange(1, 64),
+    help="Number of volunteers.",
+)  # fmt: skip
+@click.option(
+    "--stages", default=2, show_default=True, type=click.IntRange(1, 64),
+    help="Number of pipeline stages.",
+)  # fmt: skip
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Optimizer steps; by default as many as fit three minutes.",
+)
+@click.option(
+    "--seed", default=1, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Seed of initialisation and data order.",
+)  # fmt: skip
+@click.option(
+    "--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)),
+    help="Preset of model and training sizes.",
+)  # fmt: skip
+@click.option(
+    "--threads", default=1, show_default=True, type=click.IntRange(1, 256),
+    help="Compute threads per volunteer.",
+)  # fmt: skip
+@click.option(
+    "--run-dir", type=click.Path(path_type=Path),
+    help=f"Folder of the run; by default ./{DEFAULT_FOLDER}, or the next free name.",
+)  # fmt: skip
+@click.option(
+    "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False),
+    help="Also write the result to this file.",
+)  # fmt: skip
+@click.option(
+    "--keep/--no-keep", default=True, show_default=True,
+    help="Keep the run folder after a successful run.",
+)  # fmt: skip
+def demo_command(
+    volunteers: int,
+    stages: int,
+    steps: int | None,
+    seed: int,
+    preset: str,
+    threads: int,
+    run_dir: Path | None,
+    json_file: Path | None,
+    keep: bool,
+) -> None:
+    """Train a small model across processes of this machine and show the result."""
+    if volunteers < stages:
+        raise UsageError(
+            f"{volunteers} volunteer(s) cannot hold {stages} stages, each needs one at least; "
+            f"give --volunteers {stages} or more, or fewer --stages"
+        )
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise UsageError(
+            f"the folder of --json {json_file} does not exist; make it first, so that the result "
+            "is not lost at the end"
+        )
+    run_demo(
+        DemoOptions(
+            volunteers=volunteers,
+            stages=stages,
+            steps=steps or DEMO_STEPS.get(preset) or PRESETS[preset].steps,
+            seed=seed,
+            preset=preset,
+            threads=threads,
+            run_dir=run_dir or free_folder(Path(DEFAULT_FOLDER)),
+            json_file=json_file,
+            keep=keep,
+        )
+    )
+
+
+def run_demo(options: DemoOptions) -> None:
+    """Make the run, train it, say what came of it. All processes have ended when it returns."""
+    # A sampled text may hold what this terminal's encoding cannot say.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    with _terminate_is_interrupt():
+        try:
+            _run(options)
+        except KeyboardInterrupt:
+            click.echo(
+                f"\nstopped. All processes have ended; run and logs are in {options.run_dir}. "
+                f"`swarm-coordinator start {quoted(options.run_dir)}` goes on with it.",
+                err=True,
+            )
+            raise SystemExit(130) from None
+
+
+def _run(options: DemoOptions) -> None:
+    click.echo(f"making a run in {options.run_dir}")
+    manifest = _make_run(options)
+    finished = _train(options)
+    folder = RunFolder(options.run_dir)
+    result = RunResult(
+        history=finished,
+        coordinator=PeerId(manifest.organiser),
+        unigram_entropy=manifest.data.unigram_entropy_nats,
+        sample=_sample(folder, manifest, finished, options.seed),
+    )
+    chart = options.run_dir / CHART_NAME
+    draw_loss_curve(
+        chart,
+        f"{options.volunteers} volunteers, {options.stages} stages, preset {options.preset}",
+        [step.step for step in finished.steps],
+        [step.loss for step in finished.steps],
+        result.unigram_entropy,
+        finished.heldout_loss,
+    )
+    click.echo(f"\n{summary_text(result)}\n")
+    if options.json_file is not None:
+        text = json.dumps(result_document(result), indent=2, allow_nan=False) + "\n"
+        write_atomically(options.json_file, text.encode(), mode=0o644)
+        click.echo(f"{'result':<14} {options.json_file}")
+    if options.keep:
+        click.echo(f"{'loss curve':<14} {chart}")
+        click.echo(f"{'run folder':<14} {options.run_dir}  (logs in {folder.log})")
+    else:
+        _remove(options.run_dir)
+
+
+def _make_run(options: DemoOptions) -> Manifest:
+    # Brings torch, which takes seconds; a mistyped option should not wait for it.
+    from swarm_coordinator.run_creation.initialise import initialise_run
+
+    return initialise_run(
+        options.run_dir,
+        options.preset,
+        stages=options.stages,
+        overrides={
+            "training.steps": options.steps,
+            "run.seed": options.seed,
+            # Everybody is here in a moment: nobody's first step is alone.
+            "limits.starting_peers_per_stage": options.volunteers // options.stages,
+            # All of the demo happens on this machine: nobody else needs to reach it.
+            "network.listen_host": "127.0.0.1",
+        },
+        progress=lambda line: click.echo(f"  {line}"),
+    )
+
+
+def _train(options: DemoOptions) -> History:
+    """Start everybody, show progress, wait until all have ended."""
+    with Children() as children:
+        swarm = LocalSwarm(options.run_dir, children, options.threads)
+        try:
+            invite = swarm.start_coordinator()
+            click.echo(f"the coordinator serves the run; the invite is {invite}")
+            for _ in range(options.volunteers):
+                swarm.start_volunteer(invite)
+            click.echo(f"started {options.volunteers} volunteers, {options.stages} stages")
+            finished = _watch(swarm, options)
+        except KeyboardInterrupt:
+            click.echo("stopping: the coordinator stores what there is (once more: at once)")
+            swarm.stop()
+            raise
+        for child in swarm.wait_for_goodbye():
+            click.echo(f"note: {child.name} {child.describe_exit()}; see {child.log}", err=True)
+    return finished
+
+
+def _watch(swarm: LocalSwarm, options: DemoOptions) -> History:
+    peers: list[int] = []
+
+    def show(seen: History, status: Mapping[str, Any]) -> None:
+        # After the last step everybody leaves: who was there until then is what is worth seeing.
+        if len(seen.steps) < options.steps or not peers:
+            peers[:] = peers_per_stage(status)
+        display.show(Progress(options.steps, seen.steps, tuple(peers), _note(seen, status)))
+
+    def _note(seen: History, status: Mapping[str, Any]) -> str:
+        if not seen.steps:
+            return str(status.get("waiting_for") or "the first step is under way")
+        if len(seen.steps) >= options.steps and not seen.restored.finished:
+            return "evaluating and saving"
+        return ""
+
+    with ProgressDisplay(sys.stdout, monotonic) as display:
+        return swarm.watch(show)
+
+
+def peers_per_stage(status: Mapping[str, Any]) -> list[int]:
+    """Peers that hold their stage; also while a step is being applied one after another."""
+    holding = [peer["stage"] for peer in status.get("peers", ()) if peer["phase"] == "ready"]
+    return [holding.count(row["stage"]) for row in status.get("stages", ())]
+
+
+def _sample(folder: RunFolder, manifest: Manifest, finished: History, seed: int) -> str:
+    """A few lines by the trained model, from the run's last checkpoint; empty without one."""
+    checkpoint = finished.restored.checkpoint
+    if checkpoint is None:
+        return ""
+    import torch
+
+    from swarm_coordinator.offline.hf_export import merge_stages
+    from swarm_coordinator.offline.sampling import sample_text
+    from swarm_shared.data.tokenizer import load_tokenizer
+    from swarm_shared.model.initialise import build_whole
+
+    # One token at a time is too little work to share: threads would only wait for each other.
+    torch.set_num_threads(1)
+    checkpoints = CheckpointFolder(
+        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
+    )
+    model = build_whole(manifest)
+    files = checkpoints.stage_files(checkpoint.version)
+    model.load_state_dict(merge_stages(manifest.model, files), strict=False)
+    tokenizer = load_tokenizer(manifest.data.tokenizer, folder.tokenizer)
+    return sample_text(
+        model, tokenizer.encode, tokenizer.decode, SAMPLE_PROMPT,
+        SAMPLE_TOKENS[manifest.data.tokenizer], SAMPLE_TEMPERATURE, seed,
+    )  # fmt: skip
+
+
+def free_folder(wanted: Path) -> Path:
+    """`wanted`, or with the first number that makes it a new name."""
+    names = itertools.chain(
+        [wanted], (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    )
+    return next(path for path in names if not path.exists()).absolute()
+
+
+def _remove(run_dir: Path) -> None:
+    try:
+        shutil.rmtree(run_dir)
+    except OSError as error:
+        raise StorageError(f"{run_dir} cannot be removed: {error.strerror}") from error
+    click.echo(f"removed {run_dir}")
+
+
+@contextmanager
+def _terminate_is_interrupt() -> Iterator[None]:
+    """SIGTERM ends the demo as Ctrl-C does: with all of its children."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

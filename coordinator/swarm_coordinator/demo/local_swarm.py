@@ -1,0 +1,169 @@
+"""A whole swarm on this machine: one coordinator and volunteers, each a real process.
+
+Owns how they are started, where their logs and homes lie and how one waits for the run's end.
+The demo, the integration tests and the benchmarks use it. Nothing here is a short cut: the
+programs are those that an organiser and volunteers start by hand, and they talk over the network.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarm_coordinator.demo.subprocesses import (
+    CLIENT_MODULE,
+    COORDINATOR_MODULE,
+    Child,
+    Children,
+    failure_text,
+    module_command,
+    run_to_end,
+    wait_until,
+)
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.status_file import read_status
+from swarm_coordinator.storage.history import History, history
+from swarm_shared.base.errors import SwarmError
+
+COORDINATOR_NAME = "coordinator"
+
+COORDINATOR_START_SECONDS = 60.0
+INVITE_SECONDS = 30.0
+
+LEAVE_SECONDS = 60.0
+"""After the last step everybody says goodbye by itself; whoever has not by then is ended."""
+
+STOP_SECONDS = 20.0
+"""The coordinator finishes a step and stores a checkpoint before it goes."""
+
+WATCH_SECONDS = 0.25
+
+
+@dataclass(slots=True)
+class LocalSwarm:
+    """The processes of one run folder. `children` must be entered and left by the caller."""
+
+    run_dir: Path
+    children: Children
+    threads: int = 1
+    """Compute threads of each volunteer."""
+    volunteers: list[Child] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to the environment of what is started next."""
+    prefix: tuple[str, ...] = ()
+    """Put before the command of what is started next: what leads to another network stack."""
+    coordinator: Child | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder(self.run_dir)
+
+    def start_coordinator(self) -> str:
+        """Start it, wait until it serves, and return the invite."""
+        before = _modified(self.folder.status)
+        # Nobody looks at these runs in a browser.
+        words = ("start", str(self.run_dir), "--http", "")
+        self.coordinator = self.children.start(
+            COORDINATOR_NAME,
+            (
+                *self.prefix,
+                *module_command(COORDINATOR_MODULE, *words),
+            ),
+            self._log(COORDINATOR_NAME),
+            self._environment(),
+        )
+        wait_until(
+            lambda: _modified(self.folder.status) != before,
+            self.children,
+            COORDINATOR_START_SECONDS,
+            "the coordinator to serve the run",
+        )
+        return self.invite()
+
+    def invite(self) -> str:
+        command = module_command(COORDINATOR_MODULE, "invite", str(self.run_dir))
+        words = run_to_end("swarm-coordinator invite", command, INVITE_SECONDS).split()
+        invites = [word for word in words if word.startswith("swarm1")]
+        if not invites:
+            raise SwarmError("`swarm-coordinator invite` printed no invite; see the run's log")
+        return invites[0]
+
+    def start_volunteer(self, invite: str, stage: int | None = None) -> Child:
+        """One more volunteer with a home, and so an identity, of its own."""
+        name = f"volunteer-{len(self.volunteers) + 1}"
+        words = ["join", invite, "--home", str(self.home(name)), "--device", "cpu"]
+        words += ["--threads", str(self.threads), "--name", name]
+        if stage is not None:
+            words += ["--stage", str(stage)]
+        command = (*self.prefix, *module_command(CLIENT_MODULE, *words))
+        child = self.children.start(name, command, self._log(name), self._environment())
+        self.volunteers.append(child)
+        return child
+
+    def home(self, name: str) -> Path:
+        return self.run_dir / "volunteers" / name
+
+    def history(self) -> History | None:
+        """What the database says; None while the coordinator has not made it yet."""
+        return history(self.folder.database) if self.folder.database.exists() else None
+
+    def status(self) -> Mapping[str, Any]:
+        """What the coordinator says about itself, at most a second old; empty before it does."""
+        return read_status(self.folder.status) or {}
+
+    def excuse(self, child: Child) -> None:
+        """This one may end before the run does: its end is somebody's purpose."""
+        self.children.excused.append(child)
+
+    def watch(self, on_change: Callable[[History, Mapping[str, Any]], None]) -> History:
+        """Follow the run until it is finished; SwarmError when a process ends before that."""
+        while True:
+            # Who has ended is asked before the database: the last step may fall between.
+            ended = [
+                child
+                for child in self.children.started
+                if child.exit_code() is not None and child not in self.children.excused
+            ]
+            seen = self.history()
+            if seen is not None:
+                on_change(seen, self.status())
+                if seen.restored.finished:
+                    return seen
+            if ended:
+                raise SwarmError(failure_text(ended[0]))
+            time.sleep(WATCH_SECONDS)
+
+    def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
+        """End the run before its end as an organiser would, with a checkpoint; then everybody."""
+        if self.coordinator is not None:
+            self.coordinator.signal(signal.SIGTERM)
+            self.coordinator.wait(timeout_seconds)
+        self.children.end(self.children.grace_seconds)
+
+    def wait_for_goodbye(self, timeout_seconds: float = LEAVE_SECONDS) -> list[Child]:
+        """Everybody leaves a finished run by itself; those that have not, or not in peace."""
+        still_running = self.children.wait(timeout_seconds)
+        return still_running + self.children.failed()
+
+    def _log(self, name: str) -> Path:
+        # Not .log: that is what the programs themselves may call their log files.
+        return self.folder.log / f"{name}.out"
+
+    def _environment(self) -> dict[str, str]:
+        # Libraries under torch make a thread per core in every process if they are not told.
+        count = str(self.threads)
+        quiet = {"OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "PYTHONUNBUFFERED": "1"}
+        # What is measured and tested here goes first like any other program of this machine.
+        quiet["SWARM_NICE"] = "0"
+        return {**quiet, **self.environment}
+
+
+def _modified(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None

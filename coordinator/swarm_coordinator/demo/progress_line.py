@@ -1,0 +1,121 @@
+"""The live progress of a run: one line that stays in place, or plain lines in a log.
+
+Owns the words of the line, the estimate behind its ETA, and how often it is written. Where the
+numbers come from is `demo`'s business; the clock and the stream are parameters.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Self, TextIO
+
+from swarm_coordinator.storage.history import HistoryStep
+from swarm_shared.base.clock import Clock
+
+RECENT_STEPS = 10
+"""The rate and the ETA follow so many steps: the first are slower, while peers still arrive."""
+
+PLAIN_INTERVAL_SECONDS = 5.0
+"""Least distance between lines where output goes to a file or a pipe."""
+
+BAR_CHARACTERS = 20
+CLEAR_TO_END_OF_LINE = "\x1b[K"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A run at one moment."""
+
+    steps_wanted: int
+    steps: Sequence[HistoryStep]
+    peers_per_stage: Sequence[int]
+    note: str = ""
+    """What is going on before the first step and after the last."""
+
+
+def progress_line(progress: Progress) -> str:
+    """Step, loss, tokens/s, peers per stage and the time left, in one line."""
+    peers = "+".join(str(count) for count in progress.peers_per_stage) or "-"
+    done = len(progress.steps)
+    parts = [f"step {done}/{progress.steps_wanted} {_bar(done, progress.steps_wanted)}"]
+    if done:
+        parts.append(f"loss {progress.steps[-1].loss:.3f}")
+        parts.append(f"{recent_tokens_per_second(progress.steps):,.0f} tokens/s")
+    parts.append(f"peers {peers}")
+    if done and done < progress.steps_wanted:
+        parts.append(f"ETA {duration_words(eta_seconds(progress))}")
+    if progress.note:
+        parts.append(progress.note)
+    return "  ".join(parts)
+
+
+def recent_tokens_per_second(steps: Sequence[HistoryStep]) -> float:
+    recent = steps[-RECENT_STEPS:]
+    seconds = sum(step.seconds for step in recent)
+    return sum(step.tokens for step in recent) / seconds if seconds > 0 else 0.0
+
+
+def eta_seconds(progress: Progress) -> float:
+    """The median step is what the others will take: one step with a late peer says nothing."""
+    recent = [step.seconds for step in progress.steps[-RECENT_STEPS:]]
+    return median(recent) * (progress.steps_wanted - len(progress.steps))
+
+
+def duration_words(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
+
+
+class ProgressDisplay:
+    """Writes progress to a terminal in place, elsewhere as a line now and then.
+
+    Leaving its `with` block writes the last state whole and puts the cursor on a new line.
+    """
+
+    def __init__(self, stream: TextIO, clock: Clock) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._in_place = stream.isatty()
+        self._latest = ""
+        self._written = ""
+        self._written_at: float | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._in_place and self._latest:
+            self._write(f"\r{self._latest}{CLEAR_TO_END_OF_LINE}\n")
+        elif self._latest != self._written:
+            self._write(f"{self._latest}\n")
+
+    def show(self, progress: Progress) -> None:
+        self._latest = progress_line(progress)
+        if self._latest == self._written:
+            return
+        if self._in_place:
+            width = shutil.get_terminal_size().columns
+            self._write(f"\r{self._latest[: width - 1]}{CLEAR_TO_END_OF_LINE}")
+        else:
+            now = self._clock()
+            if self._written_at is not None and now - self._written_at < PLAIN_INTERVAL_SECONDS:
+                return
+            self._written_at = now
+            self._write(f"{self._latest}\n")
+        self._written = self._latest
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def _bar(done: int, wanted: int) -> str:
+    filled = BAR_CHARACTERS * done // max(1, wanted)
+    return "[" + "#" * filled + "." * (BAR_CHARACTERS - filled) + "]"

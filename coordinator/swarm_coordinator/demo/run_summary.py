@@ -1,0 +1,224 @@
+"""What a run came to, as a text for people and as JSON for programs.
+
+Owns the words, the tables and the arithmetic behind them. Pure: what the run's database says
+comes in as `History`, nothing is read here. Losses are in nats per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarm_coordinator.storage.contributions import Contribution
+from swarm_coordinator.storage.history import History, LinkTotal, steps_document
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
+
+CLEARLY_BELOW_NATS = 0.1
+"""A model that predicts single tokens only stays above the unigram entropy, whatever it learns;
+a tenth of a nat is far outside the noise of the held-out sample."""
+
+SHORT_ID_CHARACTERS = 6
+"""Of the end of a peer ID: all Ed25519 IDs begin alike."""
+
+LINK_ROWS = 24
+"""The largest links are listed, the others summed up: volunteers make n² of them."""
+
+BYTES_PER_MEGABYTE = 1_000_000
+
+_PROTOCOL_WORDS = {
+    CONTROL_PROTOCOL: "control",
+    STAGE_PROTOCOL: "activations, gradients",
+    TRANSFER_PROTOCOL: "data, checkpoints",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """A finished run: what its database says, and what is known beside it."""
+
+    history: History
+    coordinator: PeerId
+    unigram_entropy: float
+    sample: str
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that went one way over one link."""
+
+    source: PeerId
+    target: PeerId
+    protocol: str
+    bytes: int
+
+
+def tokens_per_second(history: History) -> float:
+    """All tokens over all seconds of the applied steps: waiting for peers counts."""
+    seconds = sum(step.seconds for step in history.steps)
+    return sum(step.tokens for step in history.steps) / seconds if seconds > 0 else 0.0
+
+
+def result_document(result: RunResult) -> dict[str, Any]:
+    """The form of `demo --json`."""
+    return {
+        **steps_document(result.history.steps),
+        "heldout_loss": result.history.heldout_loss,
+        "tokens_per_second": tokens_per_second(result.history),
+        "peers": [
+            {
+                "peer": part.peer,
+                "name": part.name,
+                "stage": part.stage,
+                "microbatches": part.microbatches,
+                "tokens": part.tokens,
+            }
+            for part in result.history.contributions
+        ],
+        "unigram_entropy": result.unigram_entropy,
+        "sample": result.sample,
+    }
+
+
+def directed_traffic(links: Sequence[LinkTotal]) -> list[Traffic]:
+    """What went from whom to whom, the largest first.
+
+    Both ends of a link may report it, at slightly different moments: the larger count is the
+    later one.
+    """
+    totals: dict[tuple[PeerId, PeerId, str], int] = {}
+    for link in links:
+        for key, count in (
+            ((link.reporter, link.remote, link.protocol), link.sent),
+            ((link.remote, link.reporter, link.protocol), link.received),
+        ):
+            totals[key] = max(totals.get(key, 0), count)
+    # A trainer may use its own stage server: that is no link.
+    found = [
+        Traffic(source, target, protocol, count)
+        for (source, target, protocol), count in totals.items()
+        if count > 0 and source != target
+    ]
+    return sorted(found, key=lambda one: (-one.bytes, one.source, one.target, one.protocol))
+
+
+def summary_text(result: RunResult) -> str:
+    """Everything worth knowing at the end of a run, in a few short blocks."""
+    history = result.history
+    if not history.steps:
+        return "No step was applied: there is nothing to sum up."
+    blocks = [
+        _figures(result),
+        "Who contributed\n" + _contributions(history.contributions),
+        "Bytes per link\n" + _links(result),
+    ]
+    if result.sample:
+        blocks.append("Text sampled from the trained model\n" + _indented(result.sample))
+    return "\n\n".join(blocks)
+
+
+def heldout_verdict(heldout_loss: float | None, unigram_entropy: float) -> str:
+    """One sentence: did the model learn more than how often each token occurs?"""
+    if heldout_loss is None:
+        return f"not measured (unigram entropy of the text: {unigram_entropy:.3f})"
+    distance = unigram_entropy - heldout_loss
+    if distance >= CLEARLY_BELOW_NATS:
+        verdict = f"clearly below the text's unigram entropy, {unigram_entropy:.3f}"
+    elif distance > 0:
+        verdict = f"barely below the text's unigram entropy, {unigram_entropy:.3f}"
+    else:
+        verdict = f"NOT below the text's unigram entropy, {unigram_entropy:.3f}"
+    return f"{heldout_loss:.3f}, {verdict}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> str:
+    """Columns as wide as they need to be; those in `right` hold numbers and align right."""
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    text = [
+        "  "
+        + "  ".join(
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join(text)
+
+
+def _figures(result: RunResult) -> str:
+    history = result.history
+    first, last = history.steps[0], history.steps[-1]
+    seconds = sum(step.seconds for step in history.steps)
+    lines = [
+        ("steps", f"{len(history.steps)} in {seconds:.1f} s"),
+        ("loss", f"{first.loss:.3f} at step {first.step}, {last.loss:.3f} at step {last.step}"),
+        ("held-out loss", heldout_verdict(history.heldout_loss, result.unigram_entropy)),
+        ("throughput", f"{tokens_per_second(history):,.0f} tokens/s"),
+    ]
+    return "\n".join(f"{name:<14} {value}" for name, value in lines)
+
+
+def _contributions(parts: Sequence[Contribution]) -> str:
+    whole: dict[int, int] = {}
+    for part in parts:
+        whole[part.stage] = whole.get(part.stage, 0) + part.microbatches
+    rows = [
+        (
+            f"…{part.peer[-SHORT_ID_CHARACTERS:]}",
+            _printable(part.name or ""),
+            str(part.stage),
+            f"{part.microbatches:,}",
+            f"{part.tokens:,}",
+            f"{part.microbatches / max(1, whole[part.stage]):.0%}",
+        )
+        for part in parts
+    ]
+    header = ("peer", "name", "stage", "microbatches", "tokens", "share of stage")
+    return table(header, rows, right=(2, 3, 4, 5))
+
+
+def _links(result: RunResult) -> str:
+    traffic = directed_traffic(result.history.links)
+    if not traffic:
+        return "  (nobody has reported any)"
+    names = _names(result)
+    rows = [
+        (names(one.source), names(one.target), protocol_words(one.protocol), _megabytes(one.bytes))
+        for one in traffic[:LINK_ROWS]
+    ]
+    if rest := traffic[LINK_ROWS:]:
+        rows.append((f"{len(rest)} more", "", "", _megabytes(sum(one.bytes for one in rest))))
+    rows.append(("all", "", "", _megabytes(sum(one.bytes for one in traffic))))
+    return table(("from", "to", "what", "MB"), rows, right=(3,))
+
+
+def _names(result: RunResult) -> Callable[[PeerId], str]:
+    """A short name for every peer: its own, the coordinator's, or the end of its ID."""
+    known = {peer.peer: _printable(peer.name) for peer in result.history.peers if peer.name}
+    known[result.coordinator] = "coordinator"
+    return lambda peer: known.get(peer) or f"…{peer[-SHORT_ID_CHARACTERS:]}"
+
+
+def protocol_words(protocol: str) -> str:
+    """What a protocol carries; a name this version does not know is shown as it is."""
+    return _PROTOCOL_WORDS.get(protocol) or _printable(protocol.strip("/"))
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / BYTES_PER_MEGABYTE:,.2f}"
+
+
+def _printable(text: str) -> str:
+    """A volunteer chose this text: no control characters reach the organiser's terminal."""
+    return "".join(letter for letter in text if letter.isprintable())
+
+
+def _indented(text: str) -> str:
+    """The sample line by line; bytes that are no letters are shown, not sent to the terminal."""
+    lines = text.replace("\t", "    ").splitlines()
+    return "\n".join(
+        "  | " + "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
+        for line in lines
+    )

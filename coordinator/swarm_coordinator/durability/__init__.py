@@ -1,0 +1,1 @@
+"""Backup, restore, verification and integrity checks of a run."""

@@ -1,0 +1,310 @@
+"""Backups of a run, made while its coordinator runs or without one, and taken back.
+
+    OUT/backup.json               what was saved when, with the size and hash of every other file
+    OUT/run.toml, manifest.json, organiser.key, data/, tokenizer.json, …  as in the run's folder
+    OUT/coordinator.sqlite        one moment of the database
+    OUT/checkpoints/step-…/       the newest checkpoint that this moment knows, and is whole
+
+Owns the format, making and verifying it, and remembering in the run's folder where backups were
+put. It appears under its name when it is whole and was read back. Taking one back is `restore`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import Field, ValidationError, field_validator
+
+from swarm_coordinator.core.events import CheckpointRecord
+from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
+from swarm_coordinator.storage.location import check_pages, copy_to, is_there, reading
+from swarm_coordinator.storage.records import read_checkpoints, read_restored
+from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import StorageError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import RunId, Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.protocol import SOFTWARE_VERSION
+from swarm_shared.run.manifest import Manifest
+
+SUMMARY_NAME = "backup.json"
+REMEMBERED = 50
+"""Backups that a run's folder remembers; older ones are the organiser's to know."""
+_ATTEMPTS = 3
+"""Checkpoints are pruned while a run goes on; by the third attempt none was lasting."""
+_READ_BYTES = 4 * 2**20
+_PLAIN = ("run.toml", "manifest.json", "tokenizer.json", "port")
+_SECRET = ("organiser.key", "admission.token")
+
+
+class SavedFile(FrozenModel):
+    path: str = Field(min_length=1)
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    @field_validator("path")
+    @classmethod
+    def _inside(cls, path: str) -> str:
+        """A backup may come from anywhere: taking it back must not write elsewhere."""
+        parts = PurePosixPath(path).parts
+        if PurePosixPath(path).is_absolute() or ".." in parts or "\\" in path or "\0" in path:
+            raise ValueError("must be a path inside the backup")
+        return path
+
+
+class BackupSummary(FrozenModel):
+    """The content of backup.json."""
+
+    format: int = Field(ge=1, le=1)
+    run: RunId
+    name: str
+    software: str
+    saved_at: float
+    """Unix seconds."""
+    version: Version = Field(ge=0)
+    generation: int = Field(ge=0)
+    checkpoint: Version | None
+    files: tuple[SavedFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    path: Path
+    summary: BackupSummary
+
+    @property
+    def version(self) -> int:
+        return self.summary.version
+
+
+# ---------------------------------------------------------------- making one
+
+
+def make_backup(
+    folder: RunFolder,
+    out: Path,
+    *,
+    with_key: bool = True,
+    with_data: bool = True,
+    now: Callable[[], float] = time.time,
+) -> Backup:
+    """Save the run to the new folder `out`, which is there whole or not at all."""
+    if out.exists():
+        raise UsageError(f"{out} is there already; choose another name for the backup")
+    manifest = load_manifest(folder)
+    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700)
+        try:
+            summary = _fill(folder, manifest, partial, with_key, with_data, now)
+            content = summary.model_dump_json(indent=1).encode()
+            write_atomically(partial / SUMMARY_NAME, content)
+            for path in (partial, *(p for p in partial.rglob("*") if p.is_dir())):
+                sync_folder(path)
+            verify_backup(partial)
+            partial.rename(out)
+            sync_folder(out.parent)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise storage_error(out, error) from error
+    _remember(folder, out)
+    return Backup(out, summary)
+
+
+def _fill(
+    folder: RunFolder,
+    manifest: Manifest,
+    target: Path,
+    with_key: bool,
+    with_data: bool,
+    now: Callable[[], float],
+) -> BackupSummary:
+    copies = [folder.path / name for name in _PLAIN]
+    copies += [folder.path / name for name in _SECRET if with_key]
+    copies += sorted(folder.data.iterdir()) if with_data else []
+    for path in copies:
+        if path.is_file():
+            secret = path.name in _SECRET
+            _copy(path, target / path.relative_to(folder.path), private=secret)
+    saved_at, place = now(), place_of(folder)
+    checkpoint, version, generation = None, Version(0), 0
+    if is_there(place):
+        for attempt in range(_ATTEMPTS):
+            database = RunFolder(target).database
+            database.unlink(missing_ok=True)
+            copy_to(place, database)
+            with reading(database) as connection:
+                restored, known = read_restored(connection), read_checkpoints(connection)
+            version, generation = restored.version, restored.generation
+            checkpoint = _copy_checkpoint(folder, manifest, known, target)
+            if checkpoint is not None or not known:
+                break
+            if attempt == _ATTEMPTS - 1 and _versions(folder, manifest):
+                raise StorageError(
+                    f"no checkpoint in {folder.checkpoints} could be copied whole; look at "
+                    f"them with `swarm-coordinator verify {quoted(folder.path)}`"
+                )
+        _sync(RunFolder(target).database)
+    return BackupSummary(
+        format=1, run=run_id_of(manifest), name=manifest.name, software=SOFTWARE_VERSION,
+        saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
+        files=tuple(_described(target)),
+    )  # fmt: skip
+
+
+def _copy_checkpoint(
+    folder: RunFolder, manifest: Manifest, known: list[CheckpointRecord], target: Path
+) -> Version | None:
+    """The newest one that the copied database knows and that is whole where it is copied to."""
+    source, copied = (
+        CheckpointFolder(root, run_id_of(manifest), manifest.stage_count, keep=1)
+        for root in (folder.checkpoints, RunFolder(target).checkpoints)
+    )
+    for record in known:
+        if record.version not in source.versions():
+            continue
+        into = copied.folder(record.version)
+        try:
+            for path in sorted(source.folder(record.version).iterdir()):
+                _copy(path, into / path.name)
+            if copied.verify(record.version) == record:
+                return record.version
+        except (OSError, StorageError):
+            # Damaged, or a newer one has taken its place while it was copied.
+            pass
+        shutil.rmtree(into, ignore_errors=True)
+    return None
+
+
+def _versions(folder: RunFolder, manifest: Manifest) -> list[int]:
+    return CheckpointFolder(
+        folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1
+    ).versions()
+
+
+def _copy(path: Path, target: Path, private: bool = False) -> None:
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("rb") as source:
+        descriptor = os.open(
+            target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_MODE if private else 0o644
+        )
+        with os.fdopen(descriptor, "wb") as copy:
+            shutil.copyfileobj(source, copy, _READ_BYTES)
+            copy.flush()
+            os.fsync(copy.fileno())
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _described(folder: Path) -> Iterator[SavedFile]:
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = str(PurePosixPath(path.relative_to(folder)))
+        yield SavedFile(path=name, bytes=path.stat().st_size, sha256=_hash(path))
+
+
+def _hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- verifying one
+
+
+def is_backup(path: Path) -> bool:
+    return (path / SUMMARY_NAME).is_file()
+
+
+def read_summary(path: Path) -> BackupSummary:
+    if not is_backup(path):
+        raise UsageError(
+            f"{path} is not a backup (it has no {SUMMARY_NAME}); make one with "
+            "`swarm-coordinator backup RUN_DIR OUT`"
+        )
+    try:
+        return BackupSummary.model_validate_json(read_bytes(path / SUMMARY_NAME))
+    except ValidationError as error:
+        raise StorageError(f"the backup {path} is damaged: {SUMMARY_NAME}") from error
+
+
+def verify_backup(path: Path) -> BackupSummary:
+    """Reads all of it again; StorageError names what is not as it was saved."""
+    summary = read_summary(path)
+    problems: list[str] = []
+    for saved in summary.files:
+        file = path / saved.path
+        try:
+            size = file.stat().st_size
+            if size != saved.bytes:
+                problems.append(f"{saved.path} has {size} bytes and had {saved.bytes}")
+            elif _hash(file) != saved.sha256:
+                problems.append(f"{saved.path} has another hash")
+        except OSError as error:
+            problems.append(f"{saved.path} cannot be read ({error.strerror})")
+    database = RunFolder(path).database
+    if not problems and database.exists():
+        problems = check_pages(database)
+        if not problems:
+            with reading(database) as connection:
+                problems = check_database(connection, _shape(path))
+    if problems:
+        raise StorageError(
+            f"the backup {path} is damaged ({'; '.join(problems[:20])}); take another one"
+        )
+    return summary
+
+
+def _shape(path: Path) -> Shape | None:
+    """From the manifest, whose signature can be checked only where the key was saved, too."""
+    folder = RunFolder(path)
+    if not folder.organiser_key.exists():
+        return None
+    manifest = load_manifest(folder)
+    return Shape(manifest.stage_count, manifest.training.microbatches_per_step)
+
+
+# ---------------------------------------------------------------- where they are
+
+
+def _remember(folder: RunFolder, out: Path) -> None:
+    paths = [str(out.resolve()), *(str(path) for path in remembered(folder))]
+    content = json.dumps(list(dict.fromkeys(paths))[:REMEMBERED], indent=1)
+    write_atomically(folder.path / "backups.json", content.encode())
+
+
+def remembered(folder: RunFolder) -> list[Path]:
+    """Where backups of this run were put, the newest first, whether they are still there or not."""
+    try:
+        found = json.loads((folder.path / "backups.json").read_bytes())
+    except (OSError, ValueError):
+        return []
+    paths = found if isinstance(found, list) else []
+    return [Path(path) for path in paths if isinstance(path, str)]
+
+
+def find_backup(folder: RunFolder) -> Backup | None:
+    """The newest backup of this run that is still there and whole."""
+    for path in remembered(folder):
+        try:
+            return Backup(path, verify_backup(path))
+        except (UsageError, StorageError):
+            continue
+    return None

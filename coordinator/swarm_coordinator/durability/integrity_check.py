@@ -1,0 +1,278 @@
+"""Whether everything in a run's folder is as it was written, and what to go on with where not.
+
+Owns going through the folder (settings, key, manifest, data, database, checkpoints), the last good
+one of what is damaged, and the command that takes it. What a database's rows must say is
+`verification`'s, a checkpoint's hashes are `checkpoints`'s, a backup's own files `backup`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from swarm_coordinator.core.events import CheckpointRecord
+from swarm_coordinator.durability.backup import find_backup
+from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.durability.run_files import load_manifest, load_settings, place_of
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.storage.location import Place, check_pages, is_there, reading
+from swarm_coordinator.storage.records import read_checkpoints, read_restored
+from swarm_coordinator.storage.sqlite import DatabaseDamaged
+from swarm_shared.base.errors import StorageError, SwarmError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.run.manifest import Manifest
+
+RECENT_DECISIONS = 1000
+"""A start reads so many of the last decisions again; `verify` reads all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that is not as it was written."""
+
+    part: str
+    """`database`, `checkpoint`, or the file's name."""
+    problem: str
+    version: int | None = None
+    """Of a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheck:
+    good: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    offers: tuple[str, ...]
+    """What to go on with, each with its command."""
+
+    @property
+    def sentence(self) -> str:
+        problems = "; ".join(finding.problem for finding in self.findings)
+        return "; ".join([problems, *self.offers])
+
+
+def check_run(folder: RunFolder, told: Callable[[str], None] = lambda line: None) -> RunCheck:
+    """Read everything again. `told` hears of each part that is as it was written."""
+    good: list[str] = []
+    findings: list[Finding] = []
+
+    def fine(line: str) -> None:
+        good.append(line)
+        told(line)
+
+    manifest = _check_description(folder, fine, findings)
+    if manifest is not None:
+        _check_data(folder, manifest, fine, findings)
+        known = _check_database(folder, manifest, None, fine, findings)
+        _check_checkpoints(folder, manifest, known, fine, findings)
+    return RunCheck(tuple(good), tuple(findings), tuple(_offers(folder, manifest, findings)))
+
+
+def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord | None, RunCheck]:
+    """What a start must not go on with: the database, and the newest checkpoint that is there.
+
+    The checkpoint, once verified, is what the start begins from: it is hashed once.
+    """
+    findings: list[Finding] = []
+    known = _check_database(folder, manifest, RECENT_DECISIONS, lambda line: None, findings)
+    checkpoint = None
+    if not findings and known:
+        checkpoints = _checkpoint_folder(folder, manifest)
+        there = [v for v in checkpoints.versions() if Version(v) in known]
+        if there:
+            try:
+                checkpoint = _checked(checkpoints, Version(there[0]), known)
+            except StorageError as error:
+                findings.append(Finding("checkpoint", str(error), there[0]))
+    return checkpoint, RunCheck((), tuple(findings), tuple(_offers(folder, manifest, findings)))
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def _check_description(
+    folder: RunFolder, fine: Callable[[str], None], findings: list[Finding]
+) -> Manifest | None:
+    try:
+        load_settings(folder)
+        fine("run.toml can be read")
+    except SwarmError as error:
+        findings.append(Finding("run.toml", str(error)))
+    try:
+        manifest = load_manifest(folder)
+    except SwarmError as error:
+        findings.append(Finding("manifest.json", str(error)))
+        return None
+    fine("manifest.json is signed with organiser.key")
+    return manifest
+
+
+def _check_data(
+    folder: RunFolder, manifest: Manifest, fine: Callable[[str], None], findings: list[Finding]
+) -> None:
+    # Not at the top: a start needs neither numpy nor the tokenizer.
+    from swarm_shared.data.shards import verify_shard
+    from swarm_shared.data.tokenizer import load_tokenizer
+
+    data = manifest.data
+    try:
+        load_tokenizer(data.tokenizer, folder.tokenizer, data.tokenizer_sha256)
+        for shard in data.shards:
+            verify_shard(
+                folder.data / shard.name, shard, data.token_bytes, manifest.model.vocabulary_size
+            )
+    except SwarmError as error:
+        findings.append(Finding("data", str(error)))
+    else:
+        fine(f"{len(data.shards)} files of training data have the manifest's hashes")
+
+
+def _check_database(
+    folder: RunFolder,
+    manifest: Manifest,
+    newest: int | None,
+    fine: Callable[[str], None],
+    findings: list[Finding],
+) -> dict[Version, CheckpointRecord]:
+    """What it knows of checkpoints; nothing when it cannot be relied on."""
+    try:
+        place = place_of(folder)
+    except SwarmError:
+        return {}  # run.toml says where it is, and has a finding of its own
+    try:
+        if not is_there(place):
+            fine("there is no database yet: the run has not been started")
+            return {}
+        problems = database_problems(place, shape_of(manifest), newest)
+        if not problems:
+            with reading(place) as connection:
+                restored = read_restored(connection)
+                known = {record.version: record for record in read_checkpoints(connection)}
+            fine(
+                f"the database is whole: {restored.version} steps, generation {restored.generation}"
+            )
+            return known
+        problem = f"the run's database {place} is damaged ({'; '.join(problems)})"
+    except DatabaseDamaged as error:
+        problem = f"the run's database {place} is damaged ({error.detail})"
+    except SwarmError as error:
+        problem = str(error)
+    findings.append(Finding("database", problem))
+    return {}
+
+
+def database_problems(place: Place, shape: Shape | None, newest: int | None = None) -> list[str]:
+    """All that is wrong with a database, by its own checks and by ours."""
+    problems = check_pages(place, thorough=newest is None)
+    if problems:
+        return problems
+    with reading(place) as connection:
+        return check_database(connection, shape, newest)
+
+
+def shape_of(manifest: Manifest) -> Shape:
+    return Shape(manifest.stage_count, manifest.training.microbatches_per_step)
+
+
+def _checkpoint_folder(folder: RunFolder, manifest: Manifest) -> CheckpointFolder:
+    return CheckpointFolder(folder.checkpoints, run_id_of(manifest), manifest.stage_count, keep=1)
+
+
+def _check_checkpoints(
+    folder: RunFolder,
+    manifest: Manifest,
+    known: dict[Version, CheckpointRecord],
+    fine: Callable[[str], None],
+    findings: list[Finding],
+) -> None:
+    checkpoints = _checkpoint_folder(folder, manifest)
+    for version in checkpoints.versions():
+        try:
+            _checked(checkpoints, Version(version), known)
+        except StorageError as error:
+            if version in checkpoints.versions():  # else a newer one has taken its place meanwhile
+                findings.append(Finding("checkpoint", str(error), version))
+        else:
+            fine(f"the checkpoint of step {version} has the hashes that it was written with")
+    there = checkpoints.versions()
+    if known and max(known) not in there:
+        newest = checkpoints.folder(max(known))
+        findings.append(
+            Finding("checkpoint", f"the checkpoint {newest} is not there any more", None)
+        )
+
+
+def _checked(
+    checkpoints: CheckpointFolder, version: Version, known: dict[Version, CheckpointRecord]
+) -> CheckpointRecord:
+    record = checkpoints.verify(version)
+    if version in known and record != known[version]:
+        raise StorageError(
+            f"the checkpoint {checkpoints.folder(version)} is not the one that the database "
+            "remembers"
+        )
+    return record
+
+
+# ---------------------------------------------------------------- what to go on with
+
+
+def _offers(folder: RunFolder, manifest: Manifest | None, findings: list[Finding]) -> Iterator[str]:
+    damaged = {finding.part for finding in findings}
+    if not damaged:
+        return
+    run_dir = quoted(folder.path)
+    set_aside = f"`swarm-coordinator verify {run_dir} --set-aside`"
+    if damaged - {"checkpoint"}:
+        backup = find_backup(folder)
+        if backup is not None:
+            yield (
+                f"the last good backup is {backup.path}, of step {backup.version}: "
+                f"`swarm-coordinator restore {quoted(backup.path)} {run_dir} --force` "
+                "takes it"
+            )
+        else:
+            yield "no backup of this run is known here that could be restored"
+    good = None if manifest is None else _last_good(folder, manifest, findings)
+    if "database" in damaged:
+        after = "its beginning" if good is None else f"its checkpoint of step {good}"
+        yield (
+            f"{set_aside} moves the database away; without it the run goes on from {after}, and "
+            "its history, tokens and bans are lost"
+        )
+    elif any(finding.version is not None for finding in findings):
+        what = "none is left" if good is None else f"the last good one is that of step {good}"
+        yield f"{what}; {set_aside} moves the damaged one away, and the next start goes on without"
+
+
+def _last_good(folder: RunFolder, manifest: Manifest, findings: list[Finding]) -> int | None:
+    checkpoints = _checkpoint_folder(folder, manifest)
+    bad = {finding.version for finding in findings}
+    for version in checkpoints.versions():
+        if version not in bad:
+            try:
+                checkpoints.verify(version)
+            except StorageError:
+                continue
+            return version
+    return None
+
+
+def set_aside(folder: RunFolder, check: RunCheck) -> list[Path]:
+    """Move what is damaged, and can be done without, out of the way; where to."""
+    moved: list[Path] = []
+    manifest = load_manifest(folder)
+    for finding in check.findings:
+        if finding.version is not None:
+            moved.append(_checkpoint_folder(folder, manifest).set_aside(finding.version))
+        elif finding.part == "database":
+            moved.extend(folder.set_database_aside())
+    return moved
+
+
+def refuse_damage(check: RunCheck) -> None:
+    """StorageError with what is broken and what to take instead."""
+    if check.findings:
+        raise StorageError(check.sentence)

@@ -1,0 +1,272 @@
+"""Whether a run's database says what was once written, beyond what the database itself checks.
+
+Owns our own invariants: the journal is whole and every decision in it reads as it was written,
+steps follow each other without a gap, generations only grow, what counts is what the journal
+comes to, every microbatch of a step counts once in every stage, and owners have signed for their
+devices. Reads, never writes.
+SQLite's own integrity check is in `database`; files of the run are in `run_check`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from swarm_coordinator.admission.device_owners import named_owner
+from swarm_coordinator.core.events import (
+    CheckpointRecord,
+    EvaluationRecord,
+    RolledBack,
+    RunFinished,
+    StoredStage,
+)
+from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.journal import Decision, digest
+from swarm_coordinator.storage.records import number, read_step
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId, StageIndex, Version
+
+MOST_FINDINGS = 20
+"""A database that is broken in a thousand places need not say so a thousand times."""
+
+_TABLES = {
+    "step": "applied_steps", "rollback": "rollbacks", "checkpoint": "checkpoints",
+    "evaluation": "evaluations", "finish": "finishes",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the manifest says that every step must have."""
+
+    stages: int
+    microbatches: int
+
+
+@dataclass(slots=True)
+class _Replay:
+    """What the journal comes to, decision after decision."""
+
+    version: int
+    live: dict[int, int] = field(default_factory=dict)
+    """Steps that count, to their rows."""
+    generation: int = 0
+    stepped: bool = False
+
+
+def check_database(
+    connection: Connection, shape: Shape | None = None, newest: int | None = None
+) -> list[str]:
+    """A sentence for each thing that is wrong; none when all is well.
+
+    `newest` bounds the decisions that are read again, for a start that must not take minutes.
+    """
+    findings: list[str] = []
+    for finding in _findings(connection, shape, newest):
+        findings.append(finding)
+        if len(findings) == MOST_FINDINGS:
+            findings.append("and more")
+            break
+    return findings
+
+
+def _findings(connection: Connection, shape: Shape | None, newest: int | None) -> Iterator[str]:
+    yield from _check_gaps(connection)
+    yield from _check_journal(connection, newest)
+    if newest is None:
+        yield from _check_nothing_unjournaled(connection)
+        yield from _check_owners(connection)
+    if shape is not None:
+        yield from _check_shares(connection, shape, newest)
+
+
+def _check_gaps(connection: Connection) -> Iterator[str]:
+    """Steps that count are numbered without a gap, from the first or from where a run resumed."""
+    first, last, count = connection.execute(
+        "SELECT min(step), max(step), count(DISTINCT step) FROM applied_steps "
+        "WHERE superseded_by IS NULL"
+    ).fetchone()
+    if not count:
+        return
+    if last - first + 1 != count:
+        missing = last - first + 1 - count
+        yield f"table applied_steps: {missing} step(s) between {first} and {last} are missing"
+    if first != 1:
+        resumed = connection.execute(
+            "SELECT 1 FROM rollbacks WHERE version = ?", (first - 1,)
+        ).fetchone()
+        if resumed is None:
+            yield f"table applied_steps: the steps before {first} are missing"
+
+
+def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
+    first, last, count = connection.execute(
+        "SELECT min(sequence), max(sequence), count(*) FROM journal"
+    ).fetchone()
+    if not count or first != 0:
+        yield "table journal: its beginning is missing"
+        return
+    if last + 1 != count:
+        yield f"table journal: {last + 1 - count} entries before {last} are missing"
+        return
+    begin = 0 if newest is None else max(0, last - newest)
+    rows = iter(
+        connection.execute(
+            "SELECT sequence, kind, row_id, generation, digest FROM journal "
+            "WHERE sequence >= ? ORDER BY sequence",
+            (begin,),
+        ).fetchall()
+    )
+    _, kind, row_id, generation, before = next(rows)
+    replay = _Replay(row_id if kind == "begun" else 0, generation=generation)
+    replay.stepped = begin > 0
+    for sequence, kind, row_id, generation, found in rows:
+        decision = None if kind == "start" else read_decision(connection, kind, row_id)
+        where = f"table journal: entry {sequence} ({kind})"
+        if decision is None and kind != "start":
+            yield f"table {_TABLES.get(kind, kind)}: row {row_id} is missing"
+        elif found != digest(before, kind, row_id, generation, decision):
+            table = _TABLES.get(kind, "generations")
+            yield f"table {table}: row {row_id} does not say what was written (its digest differs)"
+        if generation < replay.generation:
+            yield f"{where} is of generation {generation}, after one of {replay.generation}"
+        if kind == "start" and generation == replay.generation:
+            yield f"{where}: generation {generation} was given twice"
+        replay.generation = max(replay.generation, generation)
+        before = found
+        if begin == 0 and decision is not None:
+            yield from _follow(replay, kind, row_id, decision, where)
+    if begin == 0:
+        yield from _check_outcome(connection, replay)
+
+
+def _follow(
+    replay: _Replay, kind: str, row_id: int, decision: Decision, where: str
+) -> Iterator[str]:
+    if isinstance(decision, RolledBack):
+        # A run whose database was lost begins with a checkpoint and a roll-back to it.
+        if decision.version > replay.version and replay.stepped:
+            yield f"{where} goes back to {decision.version}, and the run was at {replay.version}"
+        replay.version = decision.version
+        replay.live = {step: row for step, row in replay.live.items() if step <= decision.version}
+        replay.stepped = True
+    elif isinstance(decision, (CheckpointRecord, EvaluationRecord, RunFinished)):
+        if decision.version > replay.version and replay.stepped:
+            yield f"{where} is of version {decision.version}, and the run was at {replay.version}"
+    else:
+        if decision.step != replay.version + 1:
+            yield f"{where} is step {decision.step}, and the run was at {replay.version}"
+        replay.version = decision.step
+        replay.live[decision.step] = row_id
+        replay.stepped = True
+
+
+def _check_outcome(connection: Connection, replay: _Replay) -> Iterator[str]:
+    """What the journal comes to is what the tables say."""
+    rows = connection.execute(
+        "SELECT step, id FROM applied_steps WHERE superseded_by IS NULL AND id IN "
+        "(SELECT row_id FROM journal WHERE kind = 'step')"
+    ).fetchall()
+    counting = dict(rows)
+    for step in sorted(counting.keys() - replay.live.keys()):
+        yield f"table applied_steps: step {step} counts, and a roll-back took it out"
+    for step in sorted(replay.live.keys() - counting.keys()):
+        yield f"table applied_steps: step {step} does not count, and no roll-back took it out"
+    for step in sorted(replay.live.keys() & counting.keys()):
+        if replay.live[step] != counting[step]:
+            yield f"table applied_steps: step {step} counts as it was before a roll-back"
+    highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
+        0
+    ]
+    if highest != replay.generation:
+        yield f"table generations: the last is {highest}, the journal's is {replay.generation}"
+
+
+def _check_nothing_unjournaled(connection: Connection) -> Iterator[str]:
+    """Every decision since the journal began stands in it."""
+    begun = connection.execute("SELECT generation FROM journal WHERE sequence = 0").fetchone()
+    if begun is None:
+        return
+    for kind, table in _TABLES.items():
+        since = "generation > ? AND "
+        parameters: tuple[int, ...] = (begun[0],)
+        if table in ("evaluations", "finishes"):  # they know no generation
+            if begun[0]:
+                continue
+            since, parameters = "", ()
+        for (row,) in connection.execute(
+            f"SELECT id FROM {table} WHERE {since} id NOT IN "
+            f"(SELECT row_id FROM journal WHERE kind = '{kind}') ORDER BY id",
+            parameters,
+        ).fetchall():
+            yield f"table {table}: row {row} was written by nobody we know (not in the journal)"
+
+
+def _check_owners(connection: Connection) -> Iterator[str]:
+    """Whose device a peer is follows from what the owner signed, and from nothing else."""
+    for peer, owner, binding in connection.execute(
+        "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
+        "ORDER BY o.peer"
+    ).fetchall():
+        try:
+            named = named_owner(PeerId(peer), binding or None) or ""
+        except SwarmError as error:
+            yield f"table owners: {error}"
+            continue
+        if named != owner:
+            told = f"{named or 'nobody'}, and the row says {owner or 'nobody'}"
+            yield f"table owners: {peer} is bound to {told}"
+
+
+def _check_shares(connection: Connection, shape: Shape, newest: int | None) -> Iterator[str]:
+    """Every microbatch of a step counts once in every stage."""
+    since = 0
+    if newest is not None:
+        since = connection.execute("SELECT coalesce(max(step), 0) FROM applied_steps").fetchone()[0]
+        since -= newest
+    counted: dict[int, Counter[int]] = {}
+    for step, stage, microbatches in connection.execute(
+        "SELECT a.step, s.stage, sum(s.microbatches) FROM applied_steps a "
+        "JOIN shares s ON s.applied_step = a.id "
+        "WHERE a.superseded_by IS NULL AND a.step > ? GROUP BY a.step, s.stage",
+        (since,),
+    ):
+        counted.setdefault(step, Counter())[stage] = int(microbatches)
+    for step, stages in sorted(counted.items()):
+        for stage in range(shape.stages):
+            if stages[stage] != shape.microbatches:
+                yield (
+                    f"table shares: step {step} counts {stages[stage]} microbatches in stage "
+                    f"{stage}, and every step has {shape.microbatches}"
+                )
+
+
+def read_decision(connection: Connection, kind: str, row_id: int) -> Decision | None:
+    """What a row of the journal is about, read back from its table."""
+    if kind == "step":
+        return read_step(connection, row_id)
+    columns = {
+        "rollback": "version, reason", "checkpoint": "version", "finish": "version",
+        "evaluation": "version, heldout_loss, tokens",
+    }.get(kind)  # fmt: skip
+    if columns is None:
+        return None
+    row = connection.execute(
+        f"SELECT {columns} FROM {_TABLES[kind]} WHERE id = ?", (row_id,)
+    ).fetchone()
+    if row is None:
+        return None
+    match kind:
+        case "rollback":
+            return RolledBack(Version(row[0]), row[1])
+        case "evaluation":
+            return EvaluationRecord(Version(row[0]), number(row[1]), row[2])
+        case "finish":
+            return RunFinished(Version(row[0]))
+    stages = connection.execute(
+        "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ?", (row_id,)
+    ).fetchall()
+    return CheckpointRecord(
+        Version(row[0]), tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in stages)
+    )

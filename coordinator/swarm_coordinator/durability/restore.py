@@ -1,0 +1,180 @@
+"""Taking a backup back: a run's folder as it was, behind a fence against what came after it.
+
+Owns putting the files back, and the two things that make a run from the past safe for volunteers
+from the present (docs/decisions, number 0013): a generation above every one that may have been
+given since, and going back to the backup's checkpoint, which everybody has to fetch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from swarm_coordinator.core.events import RolledBack
+from swarm_coordinator.durability.backup import BackupSummary, verify_backup
+from swarm_coordinator.durability.run_files import load_manifest, place_of, read_progress
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.generations import generation_floor
+from swarm_coordinator.storage.location import PostgresqlPlace, driver
+from swarm_coordinator.storage.sqlite import files_of
+from swarm_coordinator.storage.store import SqliteStore, Store
+from swarm_shared.base.atomic_file import storage_error, sync_folder
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.base.types import Version
+from swarm_shared.identity.signed_manifest import run_id_of
+
+_KEPT = ("organiser.key", "admission.token", "tokenizer.json", "port", "data")
+"""What a backup may be without, and is then taken from the folder that it replaces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    summary: BackupSummary
+    generation: int
+    version: Version
+    replaced: Path | None
+    """Where the folder that was there has gone."""
+    missing: tuple[str, ...]
+    """What neither the backup nor the folder has, and a start needs."""
+
+
+def restore_backup(
+    backup: Path,
+    run_dir: Path,
+    *,
+    force: bool = False,
+    files_only: bool = False,
+    now: Callable[[], float] = time.time,
+) -> Restored:
+    """Make `run_dir` of the backup. Refuses to replace anything unless forced, and a live run.
+
+    With `files_only` the database on a server stays as it is: for a coordinator that stands by.
+    """
+    summary = verify_backup(backup)
+    occupied = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
+    if occupied and not force:
+        raise UsageError(
+            f"{run_dir} is there already; --force puts the backup in its place, and moves it aside"
+        )
+    with contextlib.ExitStack() as stack:
+        known = 0
+        if occupied:
+            stack.enter_context(_replaceable(run_dir, summary))
+            known = _known_generation(run_dir)
+        partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
+        try:
+            _put_together(backup, summary, partial_dir, run_dir if occupied else None)
+            folder = RunFolder(partial_dir)
+            place = place_of(folder)
+            if files_only:
+                if not isinstance(place, PostgresqlPlace):
+                    raise UsageError(
+                        "this run keeps its database in its folder, so that there are no files "
+                        "without it; leave --files-only out"
+                    )
+                folder.database.unlink(missing_ok=True)
+                generation = known
+            else:
+                if isinstance(place, PostgresqlPlace):
+                    known = max(known, _known_generation(partial_dir))
+                above = max(summary.generation, known, generation_floor(now()))
+                generation = _fence(folder, summary, above)
+            if isinstance(place, PostgresqlPlace) and not files_only:
+                driver().take(place, folder.database, force)
+                for path in files_of(folder.database):
+                    path.unlink()
+            replaced = _swap(partial_dir, run_dir, occupied, now)
+        except OSError as error:
+            raise storage_error(run_dir, error) from error
+        finally:
+            shutil.rmtree(partial_dir, ignore_errors=True)
+    missing = tuple(name for name in ("organiser.key", "data") if not (run_dir / name).exists())
+    return Restored(summary, generation, summary.checkpoint or Version(0), replaced, missing)
+
+
+@contextlib.contextmanager
+def _replaceable(run_dir: Path, summary: BackupSummary) -> Iterator[None]:
+    """Held while the folder is replaced: no coordinator uses it, and it is of the same run."""
+    folder = RunFolder(run_dir)
+    if not folder.settings.exists() and not folder.manifest.exists():
+        raise UsageError(f"{run_dir} holds something else than a run; choose another name")
+    with contextlib.suppress(StorageError):
+        if run_id_of(load_manifest(folder)) != summary.run:
+            raise UsageError(f"{run_dir} holds another run than the backup; choose another name")
+    with folder.lock():
+        yield
+
+
+def _known_generation(run_dir: Path) -> int:
+    try:
+        found = read_progress(RunFolder(run_dir))
+    except SwarmError:
+        return 0  # damaged: that is why it is replaced
+    return found.generation if found is not None else 0
+
+
+def _put_together(
+    backup: Path, summary: BackupSummary, target: Path, replaced: Path | None
+) -> None:
+    target.mkdir(mode=0o700, parents=True)
+    for saved in summary.files:
+        path = target / saved.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(backup / saved.path, path)
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    for name in _KEPT:
+        if replaced is not None and (replaced / name).exists() and not (target / name).exists():
+            if (replaced / name).is_dir():
+                shutil.copytree(replaced / name, target / name)
+            else:
+                shutil.copy2(replaced / name, target / name)
+    for folder in (RunFolder(target).checkpoints, RunFolder(target).log):
+        folder.mkdir(exist_ok=True)
+
+
+def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
+    """The run goes on from the backup's checkpoint, in a generation that nobody has heard of."""
+    store: Store = SqliteStore.open(folder.database)
+    try:
+        generation = store.next_generation(above)
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(summary.saved_at))
+        if summary.version or summary.generation:
+            record = RolledBack(
+                summary.checkpoint or Version(0), f"restored from the backup of {saved} UTC"
+            )
+            trio.run(partial(store.write, record))
+    finally:
+        store.close()
+    for path in files_of(folder.database):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return generation
+
+
+def _swap(
+    partial_dir: Path, run_dir: Path, occupied: bool, now: Callable[[], float]
+) -> Path | None:
+    """Two renames: a crash between them leaves both folders, under names that say what they are."""
+    aside = None
+    if occupied:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now()))
+        aside = run_dir.with_name(f"{run_dir.name}.before-restore-{stamp}")
+        number = 1
+        while aside.exists():
+            aside = run_dir.with_name(f"{run_dir.name}.before-restore-{stamp}-{number}")
+            number += 1
+        run_dir.rename(aside)
+    elif run_dir.exists():
+        run_dir.rmdir()
+    partial_dir.rename(run_dir)
+    sync_folder(run_dir.parent)
+    return aside

@@ -1,0 +1,102 @@
+"""What a run folder holds, read and checked: settings, organiser's key, signed manifest, admission.
+
+Owns reading them together and noticing where run.toml no longer says what the manifest says.
+Free of torch, so that the coordinator's service can use it. Making them is initialise_run.py's.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.admission.book import AdmissionBook
+from swarm_coordinator.configuration.run_settings import (
+    SQLITE,
+    RunSettings,
+    parse_run_toml,
+    settings_differences,
+)
+from swarm_coordinator.core.events import Restored
+from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
+from swarm_coordinator.run_dir.shard_index import read_shard_index
+from swarm_coordinator.storage.admission_rows import read_admission
+from swarm_coordinator.storage.location import Place, PostgresqlPlace, is_there, reading
+from swarm_coordinator.storage.records import read_restored
+from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES, open_manifest
+from swarm_shared.run.manifest import Manifest
+
+
+def load_settings(folder: RunFolder) -> RunSettings:
+    content = read_bytes(folder.settings)
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(
+            f"{folder.settings} is not UTF-8 text (at byte {error.start}); save it as UTF-8"
+        ) from error
+    return parse_run_toml(text, str(folder.settings))
+
+
+def load_identity(folder: RunFolder) -> Identity:
+    try:
+        return Identity.load(folder.organiser_key)
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"the run folder {folder.path} has lost its organiser.key; restore it from a copy, "
+            "for without it nobody can continue this run"
+        ) from error
+
+
+def load_manifest(folder: RunFolder) -> Manifest:
+    """The manifest, if it is one that the folder's own organiser signed."""
+    envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
+    try:
+        return open_manifest(envelope, load_identity(folder).peer_id)
+    except ProtocolError as error:
+        raise StorageError(
+            f"{folder.manifest} is damaged or was not signed with this folder's organiser.key "
+            f"({error}); restore both from a copy"
+        ) from error
+
+
+def place_of(folder: RunFolder) -> Place:
+    """Where the run's database is, as run.toml says."""
+    settings = load_settings(folder).coordinator
+    if settings.store == SQLITE:
+        return folder.database
+    return PostgresqlPlace(settings.store, settings.lease_seconds)
+
+
+def read_book(folder: RunFolder) -> AdmissionBook:
+    """What was decided about admission, beside a running coordinator as well."""
+    place = place_of(folder)
+    if not is_there(place):
+        return AdmissionBook()
+    with reading(place) as connection:
+        return read_admission(connection)
+
+
+def read_progress(folder: RunFolder) -> Restored | None:
+    """What the database says of the run, if there is one yet."""
+    place = place_of(folder)
+    if not is_there(place):
+        return None
+    with reading(place) as connection:
+        return read_restored(connection)
+
+
+def changed_settings(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> list[str]:
+    """A sentence for each setting that run.toml says and the run no longer follows."""
+    return settings_differences(settings, manifest) + data_differences(folder, settings)
+
+
+def data_differences(folder: RunFolder, settings: RunSettings) -> list[str]:
+    made_from = read_shard_index(folder.data)
+    pairs = (
+        ("source", settings.data.source, made_from.source),
+        ("heldout_share", settings.data.heldout_share, made_from.heldout_share),
+    )
+    return [
+        f"[data] {name} is {now!r} in run.toml but the run's data was made with {then!r}"
+        for name, now, then in pairs
+        if now != then
+    ]

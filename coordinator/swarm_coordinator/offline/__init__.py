@@ -1,0 +1,1 @@
+"""What needs torch: the one-process reference, export, sampling, the loss plot."""

@@ -1,0 +1,186 @@
+"""A trained run as a Hugging Face folder, readable by `transformers` as a LlamaForCausalLM.
+
+Owns the folder's files and the merge of the stages' states. Parameter names are Hugging Face's
+from the start (swarm_shared.model.llama), so merging is putting the files together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from swarm_shared.base.atomic_file import write_atomically
+from swarm_shared.base.errors import ConfigurationError, StorageError
+from swarm_shared.model.llama import Stage
+from swarm_shared.model.state import OPTIMIZER_PREFIX, PREVIOUS_PREFIX, open_state, save_state
+from swarm_shared.run.manifest import Manifest, StageRange
+from swarm_shared.run.model_config import ModelConfig
+
+END_OF_TEXT = 0
+"""Id of the mark between documents, in both tokenizers."""
+
+REPLICA_TOLERANCE = 1e-4
+"""Relative norm by which the two replicas of a tied token table may differ by rounding."""
+
+
+def export_huggingface(
+    manifest: Manifest,
+    stage_state_files: Sequence[Path],
+    tokenizer_path: Path | None,
+    out_dir: Path,
+) -> None:
+    """Write `out_dir` from one state file per stage; what only training needs is left out: the
+    optimizer's state, and parameters of the version before.
+
+    `tokenizer_path` is the run's tokenizer.json; the bytes tokenizer needs none and gets one of
+    its own. Each file is replaced whole; config.json comes last, so that a folder cut short is
+    no model.
+    """
+    if manifest.model.bottlenecks:
+        raise ConfigurationError(
+            f"this model passes {len(manifest.model.bottlenecks)} bottleneck(s) between its stages "
+            "([model] bottleneck_size), which no LlamaForCausalLM has, so that transformers could "
+            "not load it; its parameters are in the run's checkpoints, as safetensors files"
+        )
+    tensors = merge_stages(manifest.model, stage_state_files)
+    tokenizer = _tokenizer_json(manifest, tokenizer_path)
+    try:
+        out_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"the folder {out_dir} cannot be made ({error.strerror}); choose another one"
+        ) from error
+    save_state(out_dir / "model.safetensors", tensors, {"format": "pt"})
+    write_atomically(out_dir / "tokenizer.json", tokenizer.encode())
+    _write_json(out_dir / "tokenizer_config.json", _tokenizer_config(manifest))
+    _write_json(out_dir / "generation_config.json", _generation_config(manifest.model))
+    _write_json(out_dir / "config.json", huggingface_config(manifest.model))
+
+
+def merge_stages(config: ModelConfig, stage_state_files: Sequence[Path]) -> dict[str, torch.Tensor]:
+    """All parameters of the model, from its stages' files, checked against its configuration."""
+    merged: dict[str, torch.Tensor] = {}
+    for path in stage_state_files:
+        for name, tensor in open_state(path).tensors.items():
+            if name.startswith((OPTIMIZER_PREFIX, PREVIOUS_PREFIX)):
+                continue
+            if name in merged:
+                _check_replica(path, name, merged[name], tensor)
+            else:
+                merged[name] = tensor
+    expected = _parameter_shapes(config)
+    if merged.keys() != expected.keys():
+        wrong = sorted(merged.keys() ^ expected.keys())
+        raise StorageError(
+            f"the stages' files do not make up this model: {len(wrong)} parameters are missing "
+            f"or unknown (first {wrong[0]}); give one file of every stage of the same checkpoint"
+        )
+    for name, shape in expected.items():
+        if tuple(merged[name].shape) != shape or merged[name].dtype != torch.float32:
+            raise StorageError(
+                f"{name} is stored as {tuple(merged[name].shape)} {merged[name].dtype}; "
+                f"{shape} in float32 is needed: use another checkpoint"
+            )
+    return merged
+
+
+def huggingface_config(config: ModelConfig) -> dict[str, object]:
+    """config.json; both spellings of the rotary base and dtype, for transformers 4 and 5."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.key_value_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.sequence_length,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "tie_word_embeddings": config.tie_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT,
+        "pad_token_id": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """UTF-8 bytes as a `tokenizers` model: the id of a byte is its value, nothing is merged."""
+    characters = _byte_characters()
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: byte for byte, character in enumerate(characters)}, merges=[])
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_characters() -> list[str]:
+    """The printable stand-in for each byte in byte-level tokenizers (Radford et al. 2019)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    replacement = {byte: 256 + index for index, byte in enumerate(others)}
+    return [chr(replacement.get(byte, byte)) for byte in range(256)]
+
+
+def _tokenizer_json(manifest: Manifest, tokenizer_path: Path | None) -> str:
+    if manifest.data.tokenizer == "bytes":
+        return str(bytes_tokenizer().to_str(pretty=True))
+    if tokenizer_path is None:
+        raise StorageError(
+            "this run uses a bpe tokenizer, and its tokenizer.json was not given: name the one "
+            "in the run's folder"
+        )
+    try:
+        return tokenizer_path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"the tokenizer {tokenizer_path} cannot be read ({error}); restore it from a copy"
+        ) from error
+
+
+def _tokenizer_config(manifest: Manifest) -> dict[str, object]:
+    is_bytes = manifest.data.tokenizer == "bytes"
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": _byte_characters()[END_OF_TEXT] if is_bytes else "<|endoftext|>",
+        "model_max_length": manifest.model.sequence_length,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _generation_config(config: ModelConfig) -> dict[str, object]:
+    return {"do_sample": True, "eos_token_id": END_OF_TEXT, "max_length": config.sequence_length}
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    whole = StageRange(first_layer=0, end_layer=config.layers)
+    with torch.device("meta"):
+        stage = Stage(config, whole, is_first=True, is_last=True)
+    return {name: tuple(parameter.shape) for name, parameter in stage.all_parameters()}
+
+
+def _check_replica(path: Path, name: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    fits = first.shape == second.shape
+    # `not <=`: a NaN must not pass.
+    if not fits or not bool((first - second).norm() <= REPLICA_TOLERANCE * first.norm()):
+        raise StorageError(
+            f"{name} in {path} differs from the copy in an earlier stage's file; give files of "
+            "the same checkpoint"
+        )

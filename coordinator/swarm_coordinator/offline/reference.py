@@ -1,0 +1,162 @@
+"""The same run in one plain torch process: what the swarm's losses are compared with.
+
+Owns the single-process training loop and the evaluation. Imports only the model, its schedule
+and the codecs: no networking, no state machine, so that agreement with the swarm means something.
+Where the manifest cuts the model, activations and gradients pass the run's codecs as they do on
+the wire: what a lossy codec loses is part of what the run computes. With staleness 1 a second
+model holds the version before, and gradients are taken there.
+
+Shape suffixes: B sequences, T positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm_coordinator.offline.reference_gradients import StepSums, step_sums
+from swarm_shared.base.clock import Clock, monotonic
+from swarm_shared.base.errors import DataError
+from swarm_shared.codecs.border import border
+from swarm_shared.model.flat_gradients import FlatLayout
+from swarm_shared.model.initialise import build_whole
+from swarm_shared.model.llama import Stage
+from swarm_shared.model.optimizer import apply_step, make_optimizer
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.schedule import clip_factor, learning_rate
+
+Tokens = npt.NDArray[np.integer[Any]]
+Microbatch = tuple[Tokens, Tokens]
+"""(inputs_BT, targets_BT)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int
+    loss: float
+    """Mean over the step's tokens of the cross entropy in nats, before the update, of the
+    parameters that the gradient is taken at."""
+    tokens: int
+    seconds: float
+
+
+def train_reference(
+    manifest: Manifest,
+    samples: Callable[[int], Sequence[Microbatch]],
+    steps: int,
+    on_step: Callable[[StepRecord], None],
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    clock: Clock = monotonic,
+) -> Stage:
+    """Train the whole model from version 0 for `steps` steps; the trained model.
+
+    `samples(step)` gives the microbatches of a step. The learning rate follows the manifest's
+    number of steps, so that fewer `steps` are a prefix of the run.
+    """
+    with _compute_threads(threads):
+        stage = build_whole(manifest, device)
+        put_borders(stage, manifest)
+        optimizer = make_optimizer(stage, manifest.optimizer)
+        computing = stage
+        if manifest.training.staleness:
+            computing = build_whole(manifest, device)
+            put_borders(computing, manifest)
+        layout = FlatLayout.of(stage)
+        sums = step_sums(computing, layout, manifest)
+        for step in range(1, steps + 1):
+            started = clock()
+            loss_sum, tokens = _accumulate(computing, samples(step), sums)
+            gradient, norm = sums.take(tokens)
+            if computing is not stage:
+                computing.load_state_dict(stage.state_dict())  # the next step's, before this one's
+            apply_step(
+                optimizer,
+                layout,
+                gradient,
+                learning_rate(manifest.optimizer, manifest.training.steps, step),
+                clip_factor(norm, manifest.optimizer.clip_norm),
+            )
+            on_step(StepRecord(step, loss_sum / tokens, tokens, clock() - started))
+        return stage
+
+
+def put_borders(stage: Stage, manifest: Manifest) -> None:
+    """Have what passes from one stage of the manifest to the next go through its codecs."""
+    codecs = manifest.codecs
+    if codecs.activation == codecs.gradient == "none":
+        return
+    cross = border(codecs.activation, codecs.gradient)
+
+    def enter(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        x_BTD, *rest = arguments
+        return (cross(x_BTD), *rest)
+
+    for cut in manifest.stages[1:]:
+        first = _first_of(stage, cut.first_layer)
+        first.register_forward_pre_hook(enter)
+
+
+def _first_of(stage: Stage, layer: int) -> torch.nn.Module:
+    """What a stage that begins with this layer does first."""
+    layers, norm, widen = stage.model.layers, stage.model.norm, stage.model.widen
+    if str(layer) in widen:
+        return widen[str(layer)]
+    # The last stage may have no layer; it begins with the norm then.
+    first = layers[str(layer)] if layer < len(layers) else norm
+    assert first is not None, "the whole model has a norm"
+    return first
+
+
+def evaluate(stage: Stage, microbatches: Sequence[Microbatch]) -> float:
+    """Mean cross entropy per token in nats, without training."""
+    loss_sum, tokens = 0.0, 0
+    with torch.no_grad():
+        for microbatch in microbatches:
+            inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+            loss_sum += float(stage(inputs_BT, targets_BT))
+            tokens += targets_BT.numel()
+    if tokens == 0:
+        raise DataError("there is nothing to evaluate: at least one microbatch is needed")
+    return loss_sum / tokens
+
+
+def _accumulate(
+    stage: Stage, microbatches: Sequence[Microbatch], sums: StepSums
+) -> tuple[float, int]:
+    """Add the gradients of all microbatches; the sum of losses and the number of tokens."""
+    losses: list[float] = []
+    tokens = 0
+    for microbatch in microbatches:
+        inputs_BT, targets_BT = _to_device(microbatch, stage.device)
+        loss = stage(inputs_BT, targets_BT)
+        sums.add(loss)
+        losses.append(float(loss.detach()))
+        tokens += targets_BT.numel()
+    if tokens == 0:
+        raise DataError("a step without microbatches: at least one is needed")
+    return math.fsum(losses), tokens
+
+
+def _to_device(microbatch: Microbatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs_BT, targets_BT = (
+        torch.from_numpy(np.ascontiguousarray(part, dtype=np.int64)) for part in microbatch
+    )
+    return inputs_BT.to(device), targets_BT.to(device)
+
+
+@contextlib.contextmanager
+def _compute_threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,115 @@
+"""How the reference adds up a step's gradients: as the manifest says that a swarm does.
+
+In plain float32 the order of addition is the microbatches' own, and the swarm's is not: they agree
+up to rounding. Where gradients are counted (`exact_sums`) the order is nobody's business, and what
+is left to agree about is where something is rounded: each microbatch's gradient once, the two uses
+of a tied table each by itself where two stages hold it, and the norm stage by stage. Then a run and
+its reference are equal to the bit, on machines that compute a microbatch alike.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from swarm_shared.model.fixed_point_sums import Quantum, quantum_of
+from swarm_shared.model.flat_gradients import (
+    FlatLayout,
+    bind_gradients,
+    global_norm,
+    ordered_sum_of_squares,
+    squared_norm,
+)
+from swarm_shared.model.llama import EMBEDDING_NAME, Stage
+from swarm_shared.run.manifest import Manifest
+
+
+class StepSums(Protocol):
+    """Of one step after the other."""
+
+    def add(self, loss: Tensor) -> None:
+        """The gradient of one microbatch's summed loss."""
+
+    def take(self, tokens: int) -> tuple[Tensor, float]:
+        """The mean gradient over so many tokens, flat, and its norm; the sums begin anew."""
+
+
+def step_sums(computing: Stage, layout: FlatLayout, manifest: Manifest) -> StepSums:
+    """`computing` is what gradients are taken of."""
+    quantum = quantum_of(manifest)
+    if quantum is None:
+        return PlainSums(computing, layout)
+    return ExactSums(computing, layout, manifest, quantum)
+
+
+class PlainSums:
+    def __init__(self, computing: Stage, layout: FlatLayout) -> None:
+        self._layout = layout
+        self._gradient = layout.new_flat(computing.device)
+        bind_gradients(computing, layout, self._gradient)
+
+    def add(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def take(self, tokens: int) -> tuple[Tensor, float]:
+        mean = self._gradient / tokens
+        self._gradient.zero_()
+        return mean, global_norm([squared_norm(mean, self._layout, count_tied=True)])
+
+
+class ExactSums:
+    def __init__(
+        self, computing: Stage, layout: FlatLayout, manifest: Manifest, quantum: Quantum
+    ) -> None:
+        self._quantum = quantum
+        self._totals = layout.new_flat(computing.device, torch.float64)
+        self._leaves: list[Tensor] = [parameter for _, parameter in computing.all_parameters()]
+        self._views = list(layout.views(self._totals))
+        self._ranges = _ranges_of_norms(layout, manifest)
+        table = computing.model.embed_tokens
+        if manifest.model.tie_embeddings and manifest.stage_count > 1:
+            assert table is not None, "the whole model has a token table"
+            computing.head_table = table.weight.detach().requires_grad_()
+            self._leaves.append(computing.head_table)
+            names = [entry.name for entry in layout.entries]
+            self._views.append(self._views[names.index(EMBEDDING_NAME)])
+
+    def add(self, loss: Tensor) -> None:
+        self._quantum.add(self._views, torch.autograd.grad(loss, self._leaves))
+
+    def take(self, tokens: int) -> tuple[Tensor, float]:
+        mean = self._quantum.mean(self._totals, tokens)
+        self._totals.zero_()
+        parts = [float(ordered_sum_of_squares(mean[start:end])) for start, end in self._ranges]
+        return mean, global_norm(parts)
+
+
+def _ranges_of_norms(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]]:
+    """Of the whole model's flat vector: what each stage takes the norm of, and a table that two
+    stages hold by itself."""
+    found: dict[object, tuple[int, int]] = {}
+    for entry in layout.entries:
+        part = _part_of(entry.name, manifest)
+        start, _ = found.get(part, (entry.offset, 0))
+        found[part] = (start, entry.offset + entry.count)
+    return list(found.values())
+
+
+def _part_of(name: str, manifest: Manifest) -> object:
+    """The stage that holds a parameter, or its name where two do."""
+    words = name.split(".")
+    if words[:2] == ["model", "layers"]:
+        layer = int(words[2])
+        return next(
+            index for index, cut in enumerate(manifest.stages)
+            if cut.first_layer <= layer < cut.end_layer
+        )  # fmt: skip
+    if words[1] in ("narrow", "widen"):
+        cuts = [cut.first_layer for cut in manifest.stages[1:]]
+        return cuts.index(int(words[2])) + (words[1] == "widen")
+    if name == EMBEDDING_NAME:
+        tied = manifest.model.tie_embeddings and manifest.stage_count > 1
+        return name if tied else 0
+    return manifest.stage_count - 1

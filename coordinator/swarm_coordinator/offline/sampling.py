@@ -1,0 +1,66 @@
+"""Text from a trained model, one token at a time.
+
+Owns the sampling loop. Does not own tokenizers: `encode` and `decode` are parameters. There is
+no key/value cache, each token costs a whole forward pass: meant for the few lines at a run's
+end, not for serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from swarm_shared.base.errors import UsageError
+from swarm_shared.model.llama import Stage
+
+START_TOKEN = 0
+"""The mark between documents (swarm_shared.data.tokenizer.END_OF_TEXT) starts an empty prompt."""
+
+GREEDY_BELOW = 1e-6
+"""Smaller temperatures would divide logits out of float32's range."""
+
+TokenIds = Sequence[int] | npt.NDArray[Any]
+
+
+def sample_text(
+    stage_whole: Stage,
+    encode: Callable[[str], TokenIds],
+    decode: Callable[[Sequence[int]], str],
+    prompt: str,
+    new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """`prompt` and its continuation by `new_tokens` tokens; temperature 0 takes the likeliest.
+
+    The model sees the last `sequence_length` tokens. Equal seeds give equal texts on one
+    machine.
+    """
+    if temperature < 0 or new_tokens < 0:
+        raise UsageError(
+            f"temperature {temperature} and {new_tokens} new tokens were asked for; neither may "
+            "be negative"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    ids = [int(token) for token in np.asarray(encode(prompt)).reshape(-1)] or [START_TOKEN]
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(_next_token(stage_whole, ids, temperature, generator))
+    return decode(ids)
+
+
+def _next_token(
+    stage: Stage, ids: Sequence[int], temperature: float, generator: torch.Generator
+) -> int:
+    window = ids[-stage.config.sequence_length :]
+    window_1T = torch.tensor([window], dtype=torch.int64, device=stage.device)
+    # Only the last position's logits are needed; the head is the widest matrix of the model.
+    logits_V = stage.head(stage.hidden(window_1T)[:, -1:])[0, 0].cpu()
+    if temperature < GREEDY_BELOW:
+        return int(logits_V.argmax())
+    probability_V = torch.softmax(logits_V / temperature, dim=-1)
+    return int(torch.multinomial(probability_V, 1, generator=generator))

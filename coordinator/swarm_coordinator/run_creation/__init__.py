@@ -1,0 +1,1 @@
+"""`init`: from text to tokenised shards, key and signed manifest."""

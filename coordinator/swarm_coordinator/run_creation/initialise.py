@@ -1,0 +1,222 @@
+"""Makes a run: everything that `swarm-coordinator init` does, except its words.
+
+Owns the order: settings, stage boundaries, data, the organiser's key, the signed manifest; and
+that an interrupted init leaves no half-made run: all is built in a folder beside the place and
+renamed at the end. Imports torch (to measure the model's layers), so the service must not
+import this module; it reads finished runs through stored_run.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from swarm_coordinator.configuration.run_settings import (
+    PYTHON_STDLIB,
+    RunSettings,
+    default_settings,
+)
+from swarm_coordinator.configuration.template import render_run_toml, write_codecs
+from swarm_coordinator.durability.run_files import (
+    data_differences,
+    load_identity,
+    load_manifest,
+    load_settings,
+)
+from swarm_coordinator.run_creation.corpus import ReadyShards, read_corpus
+from swarm_coordinator.run_creation.shards import Progress, prepare_data
+from swarm_coordinator.run_dir.folder import RunFolder, refuse_existing
+from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.data.sampler import split_slots
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signed_manifest import sign_manifest
+from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, narrowed
+from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
+
+
+def initialise_run(
+    run_dir: Path,
+    preset: str,
+    data: str = PYTHON_STDLIB,
+    stages: int | None = None,
+    overrides: Mapping[str, object] | None = None,
+    progress: Progress = lambda line: None,
+) -> Manifest:
+    """Make the folder of a new run from a preset; `overrides` maps `training.steps` to values."""
+    chosen = dict(overrides or {})
+    source = data if data == PYTHON_STDLIB else str(Path(data).expanduser().absolute())
+    settings = default_settings(
+        preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
+    )
+    if "data.tokenizer" not in chosen:
+        corpus = read_corpus(settings.data.source)
+        if isinstance(corpus, ReadyShards):
+            chosen["data.tokenizer"] = corpus.index.data.tokenizer
+            settings = default_settings(
+                preset, name=_name_for(run_dir), source=source, stages=stages, overrides=chosen
+            )
+    return initialise_from_settings(run_dir, settings, progress)
+
+
+def initialise_from_settings(
+    run_dir: Path, settings: RunSettings, progress: Progress = lambda line: None
+) -> Manifest:
+    """Make the folder of a new run that `settings` describe."""
+    refuse_existing(run_dir)
+    corpus = read_corpus(settings.data.source)
+    stages = _planned_stages(settings)
+    with _built_beside(run_dir.absolute()) as folder:
+        settings = _codecs_chosen(settings, progress)
+        data = prepare_data(folder, settings, corpus, progress)
+        identity = Identity.load_or_create(folder.organiser_key)
+        manifest = _manifest(settings, identity, stages, data)
+        write_atomically(folder.manifest, sign_manifest(identity, manifest))
+        write_atomically(folder.settings, render_run_toml(settings).encode("utf-8"))
+    progress(f"made {run_dir}: {manifest.stage_count} stage(s), {manifest.training.steps} steps")
+    return manifest
+
+
+def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) -> Manifest:
+    """Sign the manifest anew after run.toml was edited, keeping the data.
+
+    Codecs that are asked to be chosen are, and run.toml then says which. Only for a run that has
+    not applied a step: the caller knows. ConfigurationError if the edit needs other data.
+    """
+    settings, old = load_settings(folder), load_manifest(folder)
+    needs_data = data_differences(folder, settings)
+    model = settings.model.config
+    if settings.data.tokenizer != old.data.tokenizer:
+        needs_data.append(f"[data] tokenizer was {old.data.tokenizer!r}")
+    if model.vocabulary_size != old.model.vocabulary_size:
+        needs_data.append(f"[model] vocabulary_size was {old.model.vocabulary_size}")
+    if needs_data:
+        raise ConfigurationError(
+            f"the data of {folder.path} does not fit its run.toml ({'; '.join(needs_data)}); "
+            "change it back, or make a new run with `swarm-coordinator init`"
+        )
+    for split in ("train", "heldout"):
+        split_slots(old.data, split, model.sequence_length)
+    identity = load_identity(folder)
+    stages = _planned_stages(settings)
+    if settings.codecs.to_be_chosen:
+        settings = _codecs_chosen(settings, progress)
+        write_codecs(folder.settings, settings.codecs.config)
+    manifest = _manifest(settings, identity, stages, old.data)
+    write_atomically(folder.manifest, sign_manifest(identity, manifest))
+    return manifest
+
+
+def _codecs_chosen(settings: RunSettings, progress: Progress) -> RunSettings:
+    if not settings.codecs.to_be_chosen:
+        return settings
+    # Here for torch, like the stages' planning.
+    from swarm_coordinator.run_creation.codec_selection import with_codecs_chosen
+
+    chosen, why = with_codecs_chosen(settings)
+    progress(why)
+    return chosen
+
+
+def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
+    # Here, because it brings torch, which takes seconds and which a refusal need not wait for.
+    from swarm_shared.model.profile import profile_layers
+    from swarm_shared.run.stage_cut import (
+        bytes_per_parameter,
+        plan_stages,
+        stage_flops,
+        stage_memory_bytes,
+    )
+
+    training = settings.training
+    profile = profile_layers(
+        settings.model.config, training.sequences_per_microbatch, training.dtype
+    )
+    staleness = settings.training_config.staleness
+    exact = settings.codecs.average == "exact"
+    stages = plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
+    tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
+    narrow, widen = bottleneck_parameters(narrowed(settings.model.config, stages))
+    described: list[StageRange] = []
+    for number, stage in enumerate(stages):
+        ends = number == 0, number == len(stages) - 1
+        more = (0 if ends[1] else narrow) + (0 if ends[0] else widen)
+        memory_bytes = stage_memory_bytes(profile, stage, *ends, staleness=staleness, exact=exact)
+        figures = {
+            # A matrix's forward and backward: two operations a weight and token, and four.
+            "work_flops": float(stage_flops(profile, stage, *ends) + 6 * tokens * more),
+            "memory_bytes": memory_bytes + more * bytes_per_parameter(staleness, exact),
+        }
+        described.append(stage.model_copy(update=figures))
+    return tuple(described)
+
+
+def _manifest(
+    settings: RunSettings, identity: Identity, stages: tuple[StageRange, ...], data: DataConfig
+) -> Manifest:
+    return Manifest(
+        name=settings.run.name,
+        organiser=identity.peer_id,
+        model=narrowed(settings.model.config, stages),
+        stages=stages,
+        data=data,
+        training=settings.training_config,
+        optimizer=settings.optimizer,
+        limits=settings.limits,
+        codecs=settings.codecs.config,
+        checkpoint_steps=settings.checkpoint.every_steps,
+    )
+
+
+@contextlib.contextmanager
+def _built_beside(run_dir: Path) -> Iterator[RunFolder]:
+    """A locked folder next to `run_dir` that takes its place when the block ends without error."""
+    prefix = f".{run_dir.name[:64]}.initialising-"
+    try:
+        run_dir.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(run_dir.parent, prefix)
+        temporary = Path(tempfile.mkdtemp(dir=run_dir.parent, prefix=prefix))
+    except OSError as error:
+        raise storage_error(run_dir, error) from error
+    try:
+        folder = RunFolder.create(temporary)
+        with folder.lock():
+            yield folder
+            sync_folder(temporary)
+            _take_place(temporary, run_dir)
+    finally:
+        # After the rename there is nothing of this name.
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_place(temporary: Path, run_dir: Path) -> None:
+    refuse_existing(run_dir)
+    try:
+        temporary.replace(run_dir)
+    except OSError as error:
+        raise storage_error(run_dir, error) from error
+    sync_folder(run_dir.parent)
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    """What an init that was killed left behind; a living one holds its folder's lock."""
+    for left in parent.glob(f"{prefix}*"):
+        folder = RunFolder(left)
+        if folder.lock_file.exists() and not folder.in_use():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _name_for(run_dir: Path) -> str:
+    name = run_dir.absolute().name.encode("utf-8", "replace").decode("utf-8")
+    return name[:100] or "my-run"
+
+
+__all__ = [
+    "initialise_from_settings",
+    "initialise_run",
+    "load_manifest",
+    "refresh_manifest",
+]

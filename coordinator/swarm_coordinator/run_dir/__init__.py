@@ -1,0 +1,1 @@
+"""The run's folder: its files, checkpoints and the index of shards."""

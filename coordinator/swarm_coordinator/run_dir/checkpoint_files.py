@@ -1,0 +1,244 @@
+"""Checkpoints on the organiser's disk: whole, hashed, and never lost to a failed one.
+
+    checkpoints/step-00000050/stage-0.safetensors …   the stages' files, hash-checked by `transfer`
+    checkpoints/step-00000050/checkpoint.json         sizes and hashes, written last
+    checkpoints/step-00000050.partial/                while it is being fetched
+
+A checkpoint takes its place by renaming its folder, so that it is there whole or not at all.
+Owns the folder, its pruning and its verification. When a checkpoint is made is the pure core's
+decision (`checkpointing`), fetching is `swarm_shared.transfer.transfer`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from swarm_coordinator.core.events import CheckpointRecord, StoredStage
+from swarm_shared.base.atomic_file import storage_error, sync_folder, write_atomically
+from swarm_shared.base.errors import StorageError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import RunId, StageIndex, Version
+
+SUMMARY_NAME = "checkpoint.json"
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".partial"
+_ITEM = re.compile(r"checkpoint/(\d{1,15})/(\d{1,6})")
+_LARGEST_SUMMARY_BYTES = 16 * 2**20
+_READ_BYTES = 4 * 2**20
+
+
+class StageFile(FrozenModel):
+    stage: StageIndex = Field(ge=0)
+    file: str = Field(pattern=r"^stage-\d{1,6}\.safetensors$")
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class CheckpointSummary(FrozenModel):
+    """The content of checkpoint.json."""
+
+    format: int = Field(ge=1, le=1)
+    run: RunId
+    version: Version = Field(ge=0)
+    stages: tuple[StageFile, ...] = Field(min_length=1)
+
+    def record(self) -> CheckpointRecord:
+        return CheckpointRecord(
+            self.version,
+            tuple(
+                StoredStage(s.stage, item_name(self.version, s.stage), s.bytes, s.sha256)
+                for s in self.stages
+            ),
+        )
+
+
+def item_name(version: int, stage: int) -> str:
+    """Under which name a volunteer fetches a stored stage."""
+    return f"checkpoint/{version}/{stage}"
+
+
+def stage_file_name(stage: int) -> str:
+    return f"stage-{stage}.safetensors"
+
+
+class CheckpointFolder:
+    """The `checkpoints` folder of one run. All methods do blocking disk work."""
+
+    def __init__(self, root: Path, run: RunId, stages: int, keep: int) -> None:
+        self._root = root
+        self._run = run
+        self._stages = stages
+        self._keep = max(1, keep)
+
+    def folder(self, version: int) -> Path:
+        return self._root / f"step-{version:08d}"
+
+    def partial_path(self, version: int, stage: int) -> Path:
+        """Where a stage of a checkpoint under way is fetched to; makes its folder."""
+        folder = self._partial(version)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        return folder / stage_file_name(stage)
+
+    def complete(
+        self, version: Version, files: Mapping[StageIndex, tuple[int, str]]
+    ) -> CheckpointRecord:
+        """All stages (bytes, sha256) lie in the partial folder: make the checkpoint of it.
+
+        Then older ones than the newest `keep` go, and so do those of a history that was rolled
+        back (their version is higher).
+        """
+        assert sorted(files) == list(range(self._stages)), "every stage once"
+        summary = CheckpointSummary(
+            format=1, run=self._run, version=version,
+            stages=tuple(
+                StageFile(stage=stage, file=stage_file_name(stage), bytes=size, sha256=digest)
+                for stage, (size, digest) in sorted(files.items())
+            ),
+        )  # fmt: skip
+        partial, final = self._partial(version), self.folder(version)
+        write_atomically(partial / SUMMARY_NAME, summary.model_dump_json(indent=2).encode())
+        try:
+            if final.exists():
+                # Of a history that was rolled back; the same version is written anew.
+                self._discard(final)
+            partial.rename(final)
+        except OSError as error:
+            raise storage_error(final, error) from error
+        sync_folder(self._root)
+        self._prune(version)
+        return summary.record()
+
+    def give_up(self, version: int) -> None:
+        """Free what a checkpoint that failed has taken."""
+        shutil.rmtree(self._partial(version), ignore_errors=True)
+
+    def give_up_all(self) -> None:
+        """What an earlier start left half-fetched; its peers hold newer state by now."""
+        for folder in self._root.glob(f"step-*{_PARTIAL}"):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def path_of(self, item: str) -> Path | None:
+        """The file behind an item name, if there is one."""
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            return None
+        path = self.folder(int(match[1])) / stage_file_name(int(match[2]))
+        return path if path.is_file() else None
+
+    def versions(self) -> list[int]:
+        """Of all complete checkpoints, damaged or not, the newest first."""
+        found = []
+        if self._root.is_dir():
+            for path in self._root.iterdir():
+                match = _STEP_FOLDER.fullmatch(path.name)
+                if match and (path / SUMMARY_NAME).is_file():
+                    found.append(int(match[1]))
+        return sorted(found, reverse=True)
+
+    def latest_valid(
+        self,
+        note: Callable[[str], None] = lambda text: None,
+        known: Mapping[Version, CheckpointRecord] | None = None,
+    ) -> CheckpointRecord | None:
+        """The newest checkpoint whose every byte is as it was written.
+
+        Damaged ones are skipped with a note that names them. With `known` only those of the
+        run's own history count.
+        """
+        for version in self.versions():
+            if known is not None and Version(version) not in known:
+                continue
+            try:
+                record = self.verify(version)
+            except StorageError as error:
+                note(f"{error}; an older checkpoint is used instead")
+                continue
+            if known is not None and record != known[Version(version)]:
+                note(
+                    f"the checkpoint {self.folder(version)} is not the one that the database "
+                    f"remembers; an older checkpoint is used instead"
+                )
+                continue
+            return record
+        return None
+
+    def verify(self, version: int) -> CheckpointRecord:
+        """Reads and hashes every file of one checkpoint; StorageError names what is damaged."""
+        folder = self.folder(version)
+        summary = self._read_summary(folder)
+        if summary.version != version or summary.run != self._run:
+            raise StorageError(f"the checkpoint {folder} belongs to another run or step")
+        if [s.stage for s in summary.stages] != list(range(self._stages)):
+            raise StorageError(f"the checkpoint {folder} does not have every stage")
+        for stage in summary.stages:
+            _verify_file(folder / stage.file, stage.bytes, stage.sha256)
+        return summary.record()
+
+    def set_aside(self, version: int) -> Path:
+        """Move a damaged checkpoint out of the way, so that an older one is used; where to."""
+        folder = self.folder(version)
+        for number in itertools.count():
+            aside = folder.with_name(f"damaged-{folder.name}" + (f"-{number}" if number else ""))
+            if not aside.exists():
+                break
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise storage_error(folder, error) from error
+        sync_folder(self._root)
+        return aside
+
+    def stage_files(self, version: int) -> list[Path]:
+        return [self.folder(version) / stage_file_name(stage) for stage in range(self._stages)]
+
+    def _partial(self, version: int) -> Path:
+        return self._root / f"step-{version:08d}{_PARTIAL}"
+
+    def _read_summary(self, folder: Path) -> CheckpointSummary:
+        path = folder / SUMMARY_NAME
+        try:
+            with path.open("rb") as file:
+                content = file.read(_LARGEST_SUMMARY_BYTES)
+            return CheckpointSummary.model_validate_json(content)
+        except OSError as error:
+            raise StorageError(f"the checkpoint {folder} cannot be read: {error}") from error
+        except ValidationError as error:
+            raise StorageError(f"the checkpoint {folder} is damaged: {path.name}") from error
+
+    def _prune(self, newest: int) -> None:
+        """`newest` has just been verified; it always stays."""
+        older = [version for version in self.versions() if version < newest]
+        stale = [version for version in self.versions() if version > newest]
+        for version in (*older[self._keep - 1 :], *stale):
+            self._discard(self.folder(version))
+
+    def _discard(self, folder: Path) -> None:
+        # Its summary first: a folder that is deleted by half is then no checkpoint any more.
+        (folder / SUMMARY_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verify_file(path: Path, size_bytes: int, sha256: str) -> None:
+    digest = hashlib.sha256()
+    try:
+        if path.stat().st_size != size_bytes:
+            raise StorageError(f"the checkpoint file {path} is damaged (its size is wrong)")
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise StorageError(
+            f"the checkpoint file {path} cannot be read ({error.strerror})"
+        ) from error
+    if digest.hexdigest() != sha256:
+        raise StorageError(f"the checkpoint file {path} is damaged (its hash is wrong)")

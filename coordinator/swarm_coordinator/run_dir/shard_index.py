@@ -1,0 +1,43 @@
+"""`shards.json`: the index of a folder of tokenised shards, and how it is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from swarm_shared.base.errors import DataError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.run.manifest import DataConfig
+
+SHARD_INDEX = "shards.json"
+"""Name of the index file within the folder."""
+
+
+class ShardIndex(FrozenModel):
+    """`shards.json`: what a folder of ready shards holds and what it was made from."""
+
+    format: Literal[1] = 1
+    source: str
+    heldout_share: float
+    vocabulary_size: int = Field(ge=2)
+    """The tokenizer's own; every id in the shards is below it."""
+    data: DataConfig
+
+
+def read_shard_index(folder: Path) -> ShardIndex:
+    path = folder / SHARD_INDEX
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        return ShardIndex.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise DataError(
+            f"{path} does not describe shards ({where}: {first['msg']}); "
+            "use a folder that `swarm-coordinator init` wrote"
+        ) from error

@@ -1,0 +1,72 @@
+"""One question, one answer, over a Unix socket in the run folder: how commands reach a coordinator.
+
+Owns the patience of both ends and what a failed question means to a person. The socket and the
+form of a line are `swarm_shared.base.local_socket`'s; what questions mean is the callers' part.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_socket import MAX_LINE_BYTES, connect
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = MAX_LINE_BYTES
+ANSWER_SECONDS = 30.0
+"""A ban is durable and told within milliseconds; on a machine that swaps it may take a while."""
+
+Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+
+
+async def serve(path: Path, answer: Answer) -> None:
+    """Answer questions at `path` until cancelled. StorageError when there can be no socket."""
+
+    async def handle(lines: LocalLines) -> None:
+        await _converse(lines, answer)
+
+    await serve_lines(path, handle)
+
+
+async def _converse(lines: LocalLines, answer: Answer) -> None:
+    try:
+        with trio.fail_after(ANSWER_SECONDS):
+            question = await lines.receive()
+        if question is None:
+            return
+        # Without a limit: what is half done must not be left so.
+        reply = await answer(question)
+        with trio.fail_after(ANSWER_SECONDS):
+            await lines.send(reply)
+    except (ValueError, trio.TooSlowError, trio.BrokenResourceError) as error:
+        log.info("a question at the local socket was not answered: %s", error)
+    except Exception:  # a supervisor: one command's trouble must not end the run
+        log.exception("a question at the local socket could not be answered")
+
+
+def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the coordinator that serves at `path`.
+
+    ConnectionRefusedError or FileNotFoundError when nobody serves there (now); NetworkError when
+    it does not answer.
+    """
+    with connect(path, ANSWER_SECONDS) as connection:
+        try:
+            connection.send(question)
+            reply = connection.receive(ANSWER_SECONDS)
+            if reply is None:
+                raise ValueError("it hung up")
+            return reply
+        except (OSError, ValueError) as error:
+            raise NetworkError(
+                f"the running coordinator did not answer ({error}); whether it "
+                "did what was asked is not known, so look at `swarm-coordinator status` and try "
+                "again"
+            ) from error

@@ -1,0 +1,192 @@
+"""Admission while a coordinator serves: it renews certificates and carries out what commands ask.
+
+Owns the moments, not the rules: when a certificate is due, which peers the core must hear of
+after a ban, and the sentence that the organiser reads. Rules are `admission_book`'s, requests
+`administration`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import trio
+
+from swarm_coordinator.admission.authority import REVOKED_SECONDS, Admission
+from swarm_coordinator.admission.requests import (
+    Administration,
+    admission_document,
+    parse_request,
+    standing_token,
+)
+from swarm_coordinator.core.events import (
+    Broadcast,
+    CertificateIssued,
+    Command,
+    Event,
+    PeersReinstated,
+    PeersRevoked,
+    Send,
+)
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.server import admin_socket
+from swarm_coordinator.server.sessions import Sessions
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.store import Store
+from swarm_shared.base.clock import Clock
+from swarm_shared.base.errors import AdmissionError, StorageError, SwarmError
+from swarm_shared.base.types import PeerId
+from swarm_shared.protocol import Refused, Roster, TransferHello
+from swarm_shared.transfer.transfer import CheckRemote, certificate_check
+
+log = logging.getLogger(__name__)
+
+RENEWAL_CHECK_SECONDS = 30.0
+"""Between two looks at the clock. It is looked at because machines sleep and clocks are set."""
+
+CarryOut = Callable[[Event], Awaitable[Sequence[Command]]]
+"""Hands the core an event and returns when all that it commands has been carried out."""
+
+
+class AdmissionDesk:
+    """One start of the coordinator's dealings with admission."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        admission: Admission,
+        store: Store,
+        sessions: Sessions,
+        carry_out: CarryOut,
+        clock: Clock,
+        renew_after_seconds: float,
+    ) -> None:
+        self._folder = folder
+        self._admission = admission
+        self._store = store
+        self._sessions = sessions
+        self._carry_out = carry_out
+        self._clock = clock
+        self._renew_after_seconds = renew_after_seconds
+        self._lock = trio.Lock()
+        self._administration = Administration(
+            folder, admission.mode, admission.organiser.peer_id, admission.book, store.write,
+            admission.clock,
+        )  # fmt: skip
+
+    async def standing_token(self) -> str | None:
+        """The secret of the run's own invite, written down if it is new; None without one."""
+        if self._admission.mode != "token":
+            return None
+        secret, record = standing_token(self._folder, self._admission.book)
+        if record is not None:
+            await self._store.write(record)
+            self._admission.book.enter(record, self._admission.clock())
+        return secret
+
+    def revoked_at_start(self) -> dict[PeerId, float]:
+        """Who was let in lately and may not take part as things are now, and until when to say so.
+
+        That covers what was decided while no coordinator ran, and another mode in run.toml.
+        """
+        now, wall_now = self._clock(), self._admission.clock()
+        seen = self._store.seen_since(wall_now - REVOKED_SECONDS)
+        return {
+            peer: now + last_seen + REVOKED_SECONDS - wall_now
+            for peer, last_seen in seen.items()
+            if self._admission.refusal(peer) is not None
+        }
+
+    def transfer_check(self) -> CheckRemote:
+        """Data and checkpoints are for whom a certificate names and the rules let in now."""
+        admission = self._admission
+        holds = certificate_check(admission.run, admission.organiser.peer_id, admission.clock)
+
+        def check(remote: PeerId, hello: TransferHello) -> None:
+            holds(remote, hello)
+            refusal = admission.refusal(remote)
+            if refusal is not None:
+                raise AdmissionError(refusal)
+
+        return check
+
+    def document(self) -> dict[str, Any]:
+        admission = self._admission
+        return admission_document(
+            admission.book, admission.mode, admission.clock(), self._sessions.attached
+        )
+
+    # ------------------------------------------------------------ commands
+
+    async def serve_commands(self, report: Callable[[str], None]) -> None:
+        """Answer `ban` and its like until cancelled."""
+        try:
+            await admin_socket.serve(self._folder.socket, self.answer)
+        except StorageError as error:
+            report(f"commands like `ban` reach this coordinator only after its end: {error}")
+
+    async def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        try:
+            request = parse_request(question)
+            async with self._lock:
+                change, concerned = await self._administration.carry_out(request)
+                effect = await self._tell(concerned)
+        except SwarmError as error:
+            return {"ok": False, "error": str(error), "exit_code": error.exit_code}
+        said = "; ".join(part for part in (change.said, effect) if part)
+        return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+
+    async def _tell(self, peers: Sequence[PeerId]) -> str:
+        """Let the core act on the change; what came of it, in words."""
+        refused: dict[str, list[PeerId]] = {}
+        welcome: list[PeerId] = []
+        for peer in peers:
+            reason = self._admission.refusal(peer)
+            if reason is None:
+                welcome.append(peer)
+            else:
+                refused.setdefault(reason, []).append(peer)
+        commands: list[Command] = []
+        if welcome:
+            commands += await self._carry_out(PeersReinstated(tuple(welcome)))
+        until = self._clock() + REVOKED_SECONDS
+        for reason, named in refused.items():
+            commands += await self._carry_out(PeersRevoked(tuple(named), reason, until))
+        sent = [command for command in commands if isinstance(command, Send)]
+        ended = sum(isinstance(command.message, Refused) for command in sent)
+        told = {command.peer for command in sent if isinstance(command.message, Roster)}
+        told |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
+        parts = [f"{_count(ended, 'session was', 'sessions were')} ended"] if ended else []
+        if refused:
+            parts.append(f"{_count(len(told), 'volunteer was', 'volunteers were')} told")
+        return ", ".join(parts)
+
+    # ------------------------------------------------------------ certificates
+
+    async def renew_certificates(self) -> None:
+        """Until cancelled: every member, and this coordinator itself, gets a newer one in time."""
+        admission, own = self._admission, self._admission.organiser.peer_id
+        own_since = admission.clock()
+        pause = min(RENEWAL_CHECK_SECONDS, self._renew_after_seconds / 2)
+        while True:
+            await trio.sleep(pause)
+            if self._due(own_since):
+                own_since = admission.clock()
+                certificate = admission.certificate(own, "coordinator")
+                await self._carry_out(CertificateIssued(own, certificate))
+            for session in self._sessions.current():
+                if self._due(session.certified_at):
+                    session.certified_at = admission.clock()
+                    certificate = admission.certificate(session.peer, "volunteer")
+                    # Seen now: so late it had a certificate, should it be revoked.
+                    self._store.post(PeerSeen(session.peer))
+                    await self._carry_out(CertificateIssued(session.peer, certificate))
+
+    def _due(self, certified_at: float) -> bool:
+        """Also when the clock was set back: such a certificate is not valid yet for others."""
+        return not 0 <= self._admission.clock() - certified_at < self._renew_after_seconds
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,146 @@
+"""What the coordinator serves by TRANSFER_PROTOCOL, and what it fetches for checkpoints.
+
+Owns the catalogue (data shards, tokenizer, stored checkpoints) and the fetching of one
+checkpoint at a time. Chunks and hashes are `swarm_shared.transfer.transfer`'s, the folder is
+`checkpoints`'s, and when a checkpoint is made is the pure core's decision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import anyio.to_thread
+import trio
+
+from swarm_coordinator.core.events import CheckpointFailed, CheckpointStored, FetchSnapshot
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
+from swarm_shared.network import Node
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.transfer.transfer import Catalogue, Source, fetch
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TOKENIZER_ITEM = "tokenizer.json"
+
+
+def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFolder) -> Catalogue:
+    """Item names to files. Only names that the manifest or a checkpoint has lead anywhere."""
+    fixed: dict[str, Path] = {
+        f"data/{shard.name}": folder.data / shard.name for shard in manifest.data.shards
+    }
+    if manifest.data.tokenizer_sha256 is not None:
+        fixed[TOKENIZER_ITEM] = folder.tokenizer
+
+    def find(item: str, _peer: PeerId) -> Path | None:
+        return fixed.get(item) or checkpoints.path_of(item)
+
+    return find
+
+
+@dataclass(slots=True)
+class CheckpointUnderWay:
+    """Which stages have arrived, and the tasks that fetch the others."""
+
+    version: Version
+    files: dict[StageIndex, tuple[int, str]] = field(default_factory=dict)
+    asked: set[StageIndex] = field(default_factory=set)
+    scopes: list[trio.CancelScope] = field(default_factory=list)
+    given_up: bool = False
+
+
+class CheckpointFetcher:
+    """Carries out FetchSnapshot: brings the stages of one version into the run folder."""
+
+    def __init__(
+        self,
+        node: Node,
+        folder: CheckpointFolder,
+        run: RunId,
+        stages: int,
+        certificate: Callable[[], str],
+        put: Callable[[CheckpointStored | CheckpointFailed], Awaitable[None]],
+    ) -> None:
+        self._node = node
+        self._folder = folder
+        self._run = run
+        self._stages = stages
+        self._certificate = certificate
+        self._put = put
+        self._current: CheckpointUnderWay | None = None
+
+    def begin(self, command: FetchSnapshot) -> CheckpointUnderWay:
+        """To be called in the order of the commands; what it returns goes to `fetch_stage`.
+
+        Another version, or a stage asked for again, means that the core gave up what was under
+        way: two fetches must not write the same file.
+        """
+        version, stage = command.snapshot.version, command.snapshot.stage
+        current = self._current
+        if current is None or current.version != version or stage in current.asked:
+            self.give_up()
+            current = self._current = CheckpointUnderWay(version)
+        current.asked.add(stage)
+        return current
+
+    def give_up(self) -> None:
+        """The checkpoint under way is not wanted any more."""
+        if self._current is not None:
+            self._current.given_up = True
+            for scope in self._current.scopes:
+                scope.cancel()
+            self._current = None
+
+    def wanted(self, version: Version) -> bool:
+        """Whether the newest checkpoint begun, and not given up since, is this one."""
+        return self._current is not None and self._current.version == version
+
+    async def fetch_stage(self, command: FetchSnapshot, checkpoint: CheckpointUnderWay) -> None:
+        """Fetch one stage; the last one to arrive completes the checkpoint."""
+        snapshot = command.snapshot
+        with trio.CancelScope() as scope:
+            checkpoint.scopes.append(scope)
+            if checkpoint.given_up:
+                return
+            try:
+                await self._fetch(command, checkpoint)
+            except SwarmError as error:
+                log.warning(
+                    "stage %d of checkpoint %d: %s", snapshot.stage, snapshot.version, error
+                )
+                if self._current is not checkpoint:
+                    return
+                self.give_up()
+                with trio.CancelScope(shield=True):
+                    await _in_thread(partial(self._folder.give_up, snapshot.version))
+                    await self._put(CheckpointFailed(snapshot.version, str(error)))
+
+    async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointUnderWay) -> None:
+        snapshot, holder = command.snapshot, command.holder
+        path = await _in_thread(
+            partial(self._folder.partial_path, snapshot.version, snapshot.stage)
+        )
+        await fetch(
+            self._node, [Source(holder.peer, holder.addresses)], snapshot.item, snapshot.bytes,
+            snapshot.sha256, path, self._certificate(), self._run,
+        )  # fmt: skip
+        checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)
+        if len(checkpoint.files) == self._stages:
+            record = await _in_thread(
+                partial(self._folder.complete, checkpoint.version, checkpoint.files)
+            )
+            await self._put(CheckpointStored(record.version, record.stages))
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    # Not abandoned on cancellation: a half-renamed checkpoint must not race with the next one.
+    return await anyio.to_thread.run_sync(work)

@@ -1,0 +1,221 @@
+"""CONTROL_PROTOCOL at the coordinator: from a client's frames to events for the pure core.
+
+Owns the hello (run, software, admission), the check of every receipt's signature, and the rule
+that one client's nonsense ends that client's session only. Decides nothing about the run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import blake2b
+from typing import Literal
+
+import trio
+
+from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.core.events import (
+    Beat,
+    Event,
+    HeartbeatsHeard,
+    LeaseResolved,
+    MessageReceived,
+    PeerAttached,
+    ReceiptsVerified,
+    SessionLost,
+)
+from swarm_coordinator.core.events import Session as SessionNumber
+from swarm_coordinator.server.sessions import Session, Sessions
+from swarm_shared.base.errors import (
+    AdmissionError,
+    NetworkError,
+    ProtocolError,
+    SignatureError,
+    SwarmError,
+    VersionError,
+)
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import Receipt, open_receipt
+from swarm_shared.network import FramedStream, FrameLimits
+from swarm_shared.protocol import (
+    ClientMessage,
+    Heartbeat,
+    Hello,
+    LeaseResult,
+    Receipts,
+    Refused,
+    client_messages,
+    encode,
+    parse,
+)
+from swarm_shared.run.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+HELLO_SECONDS = 10.0
+"""A connection that does not say who it is for so long is a stranger's."""
+
+FAREWELL_SECONDS = 2.0
+
+_RECEIPT_BYTES = 1024
+"""A receipt's envelope has about 700 characters."""
+_OTHER_BYTES = 256 * 1024
+"""Room for everything in a message that is not a receipt: 4096 link counts have 600 kB at most
+in theory and 100 kB in practice."""
+
+_BATCH = 8
+"""Signatures between two turns of the event loop: about a millisecond of work."""
+_KNOWN_RECEIPTS = 200_000
+
+
+def control_limits(manifest: Manifest) -> FrameLimits:
+    """What a client may send at once; before its hello a stranger can make us hold this much."""
+    receipts = max(manifest.training.microbatches_per_step, manifest.stage_count)
+    return FrameLimits(max_header_bytes=_OTHER_BYTES + receipts * _RECEIPT_BYTES)
+
+
+class ReceiptChecker:
+    """Verifies each receipt once, however often it is reported."""
+
+    def __init__(self, run: RunId) -> None:
+        self._run = run
+        self._known: OrderedDict[bytes, Receipt] = OrderedDict()
+
+    async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
+        """The receipts; ProtocolError when one of them is not what it should be."""
+        found: list[Receipt] = []
+        verified = 0
+        for envelope in envelopes:
+            key = blake2b(envelope.encode(), digest_size=16).digest()
+            receipt = self._known.get(key)
+            if receipt is None:
+                receipt = self._verify(envelope)
+                self._known[key] = receipt
+                if len(self._known) > _KNOWN_RECEIPTS:
+                    self._known.popitem(last=False)
+                verified += 1
+                if verified % _BATCH == 0:
+                    await trio.lowlevel.checkpoint()
+            found.append(receipt)
+        return tuple(found)
+
+    def _verify(self, envelope: str) -> Receipt:
+        try:
+            content = base64.b64decode(envelope, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise SignatureError("a receipt is not base64") from error
+        receipt = open_receipt(content)
+        if receipt.run != self._run:
+            raise SignatureError(f"a receipt is of run {receipt.run[:12]}, not of this one")
+        return receipt
+
+
+class Control:
+    """Serves the control streams of all clients."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        sessions: Sessions,
+        put: Callable[[Event], Awaitable[None]],
+        heard: Callable[[SessionNumber, PeerId, Heartbeat], None],
+    ) -> None:
+        self._admission = admission
+        self._sessions = sessions
+        self._put = put
+        self._heard = heard
+        self._receipts = ReceiptChecker(admission.run)
+        self._beats: list[Beat] = []
+        self.ended: Counter[str] = Counter()
+        """How sessions ended that did not end by agreement."""
+
+    async def handle(self, stream: FramedStream) -> None:
+        """One client's stream from its hello to its end."""
+        frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
+        try:
+            hello = parse(client_messages, frame.header)
+            if not isinstance(hello, Hello):
+                raise ProtocolError(f"the first message must be hello, not {hello.kind}")
+            certified_at = self._admission.clock()
+            certificate = await self._admission.admit(stream.remote, hello)
+            receipts = await self._receipts.check(hello.receipts)
+        except (AdmissionError, VersionError, ProtocolError) as error:
+            await self._refuse(stream, error)
+            return
+        session = self._sessions.open(stream.remote, stream, certified_at)
+        attached = PeerAttached(session.number, session.peer, hello, certificate, receipts)
+        try:
+            with session.scope:
+                await self._put(attached)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(session.write_all)
+                    await self._read(session)
+                    nursery.cancel_scope.cancel()
+        finally:
+            session.written.set()
+            self._sessions.ended(session)
+            # The core must hear of it; when it is gone itself, nobody has to.
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0):
+                await self._put(SessionLost(session.number, session.peer))
+
+    async def _refuse(self, stream: FramedStream, error: SwarmError) -> None:
+        code: Literal["admission", "version", "protocol"] = "protocol"
+        if isinstance(error, AdmissionError):
+            code = "admission"
+        elif isinstance(error, VersionError):
+            code = "version"
+        self.ended[f"refused: {code}"] += 1
+        log.info("%s was refused: %s", stream.remote, error)
+        refused = Refused(code=code, reason=str(error)[:500])
+        await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
+
+    async def _read(self, session: Session) -> None:
+        """Until the stream ends or the client breaks the rules."""
+        try:
+            while True:
+                frame = await session.stream.receive()
+                message = parse(client_messages, frame.header)
+                if isinstance(message, Heartbeat):
+                    await self._beat(session, message)
+                else:
+                    await self._put(await self._event(session, message))
+        except NetworkError as error:
+            log.info("session %d with %s ended: %s", session.number, session.peer, error)
+            self.ended["link closed"] += 1
+        except ProtocolError as error:
+            log.warning("session %d with %s ends: %s", session.number, session.peer, error)
+            self.ended["protocol error"] += 1
+            # Its people should learn why; the core stops talking to it with SessionLost.
+            session.send(encode(Refused(code="protocol", reason=str(error)[:500])))
+            session.finish()
+            with trio.move_on_after(FAREWELL_SECONDS):
+                await session.written.wait()
+
+    async def _event(self, session: Session, message: ClientMessage) -> Event:
+        if isinstance(message, Hello):
+            raise ProtocolError("the client said hello a second time on one stream")
+        if isinstance(message, Receipts):
+            receipts = await self._receipts.check(message.receipts)
+            return ReceiptsVerified(session.number, session.peer, receipts)
+        if isinstance(message, LeaseResult):
+            return LeaseResolved(
+                session.number, session.peer, message.step, message.microbatch, message.lease,
+                message.ok, message.reason, await self._receipts.check(message.receipts),
+                message.evaluation_loss_sum, message.evaluation_tokens,
+            )  # fmt: skip
+        return MessageReceived(session.number, session.peer, message)
+
+    async def _beat(self, session: Session, message: Heartbeat) -> None:
+        """One event for all that are heard before the core's turn to take them."""
+        self._heard(session.number, session.peer, message)
+        self._beats.append(Beat(session.number, session.peer, message))
+        if len(self._beats) == 1:
+            await self._put(HeartbeatsHeard(()))
+
+    def take_beats(self) -> HeartbeatsHeard:
+        """What the waiting event stands for."""
+        beats, self._beats = self._beats, []
+        return HeartbeatsHeard(beats)

@@ -1,0 +1,325 @@
+"""The coordinator's shell: opens the network, feeds the pure core, carries out its commands.
+
+Owns the one task that takes events off their queue: the core is never re-entered, and commands are
+carried out strictly in order, a `Persist` durable before the next. What is remembered and where it
+listens is `starting`'s. Nothing here decides anything about the run (`transition` does).
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import anyio.to_thread
+import trio
+
+from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.admission.device_owners import OwnerBook
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    Broadcast,
+    CheckpointStored,
+    CloseSession,
+    Command,
+    Event,
+    FetchSnapshot,
+    HeartbeatsHeard,
+    Note,
+    PeerAttached,
+    PeersRevoked,
+    Persist,
+    RolledBack,
+    Send,
+    SessionLost,
+    Stopped,
+    StopRequested,
+)
+from swarm_coordinator.core.transition import transition
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.server.admission_service import AdmissionDesk
+from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
+from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.control_protocol import Control, control_limits
+from swarm_coordinator.server.doctor_answers import visitor_judge
+from swarm_coordinator.server.event_queue import EventQueue
+from swarm_coordinator.server.gc_policy import collect_garbage, responsive
+from swarm_coordinator.server.link_reports import Reports
+from swarm_coordinator.server.listen_addresses import invite_for
+from swarm_coordinator.server.run_news import Leaderboard, NewsDesk
+from swarm_coordinator.server.sessions import Sessions
+from swarm_coordinator.server.startup import begin_run, open_network, restore
+from swarm_coordinator.server.status_writer import Showing
+from swarm_coordinator.status.status_file import StatusFile, printable
+from swarm_coordinator.storage.records import PeerSeen
+from swarm_coordinator.storage.store import Store
+from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.types import Generation, PeerId
+from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.network import RelayLimits
+from swarm_shared.probe.server import serve_probe
+from swarm_shared.protocol import CONTROL_PROTOCOL
+from swarm_shared.transfer.transfer import serve_transfers
+
+log = logging.getLogger(__name__)
+
+MAX_CONTROL_STREAMS = 4
+"""Of one client: it attaches anew before the old stream is known to be dead."""
+
+FLUSH_SECONDS = 5.0
+"""At the end, for words that are still in outboxes."""
+PARTING_SECONDS = 2.0
+"""A peer that was revoked may read for so long why, before its connection is closed."""
+
+
+async def serve(service: Service) -> None:
+    """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on."""
+    coordinator = Coordinator(service)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_keep_leading, service.store)
+            await coordinator.run()
+            nursery.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        # Tasks run side by side, and the first error ends them all: that one is the cause.
+        raise first_cause(group) from group
+
+
+async def _keep_leading(store: Store) -> None:
+    """From before the first word to anybody until after the last."""
+    while store.renew_seconds is not None:
+        await trio.sleep(store.renew_seconds)
+        await store.renew()
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one that a person should hear of: an expected error before an unexpected one."""
+    leaves: list[BaseException] = []
+
+    def collect(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for part in error.exceptions:
+                collect(part)
+        else:
+            leaves.append(error)
+
+    collect(group)
+    for kind in (KeyboardInterrupt, SwarmError):
+        for leaf in leaves:
+            if isinstance(leaf, kind):
+                return leaf
+    return leaves[0]
+
+
+class Coordinator:
+    """One start. `run` does everything; the other methods are its parts."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._run_id = run_id_of(service.manifest)
+        self._queue = EventQueue()
+        self._sessions = Sessions()
+        self._news = NewsDesk(Leaderboard(service.manifest))
+        self._checkpoints = CheckpointFolder(
+            service.folder.checkpoints, self._run_id, service.manifest.stage_count,
+            service.settings.checkpoint.keep,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        service = self._service
+        restored = await restore(service, self._checkpoints, self._note)
+        await self._count_contributions()
+        self._admission = Admission(
+            service.identity, self._run_id, Generation(restored.generation),
+            service.settings.admission.mode, service.store.admission(), service.store.write,
+            service.wall_clock, OwnerBook(service.store.owners()),
+        )  # fmt: skip
+        self._desk = AdmissionDesk(
+            service.folder, self._admission, service.store, self._sessions,
+            self._queue.put_and_wait, service.clock, service.renew_after_seconds,
+        )  # fmt: skip
+        async with AsyncExitStack() as stack:
+            stack.enter_context(responsive())
+            self._node, addresses = await open_network(service, stack)
+            token = await self._desk.standing_token()
+            self._state = begin_run(
+                service, restored, addresses, self._own_certificate(),
+                self._desk.revoked_at_start(),
+            )  # fmt: skip
+            showing = self._begin_to_serve(addresses)
+            await showing.write_status()
+            # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
+            signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
+            service.on_serving(invite_for(service.manifest, addresses, token))
+            try:
+                await self._run_tasks(showing, signals)
+            finally:
+                showing.save_links()
+                with trio.CancelScope(shield=True):
+                    await showing.write_status(running=False)
+
+    def _begin_to_serve(self, addresses: tuple[str, ...]) -> Showing:
+        """Every protocol of the coordinator, on a node that has let nobody in so far."""
+        service, node, admission = self._service, self._node, self._admission
+        if service.settings.network.relay:
+            node.serve_relay(RelayLimits(), self._may_use_relay)
+        reports = Reports(node)
+        self.control = Control(admission, self._sessions, self._queue.put, reports.heard)
+        self._fetcher = CheckpointFetcher(
+            node, self._checkpoints, self._run_id, service.manifest.stage_count,
+            self._own_certificate, self._queue.put,
+        )  # fmt: skip
+        serve_transfers(
+            node, catalogue(service.folder, service.manifest, self._checkpoints),
+            self._desk.transfer_check(),
+        )  # fmt: skip
+        node.admit_only(lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay)
+        serve_probe(
+            node, visitor_judge(admission, lambda: self._state, service.manifest),
+            wall_clock=service.wall_clock,
+        )  # fmt: skip
+        node.serve(
+            CONTROL_PROTOCOL, self.control.handle, control_limits(service.manifest), public=True,
+            max_streams_per_peer=MAX_CONTROL_STREAMS,
+        )  # fmt: skip
+        return Showing(
+            self._state,
+            StatusFile(service.folder.status, self._state, addresses, service.wall_clock),
+            service.store, reports, self._desk, self._sessions, self.control, service.companion,
+            service.clock,
+        )  # fmt: skip
+
+    @property
+    def attached(self) -> int:
+        """Volunteers that somebody speaks for."""
+        return self._sessions.attached
+
+    async def _run_tasks(self, showing: Showing, signals: AsyncIterator[int]) -> None:
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._take_signals, signals)
+            nursery.start_soon(self._queue.tick)
+            nursery.start_soon(collect_garbage)
+            nursery.start_soon(self._sessions.wake_writers)
+            nursery.start_soon(showing.keep_status)
+            nursery.start_soon(showing.keep_links)
+            nursery.start_soon(self._desk.serve_commands, self._note)
+            nursery.start_soon(self._desk.renew_certificates)
+            if self._service.companion is not None:
+                nursery.start_soon(self._service.companion.run)
+            await self._queue.take_all(self._act_on)
+            nursery.cancel_scope.cancel()
+
+    def _own_certificate(self) -> str:
+        return self._admission.certificate(self._service.identity.peer_id, "coordinator")
+
+    def _may_use_relay(self, peer: PeerId) -> bool:
+        """Members, by their own peer ID or by that of their p2pd."""
+        return self._state.peers.admits(peer)
+
+    async def _count_contributions(self) -> None:
+        """In a thread: a long run has many steps to sum up."""
+        store = self._service.store
+        self._news.leaderboard.begin(
+            await anyio.to_thread.run_sync(store.contributions),
+            await anyio.to_thread.run_sync(store.teams),
+            await anyio.to_thread.run_sync(store.owners),
+        )
+
+    # ------------------------------------------------------------ events and commands
+
+    async def _act_on(self, event: Event) -> bool:
+        """True when the core says that this is the end."""
+        # Who was frozen and has lost the run meanwhile must not say another word.
+        await self._service.store.hold()
+        if isinstance(event, HeartbeatsHeard):
+            event = self.control.take_beats()
+        elif isinstance(event, PeerAttached):
+            refusal = self._admission.refusal(event.peer)
+            if refusal is not None:  # since its hello was answered
+                self._sessions.refuse(event.session, refusal)
+                return False
+            self._sessions.make_current(event.session, event.peer)
+            hello = event.hello
+            team, owner = cleaned_team(hello.team), self._admission.owners.of(event.peer)
+            binding = "" if owner is None else hello.owner
+            self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
+            self._news.leaderboard.name(event.peer, hello.name, team, owner)
+        elif isinstance(event, PeersRevoked):
+            for peer in event.peers:
+                self._nursery.start_soon(self._part_from, peer)
+        elif isinstance(event, SessionLost):
+            self._service.store.post(PeerSeen(event.peer))
+        elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
+            log.info("the checkpoint of step %d is not wanted any more", event.version)
+            return False
+        commands = transition(self._state, event, self._service.clock())
+        for command in commands:
+            if isinstance(command, Send):
+                # By far the most; nothing about it waits.
+                self._sessions.send(command.peer, command.message)
+            elif isinstance(command, Stopped):
+                await self._sessions.finish_all(FLUSH_SECONDS)
+                return True
+            else:
+                await self._carry_out(command)
+        self._tell_news(event)
+        self._queue.carried_out(event, commands)
+        return False
+
+    def _tell_news(self, event: Event) -> None:
+        """After what the event commanded: a newcomer has its Welcome by then."""
+        news = self._news.due(self._state, self._service.clock())
+        if news is not None:
+            self._sessions.broadcast(self._state.peers, news)
+        elif isinstance(event, PeerAttached) and self._news.latest is not None:
+            self._sessions.send(event.peer, self._news.latest)
+
+    async def _part_from(self, peer: PeerId) -> None:
+        """A peer that was revoked: when it has been told, it has nothing more to do here."""
+        await trio.sleep(PARTING_SECONDS)
+        if self._admission.refusal(peer) is not None:
+            try:
+                await self._node.disconnect(peer)
+            except NetworkError as error:
+                log.info("the connection to %s did not close in order: %s", peer, error)
+
+    async def _carry_out(self, command: Command) -> None:
+        if isinstance(command, Broadcast):
+            self._sessions.broadcast(command.peers, command.message)
+        elif isinstance(command, Persist):
+            if isinstance(command.record, RolledBack):
+                self._fetcher.give_up()
+            await self._service.store.write(command.record)
+            if isinstance(command.record, AppliedStep):
+                self._news.leaderboard.add(command.record)
+            elif isinstance(command.record, RolledBack):
+                await self._count_contributions()
+        elif isinstance(command, Note):
+            self._note(command.text, command.peer)
+        elif isinstance(command, FetchSnapshot):
+            checkpoint = self._fetcher.begin(command)
+            self._nursery.start_soon(self._fetcher.fetch_stage, command, checkpoint)
+        elif isinstance(command, CloseSession):
+            self._sessions.finish(command.peer)
+
+    def _note(self, text: str, peer: PeerId | None = None) -> None:
+        text = printable(text)
+        log.info("%s%s", text, f" [{peer}]" if peer else "")
+        self._service.report(text)
+        self._service.store.post(Note(text, peer))
+
+    async def _take_signals(self, signals: AsyncIterator[int]) -> None:
+        """The first Ctrl-C ends in order; the second one at once."""
+        asked = False
+        async for _ in signals:
+            if asked:
+                raise KeyboardInterrupt
+            asked = True
+            self._service.report(
+                "stopping: the step under way and a last checkpoint are finished first; "
+                "press Ctrl-C again to stop at once"
+            )
+            await self._queue.put(StopRequested())

@@ -1,0 +1,81 @@
+"""Where the coordinator listens and what it tells others to dial.
+
+Owns the words of `listen_host`, and the order in which addresses are handed out: those that the
+organiser announces, then this machine's own, loopback last.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import psutil
+from pydantic import ValidationError
+
+from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.identity.invite import Invite
+from swarm_shared.identity.signed_manifest import run_id_of
+from swarm_shared.identity.signing import describe_validation_error
+from swarm_shared.run.manifest import Manifest
+
+MAX_ADDRESSES = 16
+"""Each makes the invite nine characters longer; a machine with more has containers."""
+
+
+def listen_address(host: str, port: int) -> str:
+    """The multiaddr to listen on; ConfigurationError when `host` is not an IP address."""
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"run.toml: [network] listen_host must be an IP address of this machine, or 0.0.0.0 "
+            f"for all of them, not {host!r}"
+        ) from error
+    return f"/ip{ip.version}/{ip}/tcp/{port}"
+
+
+def dialable_addresses(host: str, port: int, announced: Sequence[str] = ()) -> tuple[str, ...]:
+    """What an invite carries. On loopback nobody else can dial in, so that nothing else helps."""
+    ip = ipaddress.ip_address(host)
+    own = [f"/ip{ip.version}/{ip}/tcp/{port}"]
+    if ip.is_unspecified:
+        own = [f"/ip{a.version}/{a}/tcp/{port}" for a in interface_addresses(ip.version)]
+    return tuple(dict.fromkeys([*announced, *own]))[:MAX_ADDRESSES]
+
+
+def dual_stack(addresses: Sequence[str], port: int) -> tuple[str, ...]:
+    """The addresses of a node that listens on IPv6, too; loopback stays last."""
+    six = [f"/ip6/{a}/tcp/{port}" for a in interface_addresses(6) if not a.is_loopback]
+    here = [a for a in addresses if "/ip4/127." in a]
+    others = [a for a in addresses if a not in here]
+    return tuple(dict.fromkeys([*others, *six, *here]))[:MAX_ADDRESSES]
+
+
+def interface_addresses(
+    version: int,
+) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    """This machine's addresses of one IP version, the most useful first."""
+    found: set[ipaddress.IPv4Address | ipaddress.IPv6Address] = set()
+    for interface in psutil.net_if_addrs().values():
+        for address in interface:
+            try:
+                ip = ipaddress.ip_address(address.address)
+            except ValueError:  # a hardware address, or a link-local one with its zone
+                continue
+            if ip.version == version and not ip.is_link_local:
+                found.add(ip)
+    return sorted(found, key=lambda ip: (ip.is_loopback, ip.is_private, ip.packed))
+
+
+def invite_for(manifest: Manifest, addresses: tuple[str, ...], token: str | None) -> Invite:
+    """The run's invite; ConfigurationError when an announced address is none."""
+    try:
+        return Invite(
+            coordinator=manifest.organiser, addresses=addresses, run_id=run_id_of(manifest),
+            organiser=manifest.organiser, token=token,
+        )  # fmt: skip
+    except ValidationError as error:
+        raise ConfigurationError(
+            f"run.toml: [network] announce: {describe_validation_error(error)}; "
+            f"write addresses like /ip4/192.0.2.1/tcp/4001 or /dns4/example.org/tcp/4001"
+        ) from error

@@ -1,0 +1,119 @@
+"""A coordinator's start: what is remembered is read again, and the network opened."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+
+import anyio.to_thread
+
+from swarm_coordinator.configuration.run_settings import RebalancingSection
+from swarm_coordinator.core.events import Restored, RolledBack
+from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
+from swarm_coordinator.core.state.run import RunState
+from swarm_coordinator.core.transition import begin
+from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
+from swarm_coordinator.run_dir.folder import read_bytes
+from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
+from swarm_coordinator.storage.generations import generation_floor
+from swarm_shared.base.errors import NetworkError
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
+from swarm_shared.network import Node, open_node
+from swarm_shared.protocol import PeerRecord
+from swarm_shared.scheduling.placement import MovePolicy
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 128
+"""Of one client: the circuits that it may have through this relay, and everything else."""
+
+
+async def restore(
+    service: Service, checkpoints: CheckpointFolder, note: Callable[[str], None]
+) -> Restored:
+    """What the store remembers, with a checkpoint whose every byte is there."""
+    before = service.store.restore()
+    known = {record.version: record for record in service.store.checkpoints()}
+    lost = before.generation == 0 and bool(checkpoints.versions())
+    service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
+    restored = service.store.restore()
+    await anyio.to_thread.run_sync(checkpoints.give_up_all)
+    found = service.verified
+    if found is None or found.version not in known:
+        found = await anyio.to_thread.run_sync(
+            lambda: checkpoints.latest_valid(note, None if lost else known)
+        )
+    if lost and found is not None:
+        # The database was moved away or lost: the checkpoint is a new base for the run.
+        reason = f"the database is new, the run goes on from its checkpoint of {found.version}"
+        note(reason)
+        await service.store.write(found)
+        await service.store.write(RolledBack(found.version, reason))
+        restored = service.store.restore()
+    if found is None and known:
+        note("no checkpoint of this run is usable any more")
+    at_end = restored.version >= service.manifest.training.steps
+    return dataclasses.replace(restored, checkpoint=found, finished=restored.finished and at_end)
+
+
+async def open_network(service: Service, stack: AsyncExitStack) -> tuple[Node, tuple[str, ...]]:
+    """Listen on the port asked for, or on the one that invites name since the first start."""
+    network = service.settings.network
+    wanted = service.port or network.listen_port
+    remembered = None if wanted else service.folder.remembered_port()
+    listen = listen_address(network.listen_host, wanted or remembered or 0)
+    try:
+        node = await stack.enter_async_context(
+            open_node(service.identity, [listen], max_inbound_streams_per_peer=MAX_STREAMS)
+        )
+    except NetworkError as error:
+        hint = (
+            " Invites name this port since the first start; "
+            "--port chooses another one, and then new invites are needed."
+        )
+        raise NetworkError(f"{error}{hint if remembered else ''}") from error
+    port = int(node.addresses[0].split("/tcp/")[1].split("/")[0])
+    if service.folder.remembered_port() != port:
+        service.folder.remember_port(port)
+    addresses = dialable_addresses(network.listen_host, port, network.announce)
+    if network.listen_host == "0.0.0.0":
+        try:
+            await node.listen([f"/ip6/::/tcp/{port}"])
+        except NetworkError as error:
+            log.info("no IPv6 here: %s", error)
+        else:
+            addresses = dual_stack(addresses, port)
+    node.announce(addresses)
+    node.admit_only(lambda peer, protocol: False)
+    return node, addresses
+
+
+def begin_run(
+    service: Service,
+    restored: Restored,
+    addresses: tuple[str, ...],
+    certificate: str,
+    revoked: Mapping[PeerId, float],
+) -> RunState:
+    """The core's first state. `certificate` and `addresses` are the coordinator's own."""
+    envelope = read_bytes(service.folder.manifest, MAX_MANIFEST_BYTES)
+    coordinator = PeerRecord(
+        peer=service.identity.peer_id, stage=StageIndex(0), addresses=addresses,
+        certificate=certificate, microbatches_per_second=0.0, accepts_work=False,
+    )  # fmt: skip
+    return begin(
+        service.manifest, base64.b64encode(envelope).decode("ascii"), coordinator, restored,
+        service.clock(), revoked, moves_of(service.settings.rebalancing),
+    )  # fmt: skip
+
+
+def moves_of(section: RebalancingSection) -> RebalancingSettings:
+    policy = MovePolicy(
+        period_seconds=section.period_seconds, minimum_replicas=section.minimum_replicas
+    )
+    return RebalancingSettings(RebalancingRule(section.rule), policy)

@@ -1,0 +1,137 @@
+"""The machines of a fleet: how fast, how much memory, what line.
+
+A fleet is a list of machines, read from a file of classes or made of the classes below. Their
+figures are assumptions, not measurements: a mix of home machines as an organiser may hope for.
+Lines are asymmetric; a class's line is what the provider sells, and what arrives varies about it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from swarm_shared.base.errors import DataError, UsageError
+from swarm_shared.base.frozen_model import FrozenModel
+
+MEGABIT_BYTES = 125_000
+GIBIBYTE = 2**30
+LARGEST_FLEET = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One machine."""
+
+    kind: str
+    flops_per_second: float
+    """What training gets out of it, not what is printed on the box."""
+    memory_bytes: int
+    up_bytes_per_second: float
+    down_bytes_per_second: float
+    latency_seconds: float
+    """One way to the middle of the network: between two machines it is the sum of both."""
+
+
+class HardwareClass(FrozenModel):
+    """Machines of one kind. Each one's speed and line are drawn about the class's medians."""
+
+    name: str = Field(min_length=1, max_length=60)
+    machines: int = Field(default=1, ge=1, le=LARGEST_FLEET)
+    """How many; for a fleet of another size, how many in proportion."""
+    teraflops: float = Field(gt=0, allow_inf_nan=False)
+    spread: float = Field(default=0.0, ge=0, le=2)
+    """Of the logarithm of speed and line: 0.2 is about ±20 %."""
+    memory_gib: float = Field(gt=0, allow_inf_nan=False)
+    up_mbit: float = Field(gt=0, allow_inf_nan=False)
+    down_mbit: float = Field(gt=0, allow_inf_nan=False)
+    latency_ms: float = Field(ge=0, allow_inf_nan=False)
+
+
+class FleetFile(FrozenModel):
+    format: Literal["swarmtrain-fleet-1"] = "swarmtrain-fleet-1"
+    classes: tuple[HardwareClass, ...] = Field(min_length=1, max_length=1000)
+
+
+HOME = FleetFile(
+    classes=(
+        HardwareClass(
+            name="gaming desktop, cable", machines=35, teraflops=15, spread=0.4, memory_gib=12,
+            up_mbit=40, down_mbit=400, latency_ms=12,
+        ),
+        HardwareClass(
+            name="gaming desktop, fibre", machines=20, teraflops=18, spread=0.4, memory_gib=12,
+            up_mbit=300, down_mbit=600, latency_ms=5,
+        ),
+        HardwareClass(
+            name="workstation, fibre", machines=10, teraflops=40, spread=0.3, memory_gib=24,
+            up_mbit=500, down_mbit=1000, latency_ms=5,
+        ),
+        HardwareClass(
+            name="laptop, DSL", machines=20, teraflops=5, spread=0.3, memory_gib=8,
+            up_mbit=20, down_mbit=80, latency_ms=18,
+        ),
+        HardwareClass(
+            name="older desktop, cable", machines=15, teraflops=7, spread=0.3, memory_gib=8,
+            up_mbit=30, down_mbit=250, latency_ms=14,
+        ),
+    )
+)  # fmt: skip
+
+
+def fleet_from(text: str, rng: random.Random) -> list[Hardware]:
+    """`--fleet`: a number of home machines, or a file of classes."""
+    if text.isdigit():
+        count = int(text)
+        if not 1 <= count <= LARGEST_FLEET:
+            raise UsageError(f"a fleet has 1 to {LARGEST_FLEET:,} machines, not {count:,}")
+        return make_fleet(HOME, count, rng)
+    fleet_file = read_fleet(Path(text))
+    return make_fleet(fleet_file, sum(c.machines for c in fleet_file.classes), rng)
+
+
+def read_fleet(path: Path) -> FleetFile:
+    try:
+        return FleetFile.model_validate(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise DataError(
+            f"the fleet {path} cannot be read ({error.strerror}); name a file of machine classes, "
+            "or a number"
+        ) from error
+    except (ValueError, ValidationError) as error:
+        first = str(error).splitlines()[0]
+        raise DataError(
+            f"{path} is not a fleet ({first}); docs/simulator.md shows what one looks like"
+        ) from error
+
+
+def make_fleet(fleet_file: FleetFile, count: int, rng: random.Random) -> list[Hardware]:
+    """`count` machines in the proportion of the classes, in an order drawn by `rng`."""
+    total = sum(one.machines for one in fleet_file.classes)
+    machines: list[Hardware] = []
+    wanted = 0.0
+    for one in fleet_file.classes:
+        wanted += count * one.machines / total
+        while len(machines) < round(wanted):
+            machines.append(_machine(one, rng))
+    rng.shuffle(machines)
+    return machines
+
+
+def _machine(one: HardwareClass, rng: random.Random) -> Hardware:
+    def about(median: float) -> float:
+        return median * math.exp(rng.gauss(0.0, one.spread)) if one.spread else median
+
+    return Hardware(
+        kind=one.name,
+        flops_per_second=about(one.teraflops) * 1e12,
+        memory_bytes=int(one.memory_gib * GIBIBYTE),
+        up_bytes_per_second=about(one.up_mbit) * MEGABIT_BYTES,
+        down_bytes_per_second=about(one.down_mbit) * MEGABIT_BYTES,
+        latency_seconds=one.latency_ms / 1000,
+    )

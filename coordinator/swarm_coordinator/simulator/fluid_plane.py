@@ -1,0 +1,290 @@
+"""The coarse data plane: microbatches flow at the rate that the thinnest stage allows.
+
+Between two changes of who serves, microbatches are completed at one rate. Each is put down to one
+peer of each stage, by the peers' rates, as the routing (`swarm_shared.scheduling.routing`) shares
+work out
+where everybody has enough of it. The rate is what the thinnest stage
+makes, less what is lost because only so many microbatches are in flight: of W microbatches on N
+equally busy peers some peers have none and others two, and with service times that do not vary
+1 / (1 + (N - 1) / 2W) of the peers' time is used (mean value analysis of a closed queueing
+network, Reiser and Lavenberg 1980, with the residual of constant service). Peers of stages that
+are not the thinnest count as far as they are busy.
+
+What is not modelled: single queues, stragglers at the end of a step beyond the pipeline's own
+length, and the work in flight at a peer that dies.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from swarm_coordinator.core.events import LeaseResolved
+from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
+from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity.credentials import Receipt
+from swarm_shared.protocol import Lease, Roster
+from swarm_shared.scheduling.inflight_window import GAIN
+
+if TYPE_CHECKING:
+    from swarm_coordinator.simulator.swarm import Swarm
+
+REPORT_SECONDS = 5.0
+"""Results are told to the coordinator in batches; real ones come every half second."""
+
+
+@dataclass(slots=True)
+class _Leased:
+    lease: int
+    trainer: Volunteer
+    accumulate: tuple[StageIndex, ...]
+    cells: list[tuple[StageIndex, PeerId]]
+
+
+class _Shares:
+    """Whose turn it is in one stage: the smallest virtual finish time, which moves on by the time
+    that a peer takes for one microbatch (interleaved weighted round-robin)."""
+
+    def __init__(self) -> None:
+        self.rates: dict[PeerId, float] = {}
+        self.rate = 0.0
+        self._heap: list[tuple[float, int, PeerId]] = []
+        self._entered: dict[PeerId, int] = {}
+        self._order = itertools.count()
+
+    def put(self, peer: PeerId, rate: float) -> None:
+        self.rates[peer] = rate
+        self._sum()
+        if peer not in self._entered:
+            floor = self._heap[0][0] if self._heap else 0.0
+            self._entered[peer] = next(self._order)
+            heapq.heappush(self._heap, (floor, self._entered[peer], peer))
+
+    def remove(self, peer: PeerId) -> None:
+        if self.rates.pop(peer, None) is not None:
+            del self._entered[peer]
+            self._sum()
+
+    def _sum(self) -> None:
+        self.rate = sum(self.rates.values())
+
+    def next(self) -> PeerId | None:
+        while self._heap:
+            at, entered, peer = self._heap[0]
+            if self._entered.get(peer) == entered:
+                heapq.heapreplace(self._heap, (at + 1.0 / self.rates[peer], entered, peer))
+                return peer
+            heapq.heappop(self._heap)
+        return None
+
+
+class FluidPlane:
+    """Satisfies `swarm.DataPlane`."""
+
+    TICK_SECONDS: ClassVar[float] = 1.0
+    FOLLOWS_ROSTERS: ClassVar[bool] = False
+
+    def __init__(self, swarm: Swarm) -> None:
+        self._swarm = swarm
+        stages = len(swarm.works)
+        self._shares = [_Shares() for _ in range(stages)]
+        self._where: dict[PeerId, StageIndex] = {}
+        self._step = Step(0)
+        self._waiting: dict[MicrobatchIndex, _Leased] = {}
+        """Not completed yet, in their order."""
+        self._completed: dict[MicrobatchIndex, _Leased] = {}
+        """And not reported yet."""
+        self._progress = 0.0
+        """Of the first one that waits."""
+        self._rate = 0.0
+        self._latency = 0.0
+        self._settled_at = 0.0
+        self._plan = 0
+        self._reporting = False
+        self.completed = 0
+
+    # ---- who serves
+
+    def serves(self, volunteer: Volunteer) -> None:
+        self._settle()
+        assert volunteer.stage is not None
+        self._where[volunteer.peer] = volunteer.stage
+        if not volunteer.leaving:
+            self._shares[volunteer.stage].put(volunteer.peer, volunteer.rate_at(volunteer.stage))
+        self._rates_changed()
+
+    def changed(self, volunteer: Volunteer) -> None:
+        if volunteer.peer in self._where and not volunteer.leaving:
+            self.serves(volunteer)
+
+    def stops(self, volunteer: Volunteer) -> None:
+        """It serves nothing any more; what it has completed is known before that is."""
+        stage = self._where.pop(volunteer.peer, None)
+        if stage is None:
+            return
+        self._settle()
+        self._report_of(volunteer)
+        self._shares[stage].remove(volunteer.peer)
+        self._rates_changed()
+
+    def leaving(self, volunteer: Volunteer) -> None:
+        """No new work, unless nobody else is there; it still counts as a member."""
+        self._settle()
+        self._report_of(volunteer)
+        stage = self._where.get(volunteer.peer)
+        if stage is not None and len(self._shares[stage].rates) > 1:
+            self._shares[stage].remove(volunteer.peer)
+            self._rates_changed()
+
+    def roster(self, volunteer: Volunteer, roster: Roster) -> None:
+        """Routing is by what is true, not by what each sender knows."""
+
+    def mask(self, volunteer: Volunteer, message: object) -> None:
+        """Nobody asks for one."""
+
+    # ---- work
+
+    def lease(self, volunteer: Volunteer, lease: Lease) -> None:
+        self._settle()
+        if lease.step != self._step:
+            self._step, self._progress = lease.step, 0.0
+            self._waiting.clear()
+            self._completed.clear()
+        for item in lease.microbatches:
+            self._completed.pop(item.microbatch, None)
+            self._waiting[item.microbatch] = _Leased(lease.lease, volunteer, item.accumulate, [])
+        self._rates_changed()
+
+    def queued(self, volunteer: Volunteer) -> int:
+        """Of the microbatches in flight those that are not elsewhere wait at the thinnest stage."""
+        stage = self._where.get(volunteer.peer)
+        if stage is None or not self._waiting or self._rate <= 0:
+            return 0
+        shares = self._shares[stage]
+        share = shares.rates.get(volunteer.peer, 0.0) / shares.rate if shares.rate else 0.0
+        busy = self._rate / shares.rate if shares.rate else 0.0
+        in_service = busy * len(shares.rates) * share
+        thinnest = [s for s in self._shares if s.rate <= self._rate * 1.02]
+        waiting = 0.0
+        if shares in thinnest:
+            in_flight = self._window() - self._rate * self._latency
+            waiting = max(0.0, in_flight) / len(thinnest) * share
+        limit = self._swarm.manifest.limits.stage_queue
+        return min(limit, round(in_service + waiting))
+
+    # ---- the flow
+
+    def _window(self) -> float:
+        """What all trainers together keep in flight, each by
+        `swarm_shared.scheduling.inflight_window`."""
+        limit = self._swarm.manifest.limits.stage_queue
+        least = min(len(self._shares) + EXTRA_IN_FLIGHT, limit)
+        pipelines = max(1, len(self._shares[0].rates))
+        slowest = min(shares.rate for shares in self._shares)
+        return max(pipelines * least, min(pipelines * limit, GAIN * slowest * self._latency))
+
+    def _rates_changed(self) -> None:
+        slowest = min(shares.rate for shares in self._shares)
+        self._rate = 0.0
+        if slowest > 0 and self._waiting:
+            self._latency = self._pipeline_seconds()
+            window = self._window()
+            busy = sum(len(s.rates) * slowest / s.rate for s in self._shares)
+            used = 1 / (1 + max(0.0, busy - 1) / (2 * window))
+            self._rate = min(slowest * used, window / self._latency)
+            self._plan += 1
+            plan, left = self._plan, len(self._waiting) - self._progress
+            self._swarm.agenda.later(left / self._rate, lambda: self._drained(plan))
+            if not self._reporting:
+                self._reporting = True
+                self._swarm.agenda.later(REPORT_SECONDS, self._report_now)
+
+    def _pipeline_seconds(self) -> float:
+        """One microbatch's way through an idle pipeline and back, at the average peer."""
+        swarm = self._swarm
+        seconds = 0.0
+        for stage, shares in enumerate(self._shares):
+            seconds += len(shares.rates) / shares.rate
+            if stage:
+                seconds += 4 * swarm.mean_latency_seconds
+        return seconds
+
+    def _settle(self) -> None:
+        """Complete what the time since the last change has completed."""
+        now = self._swarm.agenda.now
+        elapsed, self._settled_at = now - self._settled_at, now
+        if self._rate <= 0 or not self._waiting:
+            return
+        self._progress += elapsed * self._rate
+        whole = min(len(self._waiting), int(self._progress + 1e-9))
+        self._progress = self._progress - whole if whole < len(self._waiting) else 0.0
+        for microbatch in list(itertools.islice(self._waiting, whole)):
+            leased = self._waiting.pop(microbatch)
+            for stage, shares in enumerate(self._shares):
+                peer = shares.next()
+                if peer is not None and stage in leased.accumulate:
+                    leased.cells.append((StageIndex(stage), peer))
+            self._completed[microbatch] = leased
+            self.completed += 1
+
+    def _drained(self, plan: int) -> None:
+        """The last microbatch has entered the pipeline; its gradient comes back a little later."""
+        if plan == self._plan:
+            self._swarm.agenda.later(self._latency, lambda: self._at_the_end(plan))
+
+    def _at_the_end(self, plan: int) -> None:
+        if plan == self._plan:
+            self._progress = float(len(self._waiting))
+            self._settle()
+            self._report(list(self._completed))
+
+    # ---- results
+
+    def _report_now(self) -> None:
+        self._reporting = False
+        self._settle()
+        self._report(list(self._completed))
+        if self._waiting and self._rate > 0:
+            self._reporting = True
+            self._swarm.agenda.later(REPORT_SECONDS, self._report_now)
+
+    def _report_of(self, volunteer: Volunteer) -> None:
+        """Tell what this peer has to do with before it goes."""
+        self._report(
+            [
+                microbatch
+                for microbatch, leased in self._completed.items()
+                if leased.trainer is volunteer
+                or any(peer == volunteer.peer for _, peer in leased.cells)
+            ]
+        )
+
+    def _report(self, microbatches: list[MicrobatchIndex]) -> None:
+        swarm = self._swarm
+        manifest = swarm.manifest
+        last = manifest.stage_count - 1
+        step = self._step
+        for microbatch in microbatches:
+            leased = self._completed.pop(microbatch, None)
+            if leased is None or step != self._step:
+                continue
+            receipts = tuple(
+                Receipt(
+                    run=RunId("simulated"), generation=Generation(1), step=step,
+                    microbatch=microbatch, stage=stage, peer=peer,
+                    samples=manifest.training.sequences_per_microbatch,
+                    tokens=manifest.tokens_per_microbatch,
+                    loss_sum=1.0 if stage == last else None,
+                )
+                for stage, peer in leased.cells
+            )  # fmt: skip
+            trainer = leased.trainer
+            swarm.deliver(
+                LeaseResolved(
+                    trainer.session, trainer.peer, step, microbatch, leased.lease, True, "",
+                    receipts, None, 0,
+                )
+            )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The status document: how it is made, written and read."""

@@ -1,0 +1,1 @@
+"""The run's database: journal, history, admission rows; SQLite or PostgreSQL."""

@@ -1,0 +1,99 @@
+"""Admission as rows: tokens (hashed), whom they let in, the allow-list and bans.
+
+Owns this SQL and nothing else; `records` and `store` call it. A row is ended by a time in its last
+column (revoked, removed, lifted), never deleted, so that who could take part when stays known.
+"""
+
+from __future__ import annotations
+
+from swarm_coordinator.admission.book import (
+    AdmissionBook,
+    AdmissionRecord,
+    MemberAdmitted,
+    PeerAllowed,
+    PeerBanned,
+    PeerDisallowed,
+    PeerUnbanned,
+    TokenCreated,
+    TokenRevoked,
+)
+from swarm_coordinator.storage.connection import Connection
+from swarm_shared.base.types import PeerId
+
+
+def insert_admission(connection: Connection, record: AdmissionRecord, now: float) -> None:
+    match record:
+        case TokenCreated(token, secret_sha256, note, uses, expires_at):
+            connection.execute(
+                "INSERT INTO tokens (id, secret_sha256, note, uses, expires_at, created_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (token, secret_sha256, note, uses, expires_at, now),
+            )
+        case TokenRevoked(token):
+            connection.execute(
+                "UPDATE tokens SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL",
+                (now, token),
+            )
+        case MemberAdmitted(peer, token):
+            connection.execute(
+                "INSERT INTO members (token, peer, admitted_at) VALUES (?, ?, ?) "
+                "ON CONFLICT DO NOTHING",
+                (token, peer, now),
+            )
+        case PeerAllowed(peer):
+            connection.execute(
+                "INSERT INTO allowances (peer, added_at) VALUES (?, ?) ON CONFLICT DO NOTHING",
+                (peer, now),
+            )
+        case PeerDisallowed(peer):
+            connection.execute(
+                "UPDATE allowances SET removed_at = ? WHERE peer = ? AND removed_at IS NULL",
+                (now, peer),
+            )
+        case PeerBanned(peer, reason):
+            # A ban again, with another reason: the newer one is what the peer is told.
+            connection.execute(
+                "UPDATE bans SET lifted_at = ? WHERE peer = ? AND lifted_at IS NULL", (now, peer)
+            )
+            connection.execute(
+                "INSERT INTO bans (peer, reason, banned_at) VALUES (?, ?, ?)", (peer, reason, now)
+            )
+        case PeerUnbanned(peer):
+            connection.execute(
+                "UPDATE bans SET lifted_at = ? WHERE peer = ? AND lifted_at IS NULL", (now, peer)
+            )
+
+
+def read_admission(connection: Connection) -> AdmissionBook:
+    """The book as its rows tell it."""
+    book = AdmissionBook()
+    for token, secret, note, uses, expires_at, created_at, revoked_at in connection.execute(
+        "SELECT id, secret_sha256, note, uses, expires_at, created_at, revoked_at FROM tokens "
+        "ORDER BY id"
+    ):
+        book.enter(TokenCreated(token, secret, note, uses, expires_at), created_at)
+        if revoked_at is not None:
+            book.enter(TokenRevoked(token), revoked_at)
+    for token, peer, admitted_at in connection.execute(
+        "SELECT token, peer, admitted_at FROM members ORDER BY admitted_at, peer"
+    ):
+        book.enter(MemberAdmitted(PeerId(peer), token), admitted_at)
+    for peer, added_at in connection.execute(
+        "SELECT peer, added_at FROM allowances WHERE removed_at IS NULL ORDER BY id"
+    ):
+        book.enter(PeerAllowed(PeerId(peer)), added_at)
+    for peer, reason, banned_at in connection.execute(
+        "SELECT peer, reason, banned_at FROM bans WHERE lifted_at IS NULL ORDER BY id"
+    ):
+        book.enter(PeerBanned(PeerId(peer), reason), banned_at)
+    return book
+
+
+def read_seen_since(connection: Connection, since: float) -> dict[PeerId, float]:
+    """Peers that were given a certificate at that time or later, and when at the latest."""
+    return {
+        PeerId(peer): last_seen
+        for peer, last_seen in connection.execute(
+            "SELECT peer, last_seen FROM peers WHERE last_seen >= ? ORDER BY id", (since,)
+        )
+    }

@@ -1,0 +1,41 @@
+"""Who has counted how much in which stage, over all steps that belong to the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_coordinator.storage.connection import Connection
+from swarm_shared.base.types import PeerId, StageIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one peer counted in one stage, over all steps that belong to the run."""
+
+    peer: PeerId
+    name: str | None
+    stage: StageIndex
+    steps: int
+    microbatches: int
+    tokens: int
+
+
+def read_contributions(connection: Connection) -> tuple[Contribution, ...]:
+    rows = connection.execute(
+        "SELECT p.peer, p.name, s.stage, count(*), "
+        "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
+        "FROM shares s JOIN applied_steps a ON a.id = s.applied_step "
+        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL "
+        "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
+    )
+    return tuple(
+        Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
+        for peer, name, stage, steps, microbatches, tokens in rows
+    )
+
+
+def read_teams(connection: Connection) -> dict[PeerId, str]:
+    rows = connection.execute(
+        "SELECT p.peer, t.team FROM teams t JOIN peers p ON p.id = t.peer WHERE t.team <> ''"
+    )
+    return {PeerId(peer): team for peer, team in rows if team}

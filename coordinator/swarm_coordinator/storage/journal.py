@@ -1,0 +1,87 @@
+"""The order of a run's durable decisions, and a digest of what each of them said.
+
+Owns the table `journal`: one row per start, step, rollback, checkpoint, evaluation and finish, in
+the order in which they became durable. Each digest covers the one before and the decision's
+content, so that `verification` finds a row that was changed, lost or invented after it was written,
+which a database's own checks do not (SQLite has no checksums of its pages).
+
+It is no seal against an organiser, who has the database and could write all of it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    CheckpointRecord,
+    EvaluationRecord,
+    RolledBack,
+    RunFinished,
+)
+from swarm_coordinator.storage.connection import Connection
+
+Kind = Literal["begun", "start", "step", "rollback", "checkpoint", "evaluation", "finish"]
+Decision = AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
+
+
+def append(
+    connection: Connection, kind: Kind, row_id: int, generation: int, decision: Decision | None
+) -> None:
+    """Write the journal's next row, in the transaction that writes the decision itself."""
+    sequence, before = connection.execute(
+        "SELECT sequence, digest FROM journal ORDER BY sequence DESC LIMIT 1"
+    ).fetchone()
+    connection.execute(
+        "INSERT INTO journal (sequence, kind, row_id, generation, digest) VALUES (?, ?, ?, ?, ?)",
+        (
+            sequence + 1,
+            kind,
+            row_id,
+            generation,
+            digest(before, kind, row_id, generation, decision),
+        ),
+    )
+
+
+def digest(before: str, kind: str, row_id: int, generation: int, decision: Decision | None) -> str:
+    """Of one row of the journal. Numbers are spelt exactly, and alike by both databases."""
+    sha256 = hashlib.sha256()
+    for part in (before, kind, str(row_id), str(generation), *_parts(decision)):
+        content = part.encode("utf-8", "surrogatepass")
+        sha256.update(len(content).to_bytes(8, "big"))
+        sha256.update(content)
+    return sha256.hexdigest()
+
+
+def _parts(decision: Decision | None) -> Iterator[str]:
+    match decision:
+        case None:
+            return
+        case AppliedStep():
+            yield from (str(decision.step), str(decision.attempt), str(decision.tokens))
+            yield from map(
+                _spelt,
+                (decision.loss, decision.seconds, decision.global_norm, decision.learning_rate),
+            )
+            for share in sorted(decision.shares, key=lambda share: (share.stage, share.peer)):
+                yield f"{share.stage} {share.peer} {share.microbatches} {share.tokens}"
+            if decision.attempts:
+                yield f"attempts {decision.attempts}"
+        case CheckpointRecord(version, stages):
+            yield str(version)
+            for stage in sorted(stages, key=lambda stage: stage.stage):
+                yield f"{stage.stage} {stage.bytes} {stage.sha256} {stage.item}"
+        case RolledBack(version, reason):
+            yield from (str(version), reason)
+        case EvaluationRecord(version, heldout_loss, tokens):
+            yield from (str(version), _spelt(heldout_loss), str(tokens))
+        case RunFinished(version):
+            yield str(version)
+
+
+def _spelt(number: float) -> str:
+    # A loss that is an integer by accident comes back as a float.
+    return repr(float(number))

@@ -1,0 +1,317 @@
+"""Records as rows: how each is inserted, and how a run is read back from its live rows.
+
+Owns the SQL of everything that is written, and of what a restart begins from. Connections,
+transactions and errors are the callers' (`store` writes, `history` reads).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from swarm_coordinator.admission.book import AdmissionRecord
+from swarm_coordinator.core.events import (
+    AppliedStep,
+    CheckpointRecord,
+    EvaluationRecord,
+    Note,
+    Restored,
+    RolledBack,
+    RunFinished,
+    StageShare,
+    StoredStage,
+)
+from swarm_coordinator.storage import journal
+from swarm_coordinator.storage.admission_rows import insert_admission
+from swarm_coordinator.storage.connection import Connection
+from swarm_coordinator.storage.device_owner_rows import write_binding
+from swarm_shared.base.types import PeerId, StageIndex, Step, Version
+from swarm_shared.protocol import LinkBytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerSeen:
+    """A peer was let in, or its session ended."""
+
+    peer: PeerId
+    name: str | None = None
+    team: str | None = None
+    """None: nothing was said of it; empty: it is in none."""
+    binding: str | None = None
+    """To its owner, signed and checked; None: nothing was said of it; empty: it is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinksSeen:
+    """Peers' own counts of bytes over their links, as of now, by reporter."""
+
+    links: Mapping[PeerId, tuple[LinkBytes, ...]]
+
+
+_RECENT_STEPS = 200
+"""A peer that has the run's version and did not count in one of so many steps starts over."""
+
+Record = (
+    AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
+    | Note | PeerSeen | LinksSeen | AdmissionRecord
+)  # fmt: skip
+
+
+def begin_generation(connection: Connection, now: float, above: int = 0) -> int:
+    """A number above all earlier ones and `above`: of this start, for as long as it lasts."""
+    highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
+        0
+    ]
+    generation = max(int(highest), above) + 1
+    connection.execute(
+        "INSERT INTO generations (generation, started_at) VALUES (?, ?)", (generation, now)
+    )
+    journal.append(connection, "start", generation, generation, None)
+    return generation
+
+
+def insert(connection: Connection, record: Record, generation: int, now: float) -> None:
+    match record:
+        case AppliedStep():
+            row = _insert_step(connection, record, generation, now)
+            journal.append(connection, "step", row, generation, record)
+        case RolledBack():
+            row = _insert_rollback(connection, record, generation, now)
+            journal.append(connection, "rollback", row, generation, record)
+        case CheckpointRecord():
+            row = _insert_checkpoint(connection, record, generation, now)
+            journal.append(connection, "checkpoint", row, generation, record)
+        case EvaluationRecord(version, heldout_loss, tokens):
+            row = connection.execute(
+                "INSERT INTO evaluations (version, heldout_loss, tokens, written_at) "
+                "VALUES (?, ?, ?, ?) RETURNING id",
+                (version, heldout_loss, tokens, now),
+            ).fetchone()[0]
+            journal.append(connection, "evaluation", row, generation, record)
+        case RunFinished(version):
+            row = connection.execute(
+                "INSERT INTO finishes (version, written_at) VALUES (?, ?) RETURNING id",
+                (version, now),
+            ).fetchone()[0]
+            journal.append(connection, "finish", row, generation, record)
+        case Note(text, peer):
+            known = None if peer is None else _peer_row(connection, peer, now)
+            connection.execute(
+                "INSERT INTO notes (peer, text, written_at) VALUES (?, ?, ?)", (known, text, now)
+            )
+        case PeerSeen(peer, name, team, binding):
+            connection.execute(
+                "INSERT INTO peers (peer, name, first_seen, last_seen) VALUES (?, ?, ?, ?) "
+                "ON CONFLICT (peer) DO UPDATE SET last_seen = excluded.last_seen, "
+                "name = coalesce(excluded.name, peers.name)",
+                (peer, name, now, now),
+            )
+            if team is not None:
+                connection.execute(
+                    "INSERT INTO teams (peer, team) VALUES (?, ?) "
+                    "ON CONFLICT (peer) DO UPDATE SET team = excluded.team",
+                    (_peer_row(connection, peer, now), team),
+                )
+            if binding is not None:
+                write_binding(connection, _peer_row(connection, peer, now), peer, binding)
+        case LinksSeen():
+            _insert_links(connection, record, now)
+        case _:
+            insert_admission(connection, record, now)
+
+
+_ROW_OF_PEER = "(SELECT id FROM peers WHERE peer = ?)"
+
+
+def _know(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
+    """Make sure that each of them has a row."""
+    connection.executemany(
+        "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?, ?, ?) "
+        "ON CONFLICT (peer) DO NOTHING",
+        [(peer, now, now) for peer in peers],
+    )
+
+
+def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
+    _know(connection, (peer,), now)
+    return int(connection.execute("SELECT id FROM peers WHERE peer = ?", (peer,)).fetchone()[0])
+
+
+def _insert_step(connection: Connection, record: AppliedStep, generation: int, now: float) -> int:
+    row: int = connection.execute(
+        "INSERT INTO applied_steps (step, attempt, loss, tokens, seconds, global_norm, "
+        "learning_rate, generation, written_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) RETURNING id",
+        (record.step, record.attempt, record.loss, record.tokens, record.seconds,
+         record.global_norm, record.learning_rate, generation, now),
+    ).fetchone()[0]  # fmt: skip
+    # Thousands in a large run: statements that are prepared once and run beside the loop's thread.
+    _know(connection, dict.fromkeys(share.peer for share in record.shares), now)
+    connection.executemany(
+        "INSERT INTO shares (applied_step, peer, stage, microbatches, tokens) "
+        f"VALUES (?, {_ROW_OF_PEER}, ?, ?, ?)",
+        [
+            (row, share.peer, share.stage, share.microbatches, share.tokens)
+            for share in record.shares
+        ],
+    )
+    connection.executemany(
+        "INSERT INTO step_attempts (applied_step, stage, attempt) VALUES (?, ?, ?)",
+        [(row, stage, attempt) for stage, attempt in enumerate(record.attempts)],
+    )
+    return row
+
+
+def _insert_rollback(
+    connection: Connection, record: RolledBack, generation: int, now: float
+) -> int:
+    row: int = connection.execute(
+        "INSERT INTO rollbacks (version, reason, generation, written_at) VALUES (?, ?, ?, ?) "
+        "RETURNING id",
+        (record.version, record.reason, generation, now),
+    ).fetchone()[0]
+    for table, column in (
+        ("applied_steps", "step"), ("checkpoints", "version"), ("evaluations", "version"),
+        ("finishes", "version"),
+    ):  # fmt: skip
+        connection.execute(
+            f"UPDATE {table} SET superseded_by = ? WHERE {column} > ? AND superseded_by IS NULL",
+            (row, record.version),
+        )
+    return row
+
+
+def _insert_checkpoint(
+    connection: Connection, record: CheckpointRecord, generation: int, now: float
+) -> int:
+    row: int = connection.execute(
+        "INSERT INTO checkpoints (version, generation, written_at) VALUES (?, ?, ?) RETURNING id",
+        (record.version, generation, now),
+    ).fetchone()[0]
+    connection.executemany(
+        "INSERT INTO checkpoint_stages (checkpoint, stage, item, bytes, sha256) "
+        "VALUES (?, ?, ?, ?, ?)",
+        [(row, stage.stage, stage.item, stage.bytes, stage.sha256) for stage in record.stages],
+    )
+    return row
+
+
+def _insert_links(connection: Connection, record: LinksSeen, now: float) -> None:
+    _know(connection, record.links, now)
+    connection.executemany(
+        "INSERT INTO links (reporter, remote, protocol, sent, received, written_at) "
+        f"VALUES ({_ROW_OF_PEER}, ?, ?, ?, ?, ?) "
+        "ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
+        "sent_before = links.sent_before + "
+        "CASE WHEN excluded.sent < links.sent THEN links.sent ELSE 0 END, "
+        "received_before = links.received_before + "
+        "CASE WHEN excluded.received < links.received THEN links.received ELSE 0 END, "
+        "sent = excluded.sent, received = excluded.received, written_at = excluded.written_at",
+        [
+            (reporter, link.remote, link.protocol, link.sent, link.received, now)
+            for reporter, links in record.links.items()
+            for link in links
+        ],
+    )
+
+
+# ---------------------------------------------------------------- what a restart begins from
+
+
+def read_restored(connection: Connection) -> Restored:
+    """The run as its live rows tell it; also used by commands that only read."""
+    generation = connection.execute(
+        "SELECT coalesce(max(generation), 0) FROM generations"
+    ).fetchone()[0]
+    last = _last_applied(connection)
+    # A run whose database was lost goes on from a checkpoint: the rollback row is then its base.
+    base = connection.execute("SELECT version FROM rollbacks ORDER BY id DESC LIMIT 1").fetchone()
+    version = max(last.step if last else 0, base[0] if base else 0)
+    # Of this version: a run whose steps were raised has an evaluation of its former end.
+    evaluation = connection.execute(
+        "SELECT heldout_loss FROM evaluations WHERE superseded_by IS NULL AND version = ? "
+        "ORDER BY id DESC LIMIT 1",
+        (version,),
+    ).fetchone()
+    finished = connection.execute(
+        "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)
+    ).fetchone()
+    checkpoints = read_checkpoints(connection)
+    on_branch = connection.execute(
+        "SELECT DISTINCT p.peer FROM applied_steps a JOIN shares s ON s.applied_step = a.id "
+        "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL AND a.step > ?",
+        (max(base[0], version - _RECENT_STEPS) if base else version,),
+    ).fetchall()
+    return Restored(
+        generation=int(generation),
+        version=Version(version),
+        last_applied=last,
+        checkpoint=checkpoints[0] if checkpoints else None,
+        finished=finished is not None,
+        heldout_loss=number(evaluation[0]) if evaluation else None,
+        rolled_back=base is not None,
+        on_branch=frozenset(PeerId(peer) for (peer,) in on_branch),
+    )
+
+
+def read_checkpoints(connection: Connection) -> list[CheckpointRecord]:
+    """Checkpoints that belong to the run's history, the newest first, the last word per version."""
+    found: dict[int, CheckpointRecord] = {}
+    for row, version in connection.execute(
+        "SELECT id, version FROM checkpoints WHERE superseded_by IS NULL "
+        "ORDER BY version DESC, id DESC"
+    ).fetchall():
+        if version in found:
+            continue
+        stages = connection.execute(
+            "SELECT stage, item, bytes, sha256 FROM checkpoint_stages WHERE checkpoint = ? "
+            "ORDER BY stage",
+            (row,),
+        ).fetchall()
+        found[version] = CheckpointRecord(
+            Version(version), tuple(StoredStage(StageIndex(s), i, b, h) for s, i, b, h in stages)
+        )
+    return list(found.values())
+
+
+def _last_applied(connection: Connection) -> AppliedStep | None:
+    row = connection.execute(
+        "SELECT id FROM applied_steps WHERE superseded_by IS NULL ORDER BY step DESC LIMIT 1"
+    ).fetchone()
+    return None if row is None else read_step(connection, row[0])
+
+
+def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
+    """One applied step, whether it still counts or was rolled back."""
+    row = connection.execute(
+        "SELECT step, attempt, loss, tokens, seconds, global_norm, learning_rate "
+        "FROM applied_steps WHERE id = ?",
+        (row_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    shares = connection.execute(
+        "SELECT p.peer, s.stage, s.microbatches, s.tokens FROM shares s "
+        "JOIN peers p ON p.id = s.peer WHERE s.applied_step = ? ORDER BY s.stage, s.peer",
+        (row_id,),
+    ).fetchall()
+    attempts = connection.execute(
+        "SELECT attempt FROM step_attempts WHERE applied_step = ? ORDER BY stage", (row_id,)
+    ).fetchall()
+    step, attempt, loss, tokens, seconds, global_norm, learning_rate = row
+    return AppliedStep(
+        step=Step(step),
+        attempt=attempt,
+        loss=number(loss),
+        tokens=tokens,
+        seconds=seconds,
+        global_norm=number(global_norm),
+        learning_rate=learning_rate,
+        shares=tuple(StageShare(PeerId(p), StageIndex(s), m, t) for p, s, m, t in shares),
+        attempts=tuple(attempt for (attempt,) in attempts),
+    )
+
+
+def number(value: float | None) -> float:
+    """SQLite has no NaN: it stores NULL."""
+    return math.nan if value is None else float(value)

@@ -1,0 +1,222 @@
+"""The run folder as a source: read again when its status has changed, never faster than it pays.
+
+A large run's status takes a while to read, so that the view rests `REST_FACTOR` times as long as
+the processor was busy with it: that keeps it at about 2 % of a core, and a small run at one look
+a second. Reading happens in a thread, and so do its imports: the screen is there before them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from swarm_coordinator.status.document import (
+    ContributorRow,
+    NoteRow,
+    RunDocument,
+    StepRow,
+    health,
+    parse,
+)
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.errors import StorageError, SwarmError, UsageError
+from swarm_shared.identity.owners import people, word_of
+from swarm_shared.tui.recording import Sleep
+from swarm_shared.tui.source import Away, Event, Seen
+
+if TYPE_CHECKING:
+    from swarm_coordinator.storage.contributions import Contribution
+    from swarm_coordinator.storage.location import Place
+    from swarm_shared.base.types import PeerId
+
+LOOK_SECONDS = 1.0
+REST_FACTOR = 50.0
+LONGEST_REST_SECONDS = 15.0
+HISTORY_SECONDS = 5.0
+"""Notes come also between steps."""
+CONTRIBUTORS_SECONDS = 30.0
+"""They are summed over the whole run, which takes a while in a long one."""
+MOST_STEPS = 2000
+MOST_NOTES = 500
+
+
+@dataclass(slots=True)
+class RunFolderReader:
+    """Blocking; keeps what need not be read again."""
+
+    run_dir: Path
+    clock: Clock = monotonic
+    cpu_clock: Clock = time.thread_time
+    _place: Place | None = None
+    _steps: tuple[StepRow, ...] = ()
+    _notes: tuple[NoteRow, ...] = ()
+    _contributors: tuple[ContributorRow, ...] = ()
+    _read_for: tuple[int, int] | None = None
+    _history_due: float = 0.0
+    _contributors_due: float = 0.0
+    _trouble: str = field(default="")
+
+    def prepare(self) -> None:
+        """What is imported once does not count as reading."""
+        from swarm_coordinator.durability import run_files  # noqa: F401
+
+    def read(self) -> tuple[RunDocument, str, float]:
+        """The run now, what could not be read of it, and the processor seconds that this took.
+
+        SwarmError when nothing could be read.
+        """
+        start = self.cpu_clock()
+        document, trouble = self._read()
+        return document, trouble, self.cpu_clock() - start
+
+    def _read(self) -> tuple[RunDocument, str]:
+        from swarm_coordinator.durability.run_files import load_manifest
+        from swarm_coordinator.run_dir.folder import RunFolder
+        from swarm_coordinator.status.status_file import read_status
+
+        folder = RunFolder.open(self.run_dir)
+        told = read_status(folder.status)
+        if told is None:
+            return RunDocument(run=load_manifest(folder).name, phase="never started"), ""
+        running = bool(told.get("running")) and _alive(told.get("pid"))
+        try:
+            document = parse({**told, "running": running})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise StorageError(
+                f"{folder.status} does not read like a status ({first['loc'][0]}: {first['msg']}); "
+                "use the swarm-coordinator that wrote it"
+            ) from error
+        self._read_history((document.generation, document.version))
+        whole = document.model_copy(
+            update={
+                "history": self._steps, "notes": self._notes, "contributors": self._contributors,
+            }
+        )  # fmt: skip
+        return whole, self._trouble
+
+    def _read_history(self, moment: tuple[int, int]) -> None:
+        """What can be read of the database; that it cannot is no reason to show nothing."""
+        from swarm_coordinator.storage.history import contributions, recent
+
+        now = self.clock()
+        if moment == self._read_for and now < self._history_due:
+            return
+        self._read_for, self._history_due = moment, now + HISTORY_SECONDS
+        try:
+            place = self._find_place()
+            if place is None:
+                return
+            end = recent(place, MOST_STEPS, MOST_NOTES)
+            self._steps = tuple(
+                StepRow(
+                    step=row.step, loss=row.loss, tokens=row.tokens, seconds=row.seconds,
+                    written_at=row.written_at,
+                )
+                for row in end.steps
+            )  # fmt: skip
+            self._notes = tuple(NoteRow(text=n.text, written_at=n.written_at) for n in end.notes)
+            if now >= self._contributors_due:
+                self._contributors = contributors(*contributions(place))
+                took = self.clock() - now
+                self._contributors_due = now + max(CONTRIBUTORS_SECONDS, REST_FACTOR * took)
+            self._trouble = ""
+        except SwarmError as error:
+            self._trouble = str(error)
+
+    def _find_place(self) -> Place | None:
+        from swarm_coordinator.durability.run_files import place_of
+        from swarm_coordinator.run_dir.folder import RunFolder
+        from swarm_coordinator.storage.location import is_there
+
+        if self._place is None:
+            place = place_of(RunFolder(self.run_dir))
+            self._place = place if is_there(place) else None
+        return self._place
+
+
+def contributors(
+    rows: tuple[Contribution, ...], owners: Mapping[PeerId, PeerId]
+) -> tuple[ContributorRow, ...]:
+    """A row for each person, with all stages of their devices; who counted most comes first."""
+    names = {row.peer: row.name for row in rows}
+    devices_of = people(names, owners)
+    parts: dict[PeerId, list[Contribution]] = {}
+    for row in rows:
+        parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
+    found = [
+        ContributorRow(
+            peer=person,
+            name=word_of(person, devices_of[person], names),
+            devices=len(devices_of[person]),
+            stages=tuple(int(part.stage) for part in those),
+            microbatches=sum(part.microbatches for part in those),
+            tokens=sum(part.tokens for part in those),
+        )
+        for person, those in parts.items()
+    ]
+    return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
+
+
+def _alive(pid: object) -> bool:
+    """Whether there is such a process.
+
+    The folder's lock would say it for sure, but asking for it could make a coordinator that starts
+    at that moment believe that another one runs.
+    """
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+class RunFolderSource:
+    """Looks at the folder for as long as the view is open."""
+
+    def __init__(
+        self, run_dir: Path, reader: RunFolderReader | None = None, sleep: Sleep = asyncio.sleep
+    ) -> None:
+        self._run_dir = run_dir
+        self._reader = reader or RunFolderReader(run_dir)
+        self._sleep = sleep
+
+    def now(self) -> float:
+        return wall()
+
+    async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise UsageError("this view only looks; the other commands of swarm-coordinator act")
+
+    async def events(self) -> AsyncIterator[Event[RunDocument]]:
+        await asyncio.to_thread(self._reader.prepare)
+        while True:
+            busy_seconds = 0.0
+            try:
+                document, trouble, busy_seconds = await asyncio.to_thread(self._reader.read)
+            except StorageError as error:
+                yield Away(self.now(), str(error))
+            else:
+                if not trouble and not document.running and not document.finished:
+                    trouble = self._not_running(document)
+                yield Seen(document.time or self.now(), document, trouble)
+            rest = min(REST_FACTOR * busy_seconds, LONGEST_REST_SECONDS)
+            await self._sleep(max(LOOK_SECONDS, rest))
+
+    def _not_running(self, document: RunDocument) -> str:
+        from swarm_coordinator.run_dir.folder import quoted
+
+        _, why = health(document)
+        return (
+            f"{why.removesuffix('.')}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"
+        )

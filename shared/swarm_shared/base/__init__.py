@@ -1,0 +1,1 @@
+"""Values and helpers that depend on nothing else of the project."""

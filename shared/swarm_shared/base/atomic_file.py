@@ -1,0 +1,91 @@
+"""Files that are whole or not there: written beside their place, synced, then renamed.
+
+Owns the only way this project writes a file that must survive a crash, and the translation of
+the operating system's refusals into one sentence for a person. The order (write, fsync, rename,
+fsync of the folder) is the one POSIX needs for a file that is never seen half-written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from swarm_shared.base.errors import StorageError
+
+PRIVATE_MODE = 0o600
+PUBLIC_MODE = 0o644
+
+_ADVICE: dict[int, str] = {
+    errno.ENOSPC: "the disk is full; free some space there and try again",
+    errno.EDQUOT: "your disk quota is used up; free some space there and try again",
+    errno.EFBIG: "the file is larger than this file system allows; use another disk",
+    errno.EACCES: "you may not write there; change its permissions or choose another folder",
+    errno.EPERM: "you may not write there; change its permissions or choose another folder",
+    errno.EROFS: "that file system is read-only; choose another folder",
+    errno.ENOENT: "that folder does not exist; make it or choose another folder",
+    errno.ENOTDIR: "part of that path is a file, not a folder; choose another folder",
+    errno.EISDIR: "there is a folder of that name; move it away or choose another name",
+    errno.ENAMETOOLONG: "that name is too long; choose a shorter one",
+    errno.EMFILE: "this process has too many files open; raise the limit with `ulimit -n`",
+    errno.EIO: "the disk reports a fault; check it, or use another one",
+}
+
+
+def storage_error(path: Path, error: OSError) -> StorageError:
+    """What the operating system's refusal means to a person, as one sentence."""
+    code = error.errno or 0
+    advice = _ADVICE.get(code, f"{error.strerror or error}; check the disk and its permissions")
+    return StorageError(f"cannot write {path}: {advice}")
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, mode: int = PUBLIC_MODE) -> Iterator[BinaryIO]:
+    """A file to write bytes to; it takes the place of `path` when the block ends without error.
+
+    On any error (cancellation too) `path` is left as it was and nothing is left beside it.
+    """
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.")
+    except OSError as error:
+        raise storage_error(path, error) from error
+    done = False
+    try:
+        # mkstemp makes it 0600, so a private file is private from its first byte.
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, mode)  # noqa: PTH101
+        os.replace(temporary, path)  # noqa: PTH105 (`temporary` is a name, as mkstemp gives it)
+        done = True
+        sync_folder(path.parent)
+    except OSError as error:
+        raise storage_error(path, error) from error
+    finally:
+        if not done:
+            with contextlib.suppress(OSError):
+                Path(temporary).unlink()
+
+
+def write_atomically(path: Path, content: bytes, mode: int = PUBLIC_MODE) -> None:
+    """Replace `path` by `content`, so that a crash leaves either the old file or the new one."""
+    with atomic_file(path, mode) as file:
+        file.write(content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside `folder` survive a power cut, where the system can sync a folder."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:  # Windows opens no folders; its renames are journalled.
+        return
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Serving a Unix socket with lines of JSON (`local_socket`), in trio.
+
+Owns the socket's file and its permissions. What is said is the callers' part, and so is what
+becomes of a conversation that fails: `handle` is a supervisor of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error
+from swarm_shared.base.local_socket import MAX_LINE_BYTES, from_line, short_name, to_line
+
+_LISTENING = 16
+
+
+class LocalLines:
+    """The served end of one conversation."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    async def receive(self) -> dict[str, Any] | None:
+        """The next line; None at the end. ValueError for anything else than one JSON object."""
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            part = await self._stream.receive_some(MAX_LINE_BYTES)
+            self._buffer += part
+            if not part and not self._buffer:
+                return None
+            if not part or len(self._buffer) > MAX_LINE_BYTES:
+                raise ValueError(f"{len(self._buffer)} bytes and no end of line")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return from_line(line)
+
+    async def send(self, message: dict[str, Any], max_bytes: int = MAX_LINE_BYTES) -> None:
+        await self._stream.send_all(to_line(message, max_bytes))
+
+
+async def serve_lines(
+    path: Path,
+    handle: Callable[[LocalLines], Awaitable[None]],
+    *,
+    on_listening: Callable[[], None] = lambda: None,
+) -> None:
+    """Serve conversations at `path` until cancelled. StorageError when there can be no socket.
+
+    `on_listening` is called when whoever connects is heard.
+
+    The caller holds the folder's lock: a socket that is there already was left by a program that
+    was killed.
+    """
+    listener = _listen(path)
+    try:
+        on_listening()
+
+        async def converse(stream: trio.SocketStream) -> None:
+            async with stream:
+                await handle(LocalLines(stream))
+
+        await trio.serve_listeners(converse, [trio.SocketListener(listener)])
+    finally:
+        listener.close()
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _listen(path: Path) -> trio.socket.SocketType:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        path.unlink(missing_ok=True)
+        with short_name(path) as address:
+            made.bind(address)
+        # Before listen: until then nobody can connect, so that nobody slips in.
+        path.chmod(PRIVATE_MODE)
+        made.listen(_LISTENING)
+    except OSError as error:
+        made.close()
+        raise storage_error(path, error) from error
+    except BaseException:
+        made.close()
+        raise
+    made.setblocking(False)
+    return trio.socket.from_stdlib_socket(made)

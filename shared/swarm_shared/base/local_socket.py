@@ -1,0 +1,103 @@
+"""Lines of JSON over a Unix socket in a folder of the user's: how programs of one machine talk.
+
+Owns the form of a line, its bound, and the way to a socket however deep its folder lies. Whoever
+can open the file may do everything its owner may: it is private to the user, as the folder is.
+Free of trio: a command that only asks starts in a moment. Serving is `local_server`'s part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from swarm_shared.base.errors import StorageError
+
+MAX_LINE_BYTES = 64 * 1024
+"""Of a question. Answers may be longer where their reader allows it."""
+
+_PATH_BYTES = 100
+"""What a socket's address holds is 108 bytes on Linux and 104 on macOS, the final zero included."""
+
+
+def to_line(message: dict[str, Any], max_bytes: int = MAX_LINE_BYTES) -> bytes:
+    """One message as it is written; ValueError when it is too long."""
+    content = json.dumps(message).encode() + b"\n"
+    if len(content) > max_bytes:
+        raise ValueError(f"a message of {len(content)} bytes is too long")
+    return content
+
+
+def from_line(line: bytes) -> dict[str, Any]:
+    """ValueError for anything but one JSON object."""
+    try:
+        message = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(message, dict):
+        raise ValueError("not an object")
+    return message
+
+
+@contextlib.contextmanager
+def short_name(path: Path) -> Iterator[str]:
+    """A name of `path` that fits a socket's address, however deep its folder lies."""
+    if len(os.fsencode(path)) <= _PATH_BYTES:
+        yield str(path)
+        return
+    if not Path("/proc/self/fd").is_dir():
+        raise StorageError(
+            f"{path.parent} has too long a path for a socket; choose a folder whose path has at "
+            f"most {_PATH_BYTES - len(path.name) - 1} bytes, or move it to one"
+        )
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+class LocalConnection:
+    """One conversation with whoever serves; made by `connect`. Blocks; OSError when it breaks."""
+
+    def __init__(self, connection: socket.socket, max_line_bytes: int) -> None:
+        self._connection = connection
+        self._max_line_bytes = max_line_bytes
+        self._buffer = bytearray()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(to_line(message))
+
+    def receive(self, timeout_seconds: float | None) -> dict[str, Any] | None:
+        """The next line; None at the end. TimeoutError; ValueError for what is no line of ours."""
+        self._connection.settimeout(timeout_seconds)
+        searched = 0
+        while (end := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            part = self._connection.recv(64 * 1024)
+            if not part:
+                if self._buffer:
+                    raise ValueError(f"{len(self._buffer)} bytes and no end of line")
+                return None
+            self._buffer += part
+            if len(self._buffer) > self._max_line_bytes:
+                raise ValueError(f"{len(self._buffer)} bytes and no end of line")
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        return from_line(line)
+
+
+@contextlib.contextmanager
+def connect(
+    path: Path, timeout_seconds: float, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[LocalConnection]:
+    """FileNotFoundError or ConnectionRefusedError when nobody serves there (now)."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_seconds)
+        with short_name(path) as address:
+            connection.connect(address)
+        yield LocalConnection(connection, max_line_bytes)

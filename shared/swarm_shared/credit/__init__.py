@@ -1,0 +1,1 @@
+"""Credit for work done, and the signed ledger that proves it."""

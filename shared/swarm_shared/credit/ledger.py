@@ -1,0 +1,402 @@
+"""The public ledger of a run: who counted what in every applied step, signed by the organiser.
+
+Owns the file's form, writing and checking it. Lines of JSON, each with a digest that covers the
+line before; the last one is the organiser's signature over the last digest, so that it covers
+every line.
+
+    head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
+    step     one applied step: (peer, stage, microbatches) of everybody who counted in it
+    owner    that one peer is another key's device, signed by that key
+    total    one peer's sums, with the name it gave itself, recomputable from the steps
+    seal     number of lines, last digest, the organiser's envelope
+
+People have rows as well, without lines of their own: they are the totals of all peers bound to one
+key, added up by whoever reads.
+
+What it proves. That the numbers follow from the steps; that every step holds every microbatch once
+in every stage, no more and no fewer; that whoever has a row has signed for each device in it; and
+that the organiser stands by exactly these lines: whoever keeps a ledger can show that a later one
+tells another past. What it cannot prove is that the organiser told the truth about who counted a
+microbatch, or that a device agreed to its owner, as its connection showed. Volunteers sign a
+receipt for each microbatch, which the coordinator checks and does not keep: half a kilobyte for
+every microbatch and stage comes to gigabytes in a run of ten thousand steps. A volunteer can hold
+its own count against the ledger's.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+from swarm_shared.base.errors import ProtocolError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.credit.credit import RecentCredit, credit_of, work_shares
+from swarm_shared.credit.ledger_lines import (
+    Head,
+    Line,
+    OwnerLine,
+    Seal,
+    SealLine,
+    StepLine,
+    TotalLine,
+    ledger_lines,
+)
+from swarm_shared.identity.credentials import open_owner_binding
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.owners import people, standing, word_of
+from swarm_shared.identity.signed_manifest import (
+    MANIFEST_DOMAIN,
+    MAX_MANIFEST_BYTES,
+    open_manifest,
+    run_id_of,
+)
+from swarm_shared.identity.signing import (
+    describe_validation_error,
+    open_envelope,
+    open_message,
+    sign_message,
+)
+from swarm_shared.run.manifest import Manifest
+
+LEDGER_DOMAIN = "swarmtrain-ledger-1"
+MAX_LINE_BYTES = 16 * 2**20
+"""A step of ten thousand peers has a megabyte."""
+TOLERANCE = 1e-9
+"""Of an average that fades, relative: machines round powers differently in the last digits."""
+
+Named = tuple[str | None, str | None]
+"""A peer's name and its team."""
+
+
+@dataclass(slots=True)
+class _Sum:
+    microbatches: int = 0
+    tokens: Counter[int] = field(default_factory=Counter)
+    """By stage."""
+    recent: RecentCredit = field(default_factory=RecentCredit)
+
+
+class _Sums:
+    """What follows from the steps: the same code makes the totals and checks them."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._shares = work_shares([stage.work_flops for stage in manifest.stages])
+        self._tokens = manifest.tokens_per_microbatch
+        self.of: dict[str, _Sum] = {}
+
+    def add(self, step: StepLine) -> None:
+        for peer, stage, microbatches in step.shares:
+            one = self.of.setdefault(peer, _Sum())
+            tokens = microbatches * self._tokens
+            one.microbatches += microbatches
+            one.tokens[stage] += tokens
+            credit = credit_of([(stage, tokens)], self._shares)
+            one.recent = one.recent.with_credit(credit, step.applied_at)
+
+    def total(self, peer: str, named: Named, as_of: float) -> TotalLine:
+        one = self.of[peer]
+        return TotalLine(
+            peer=peer,
+            name=named[0],
+            team=named[1],
+            microbatches=one.microbatches,
+            tokens=one.tokens.total(),
+            credit=credit_of(one.tokens.items(), self._shares),
+            credit_per_day=one.recent.per_day(as_of),
+        )
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_ledger(
+    organiser: Identity,
+    envelope: bytes,
+    steps: Iterable[StepLine],
+    names: Mapping[PeerId, Named],
+    as_of: float,
+    bindings: Mapping[PeerId, str] | None = None,
+) -> Iterator[bytes]:
+    """The lines of a ledger, each with its line break. `envelope` is the signed manifest.
+
+    `bindings` are devices' owner bindings in base64, without chains; of those that never counted
+    nothing is written.
+    """
+    bindings = bindings or {}
+    manifest = open_manifest(envelope, organiser.peer_id)
+    run = run_id_of(manifest)
+    chain = _Chain()
+    yield chain.put(
+        Head(
+            format=2 if bindings else 1, run=run, as_of=as_of,
+            manifest=base64.b64encode(envelope).decode(),
+        )
+    )  # fmt: skip
+    sums = _Sums(manifest)
+    for step in steps:
+        sums.add(step)
+        yield chain.put(step)
+    for peer in sorted(sums.of):
+        if PeerId(peer) in bindings:
+            yield chain.put(OwnerLine(peer=peer, binding=bindings[PeerId(peer)]))
+    for peer in sorted(sums.of):
+        yield chain.put(sums.total(peer, names.get(PeerId(peer), (None, None)), as_of))
+    sealed = sign_message(
+        organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
+    )
+    yield chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))
+
+
+class _Chain:
+    """Each line with the digest of itself and of the one before."""
+
+    def __init__(self) -> None:
+        self.digest = "0" * 64
+        self.lines = 0
+
+    def put(self, line: FrozenModel) -> bytes:
+        content = line.model_dump(mode="json")
+        self.digest = _digest(self.digest, content)
+        self.lines += 1
+        return _spelt({**content, "digest": self.digest}) + b"\n"
+
+
+def _digest(before: str, content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(before.encode() + b"\n" + _spelt(content)).hexdigest()
+
+
+def _spelt(content: Mapping[str, Any]) -> bytes:
+    """One spelling only, so that everybody's digest is of the same bytes."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+# ---------------------------------------------------------------- checking
+
+
+@dataclass(frozen=True, slots=True)
+class Person:
+    """The sums of all peers that are bound to one key; of most people it is one peer."""
+
+    peer: PeerId
+    name: str | None
+    team: str | None
+    devices: tuple[PeerId, ...]
+    microbatches: int
+    tokens: int
+    credit: float
+    credit_per_day: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """A ledger in which every number is right."""
+
+    run: RunId
+    name: str
+    organiser: PeerId
+    as_of: float
+    steps: int
+    totals: tuple[TotalLine, ...]
+    """The most credit first."""
+    people: tuple[Person, ...]
+    """The same, by person."""
+
+
+def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Verified:
+    """Recomputes everything. ProtocolError names the first line that is wrong, and why.
+
+    Without an `organiser` the one that the ledger names is taken: it is then worth as much as the
+    way on which it came.
+    """
+    check = _Check(organiser)
+    number = 0
+    for number, content in enumerate(lines, start=1):
+        try:
+            check.take(content)
+        except ProtocolError as error:
+            raise type(error)(f"line {number}: {error}") from error
+    if not check.sealed:
+        raise ProtocolError(
+            f"line {number + 1}: the organiser's seal is missing; the ledger is cut short"
+        )
+    return check.result()
+
+
+class _Check:
+    """Takes one line after the other, in the only order that there is."""
+
+    def __init__(self, organiser: PeerId | None) -> None:
+        self._organiser = organiser
+        self._chain = _Chain()
+        self._head: Head | None = None
+        self._steps = 0
+        self._owners: dict[PeerId, PeerId] = {}
+        self._totals: dict[str, TotalLine] = {}
+        self.sealed = False
+
+    def take(self, content: bytes) -> None:
+        before = self._chain.digest
+        line = self._parse(content)
+        if self.sealed:
+            raise ProtocolError("something follows the seal")
+        if self._head is None:
+            self._take_head(line)
+        elif isinstance(line, StepLine):
+            self._take_step(line)
+        elif isinstance(line, OwnerLine):
+            self._take_owner(line)
+        elif isinstance(line, TotalLine):
+            self._take_total(line)
+        elif isinstance(line, SealLine):
+            self._take_seal(line, before)
+        else:
+            raise ProtocolError("a ledger has one head, and it is the first line")
+
+    def _parse(self, content: bytes) -> Line:
+        if len(content) > MAX_LINE_BYTES:
+            raise ProtocolError(f"it is longer than {MAX_LINE_BYTES} bytes")
+        try:
+            found = json.loads(content)
+            if not isinstance(found, dict):
+                raise ValueError("it is no object")
+            told = found.pop("digest", None)
+            line = ledger_lines.validate_json(json.dumps(found), strict=True)
+        except ValidationError as error:
+            raise ProtocolError(describe_validation_error(error)) from error
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"it is no line of a ledger: {error}") from error
+        if self._chain.put(line) != content or told != self._chain.digest:
+            raise ProtocolError(
+                "its digest does not follow from it and from the line before: one of the two was "
+                "changed"
+            )
+        return line
+
+    def _take_head(self, line: Line) -> None:
+        if not isinstance(line, Head):
+            raise ProtocolError("a ledger begins with its head")
+        try:
+            envelope = base64.b64decode(line.manifest, validate=True)
+        except binascii.Error as error:
+            raise ProtocolError("its manifest is not in base64") from error
+        organiser = self._organiser or _named_organiser(envelope)
+        self._manifest = open_manifest(envelope, organiser)
+        if run_id_of(self._manifest) != line.run:
+            raise ProtocolError("its manifest is of another run than it names")
+        self._head, self._signer = line, organiser
+        self._sums = _Sums(self._manifest)
+
+    def _take_step(self, line: StepLine) -> None:
+        if self._owners or self._totals:
+            raise ProtocolError("a step follows owners or totals, in which it is not counted")
+        if line.step != self._steps + 1:
+            raise ProtocolError(f"it is step {line.step}, and step {self._steps + 1} is next")
+        counted: Counter[int] = Counter()
+        for _, stage, microbatches in line.shares:
+            counted[stage] += microbatches
+        every = self._manifest.training.microbatches_per_step
+        for stage in range(self._manifest.stage_count):
+            if counted[stage] != every:
+                raise ProtocolError(
+                    f"step {line.step} counts {counted[stage]} microbatches in stage {stage}, and "
+                    f"a step has {every}"
+                )
+        if len(counted) != self._manifest.stage_count:
+            raise ProtocolError(f"step {line.step} counts in stages that the run does not have")
+        self._steps = line.step
+        self._sums.add(line)
+
+    def _take_owner(self, line: OwnerLine) -> None:
+        assert self._head is not None
+        if self._head.format < 2:
+            raise ProtocolError("a ledger of format 1 has no owners")
+        if self._totals:
+            raise ProtocolError("an owner follows totals, where nobody looks for it")
+        if line.peer not in self._sums.of:
+            raise ProtocolError(f"{line.peer} has an owner and counts in no step")
+        if self._owners and line.peer <= next(reversed(self._owners)):
+            raise ProtocolError(f"{line.peer} is not in its place, or there twice")
+        try:
+            envelope = base64.b64decode(line.binding, validate=True)
+        except binascii.Error as error:
+            raise ProtocolError(f"the owner binding of {line.peer} is not in base64") from error
+        device = PeerId(line.peer)
+        self._owners[device] = open_owner_binding(envelope, device).owner
+
+    def _take_total(self, line: TotalLine) -> None:
+        assert self._head is not None
+        if not self._totals and len(standing(self._owners)) < len(self._owners):
+            chained = next(d for d in self._owners if d in self._owners.values())
+            raise ProtocolError(
+                f"{chained} is the owner of others and has an owner; a row would be in another"
+            )
+        if line.peer not in self._sums.of:
+            raise ProtocolError(f"{line.peer} has a total and counts in no step")
+        if self._totals and line.peer <= next(reversed(self._totals)):
+            raise ProtocolError(f"{line.peer} is not in its place, or there twice")
+        named = (line.name, line.team)
+        right = self._sums.total(line.peer, named, self._head.as_of)
+        for name in ("microbatches", "tokens", "credit", "credit_per_day"):
+            told, recomputed = getattr(line, name), getattr(right, name)
+            if not math.isclose(told, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):
+                raise ProtocolError(
+                    f"the {name} of {line.peer} is {told}, and the steps come to {recomputed}"
+                )
+        self._totals[line.peer] = line
+
+    def _take_seal(self, line: SealLine, digest: str) -> None:
+        missing = set(self._sums.of) - set(self._totals)
+        if missing:
+            raise ProtocolError(f"the total of {min(missing)} is missing")
+        try:
+            envelope = base64.b64decode(line.envelope, validate=True)
+        except binascii.Error as error:
+            raise ProtocolError("the seal is not in base64") from error
+        seal, _ = open_message(envelope, Seal, LEDGER_DOMAIN, self._signer)
+        assert self._head is not None
+        if seal != Seal(run=self._head.run, lines=self._chain.lines - 1, digest=digest):
+            raise SignatureError("the organiser's seal is of another ledger")
+        self.sealed = True
+
+    def result(self) -> Verified:
+        assert self._head is not None
+        totals = sorted(self._totals.values(), key=lambda total: (-total.credit, total.peer))
+        return Verified(
+            self._head.run, self._manifest.name, self._signer, self._head.as_of, self._steps,
+            tuple(totals), self._people(),
+        )  # fmt: skip
+
+    def _people(self) -> tuple[Person, ...]:
+        names = {PeerId(peer): total.name for peer, total in self._totals.items()}
+        teams = {PeerId(peer): total.team for peer, total in self._totals.items()}
+        found: list[Person] = []
+        for person, devices in people(names, self._owners).items():
+            parts = [self._totals[one] for one in devices]
+            found.append(
+                Person(
+                    peer=person,
+                    name=word_of(person, devices, names),
+                    team=word_of(person, devices, teams),
+                    devices=tuple(devices),
+                    microbatches=sum(part.microbatches for part in parts),
+                    tokens=sum(part.tokens for part in parts),
+                    credit=math.fsum(part.credit for part in parts),
+                    credit_per_day=math.fsum(part.credit_per_day for part in parts),
+                )
+            )
+        return tuple(sorted(found, key=lambda one: (-one.credit, one.peer)))
+
+
+def _named_organiser(envelope: bytes) -> PeerId:
+    """Whom the manifest itself names; its signature is checked against that next."""
+    return open_envelope(envelope, MANIFEST_DOMAIN, max_bytes=MAX_MANIFEST_BYTES).signer

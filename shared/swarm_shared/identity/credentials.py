@@ -1,0 +1,180 @@
+"""What peers sign: membership certificates, receipts, carrier and owner bindings (design: trust).
+
+Owns the signed values and the rules by which they hold. Signing itself is in `signing`; who is
+let in is the coordinator's decision. All times are Unix seconds, passed in.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+
+MEMBERSHIP_DOMAIN = "swarmtrain-membership-1"
+RECEIPT_DOMAIN = "swarmtrain-receipt-1"
+CARRIER_DOMAIN = "swarmtrain-carrier-1"
+OWNER_DOMAIN = "swarmtrain-owner-1"
+
+CLOCK_SKEW_SECONDS = 120.0
+"""How far two clocks may be apart. Home machines without NTP drift by minutes; certificates
+live for hours, so that two minutes more give a revoked peer little."""
+
+FIRST_GENERATION = Generation(0)
+"""Of a check that accepts every generation."""
+
+MAX_CREDENTIAL_BYTES = 4096
+"""The largest of these messages has about 600 bytes."""
+
+Role = Literal["volunteer", "coordinator"]
+
+
+class MembershipCertificate(FrozenModel):
+    """The organiser's word that `peer` belongs to the run; shown on every protocol."""
+
+    peer: PeerId
+    run: RunId
+    generation: Generation = Field(ge=0)
+    not_before: float = Field(ge=0, allow_inf_nan=False)
+    expires: float = Field(ge=0, allow_inf_nan=False)
+    role: Role
+
+
+class Receipt(FrozenModel):
+    """`peer`'s word that it has accumulated one stage of one microbatch."""
+
+    run: RunId
+    generation: Generation = Field(ge=0)
+    step: Step = Field(ge=1)
+    microbatch: MicrobatchIndex = Field(ge=0)
+    stage: StageIndex = Field(ge=0)
+    peer: PeerId
+    samples: int = Field(ge=0, lt=2**53)
+    tokens: int = Field(ge=0, lt=2**53)
+    loss_sum: float | None = Field(default=None, ge=-1e100, le=1e100, allow_inf_nan=False)
+    """Summed over the tokens; only the last stage knows it."""
+
+
+class CarrierBinding(FrozenModel):
+    """`peer`'s word that the p2pd daemon with `carrier_peer_id` is its own."""
+
+    peer: PeerId
+    carrier_peer_id: str = Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{40,60}$")
+    expires: float = Field(ge=0, allow_inf_nan=False)
+
+
+class OwnerBinding(FrozenModel):
+    """`owner`'s word that what `device` does is its own doing.
+
+    It never expires and is of no run: who has both keys says it wherever the device takes part.
+    """
+
+    owner: PeerId
+    device: PeerId
+
+
+def sign_certificate(organiser: Identity, certificate: MembershipCertificate) -> bytes:
+    return sign_message(organiser, certificate, MEMBERSHIP_DOMAIN)
+
+
+def check_certificate(
+    envelope: bytes,
+    run: RunId,
+    organiser: PeerId,
+    now: float,
+    remote_peer: PeerId,
+    oldest_generation: Generation = FIRST_GENERATION,
+) -> MembershipCertificate:
+    """The certificate, when it lets `remote_peer` take part in `run` at `now`.
+
+    Raises AdmissionError with the reason otherwise. `remote_peer` must come from the
+    connection, which proves it; a certificate is no secret and proves nothing alone.
+    Certificates of starts of the coordinator before `oldest_generation` hold no longer.
+    """
+    try:
+        certificate, _ = open_message(
+            envelope, MembershipCertificate, MEMBERSHIP_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
+        )
+    except (FrameError, SignatureError) as error:
+        raise AdmissionError(f"{remote_peer} shows no certificate of this run: {error}") from error
+    if certificate.run != run:
+        raise AdmissionError(
+            f"{remote_peer} is a member of run {certificate.run[:12]}, not of {run[:12]}"
+        )
+    if certificate.peer != remote_peer:
+        raise AdmissionError(f"{remote_peer} shows the certificate of {certificate.peer}")
+    if now < certificate.not_before - CLOCK_SKEW_SECONDS:
+        wait_seconds = certificate.not_before - now
+        raise AdmissionError(
+            f"the certificate of {remote_peer} is valid only in {wait_seconds:.0f} s; "
+            f"check the clocks of both machines"
+        )
+    if now > certificate.expires + CLOCK_SKEW_SECONDS:
+        raise AdmissionError(
+            f"the certificate of {remote_peer} expired {now - certificate.expires:.0f} s ago; "
+            f"it must ask the coordinator for a new one"
+        )
+    if certificate.generation < oldest_generation:
+        raise AdmissionError(
+            f"the certificate of {remote_peer} is of the coordinator's start "
+            f"{certificate.generation}, and those before {oldest_generation} hold no longer; "
+            f"it must attach to the coordinator again"
+        )
+    return certificate
+
+
+def sign_receipt(identity: Identity, receipt: Receipt) -> bytes:
+    assert receipt.peer == identity.peer_id, "a peer signs its own receipts"
+    return sign_message(identity, receipt, RECEIPT_DOMAIN)
+
+
+def open_receipt(envelope: bytes) -> Receipt:
+    """The receipt, signed by the peer it names. FrameError or SignatureError otherwise."""
+    receipt, signer = open_message(
+        envelope, Receipt, RECEIPT_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
+    )
+    if signer != receipt.peer:
+        raise SignatureError(f"{signer} signed a receipt in the name of {receipt.peer}")
+    return receipt
+
+
+def sign_carrier_binding(identity: Identity, binding: CarrierBinding) -> bytes:
+    assert binding.peer == identity.peer_id, "a peer binds its own carrier"
+    return sign_message(identity, binding, CARRIER_DOMAIN)
+
+
+def open_carrier_binding(envelope: bytes, peer: PeerId, now: float) -> CarrierBinding:
+    """The binding, signed by `peer` and not expired. FrameError or SignatureError otherwise."""
+    binding, _ = open_message(envelope, CarrierBinding, CARRIER_DOMAIN, peer, MAX_CREDENTIAL_BYTES)
+    if binding.peer != peer:
+        raise SignatureError(f"{peer} signed a carrier binding in the name of {binding.peer}")
+    if now > binding.expires + CLOCK_SKEW_SECONDS:
+        raise SignatureError(f"the carrier binding of {peer} has expired")
+    return binding
+
+
+def sign_owner_binding(identity: Identity, device: PeerId) -> bytes:
+    return sign_message(identity, OwnerBinding(owner=identity.peer_id, device=device), OWNER_DOMAIN)
+
+
+def open_owner_binding(envelope: bytes, device: PeerId) -> OwnerBinding:
+    """The binding of `device`, signed by the owner it names; FrameError or SignatureError.
+
+    Both agree only if `device` is proven beside it, as a connection does: anybody can sign that
+    somebody else's device is theirs.
+    """
+    binding, signer = open_message(
+        envelope, OwnerBinding, OWNER_DOMAIN, max_bytes=MAX_CREDENTIAL_BYTES
+    )
+    if signer != binding.owner:
+        raise SignatureError(f"{signer} signed an owner binding in the name of {binding.owner}")
+    if binding.device != device:
+        raise SignatureError(f"{device} shows the owner binding of {binding.device}")
+    if binding.owner == device:
+        raise SignatureError(f"{device} is bound to itself; who is its own owner shows no binding")
+    return binding

@@ -1,0 +1,51 @@
+"""The manifest as it travels: signed by the organiser, and the run's id that follows from it.
+
+Owns the envelope's domain and bound, and which part of a manifest names the run. What a
+manifest says is in `manifest`; the envelope's format in `signing`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.run.manifest import Manifest
+
+MANIFEST_DOMAIN = "swarmtrain-manifest-1"
+
+MAX_MANIFEST_BYTES = 3 * 1024 * 1024
+"""Room for more than ten thousand shards; in base64 it fills the field that carries it."""
+
+
+def sign_manifest(identity: Identity, manifest: Manifest) -> bytes:
+    assert identity.peer_id == manifest.organiser, "only the organiser signs a manifest"
+    return sign_message(identity, manifest, MANIFEST_DOMAIN)
+
+
+def open_manifest(envelope: bytes, organiser: PeerId) -> Manifest:
+    """The checked manifest. FrameError or SignatureError if it is not one by `organiser`."""
+    manifest, _ = open_message(
+        envelope, Manifest, MANIFEST_DOMAIN, organiser, max_bytes=MAX_MANIFEST_BYTES
+    )
+    return manifest
+
+
+def run_id_of(manifest: Manifest) -> RunId:
+    """Names the run by what makes it another run if changed: organiser, model, data and seed.
+
+    Length, limits and addresses are left out, so that invites outlive a change of those.
+    """
+    # Runs from before there were bottlenecks keep their names.
+    narrow = set() if manifest.model.bottlenecks else {"bottleneck_size", "bottlenecks"}
+    named = {
+        "organiser": manifest.organiser,
+        "name": manifest.name,
+        "model": manifest.model.model_dump(exclude=narrow),
+        "data": manifest.data.model_dump(exclude={"shards": {"__all__": {"url"}}}),
+        "seed": manifest.training.seed,
+    }
+    canonical = json.dumps(named, sort_keys=True, separators=(",", ":")).encode("utf-8")
+    return RunId(hashlib.sha256(b"swarmtrain-run-1" + canonical).hexdigest())

@@ -1,0 +1,177 @@
+"""Signed messages in libp2p's signed-envelope format (libp2p RFC 0002).
+
+    Envelope { public_key = 1, payload_type = 2, payload = 3, signature = 5 }
+
+The signature covers the domain, the payload type and the payload, each preceded by its length
+as a varint; so a signature given in one domain is worth nothing in another. Owns the envelope
+and its check. What is signed is in credentials and manifest.
+
+The protobuf is read and written by hand, because it must be strict: exactly one spelling of an
+envelope is accepted, the one `seal` writes. A lenient parser would let a third party change
+bytes of a signed message (unknown fields, long varints) without breaking its signature.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from swarm_shared.base.errors import FrameError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId
+from swarm_shared.identity.keys import (
+    PUBLIC_KEY_BYTES,
+    PUBLIC_KEY_PREFIX,
+    SIGNATURE_BYTES,
+    Identity,
+    peer_id_of,
+    verify,
+)
+
+MAX_ENVELOPE_BYTES = 64 * 1024
+"""Credentials and receipts have some hundred bytes; a caller with more to sign says so."""
+
+JSON_PAYLOAD_TYPE = b"/swarmtrain/json/1"
+
+# Field number << 3 | wire type 2 (length-delimited).
+_PUBLIC_KEY_TAG = b"\x0a"
+_PAYLOAD_TYPE_TAG = b"\x12"
+_PAYLOAD_TAG = b"\x1a"
+_SIGNATURE_TAG = b"\x2a"
+# Five bytes of seven bits hold every length below 2^35.
+_MAX_VARINT_BYTES = 5
+
+ModelT = TypeVar("ModelT", bound=FrozenModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What an envelope held, after its signature was found to be `signer`'s."""
+
+    signer: PeerId
+    payload_type: bytes
+    payload: bytes
+
+
+def seal(identity: Identity, domain: str, payload_type: bytes, payload: bytes) -> bytes:
+    """An envelope with `payload`, signed by `identity` for `domain`."""
+    signature = identity.sign(_signed_bytes(domain, payload_type, payload))
+    return _encode(identity.public_key_bytes, payload_type, payload, signature)
+
+
+def open_envelope(
+    envelope: bytes,
+    domain: str,
+    expected_signer: PeerId | None = None,
+    max_bytes: int = MAX_ENVELOPE_BYTES,
+) -> Opened:
+    """Checks an envelope and gives its content.
+
+    FrameError: it is too long or not an envelope. SignatureError: the signature does not hold
+    in this domain, or the signer is not `expected_signer`.
+    """
+    if len(envelope) > max_bytes:
+        raise FrameError(
+            f"a signed message of {len(envelope)} bytes is longer than the {max_bytes} allowed"
+        )
+    envelope = bytes(envelope)
+    public_key, payload_type, payload, signature = _decode(envelope)
+    signer = peer_id_of(public_key)
+    if expected_signer is not None and signer != expected_signer:
+        raise SignatureError(f"a message that {expected_signer} must sign is signed by {signer}")
+    verify(signer, _signed_bytes(domain, payload_type, payload), signature)
+    return Opened(signer, payload_type, payload)
+
+
+def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:
+    """An envelope with the message's JSON."""
+    return seal(identity, domain, JSON_PAYLOAD_TYPE, message.model_dump_json().encode())
+
+
+def open_message(
+    envelope: bytes,
+    type: type[ModelT],
+    domain: str,
+    expected_signer: PeerId | None = None,
+    max_bytes: int = MAX_ENVELOPE_BYTES,
+) -> tuple[ModelT, PeerId]:
+    """The checked message and its signer. Errors as in `open_envelope`."""
+    opened = open_envelope(envelope, domain, expected_signer, max_bytes)
+    if opened.payload_type != JSON_PAYLOAD_TYPE:
+        raise FrameError(f"a signed message has the unknown payload type {opened.payload_type!r}")
+    try:
+        message = type.model_validate_json(opened.payload, strict=True)
+    except ValidationError as error:
+        raise FrameError(
+            f"{opened.signer} signed something that is not a {type.__name__}: "
+            f"{describe_validation_error(error)}"
+        ) from error
+    return message, opened.signer
+
+
+def describe_validation_error(error: ValidationError) -> str:
+    """The first complaint in one line, without the (untrusted, possibly huge) input."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:100] or "the whole message"
+    return f"{where}: {first['msg']}"[:300]
+
+
+def _signed_bytes(domain: str, payload_type: bytes, payload: bytes) -> bytes:
+    return b"".join(_with_length(part) for part in (domain.encode(), payload_type, payload))
+
+
+def _encode(public_key: bytes, payload_type: bytes, payload: bytes, signature: bytes) -> bytes:
+    parts = [_PUBLIC_KEY_TAG, _with_length(PUBLIC_KEY_PREFIX + public_key)]
+    # Protobuf leaves empty fields out.
+    if payload_type:
+        parts += [_PAYLOAD_TYPE_TAG, _with_length(payload_type)]
+    if payload:
+        parts += [_PAYLOAD_TAG, _with_length(payload)]
+    parts += [_SIGNATURE_TAG, _with_length(signature)]
+    return b"".join(parts)
+
+
+def _decode(envelope: bytes) -> tuple[bytes, bytes, bytes, bytes]:
+    fields: dict[bytes, bytes] = {}
+    position = 0
+    while position < len(envelope):
+        tag = envelope[position : position + 1]
+        length, start = _read_varint(envelope, position + 1)
+        position = start + length
+        if position > len(envelope):
+            raise FrameError("a signed message is cut short")
+        fields[tag] = envelope[start:position]
+    public_key = fields.get(_PUBLIC_KEY_TAG, b"")
+    if not public_key.startswith(PUBLIC_KEY_PREFIX):
+        raise FrameError("a signed message carries no Ed25519 public key")
+    public_key = public_key[len(PUBLIC_KEY_PREFIX) :]
+    signature = fields.get(_SIGNATURE_TAG, b"")
+    if len(public_key) != PUBLIC_KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        raise FrameError("a signed message has a key or signature of the wrong length")
+    payload_type, payload = fields.get(_PAYLOAD_TYPE_TAG, b""), fields.get(_PAYLOAD_TAG, b"")
+    if _encode(public_key, payload_type, payload, signature) != envelope:
+        raise FrameError("a signed message is not spelt as envelopes are")
+    return public_key, payload_type, payload, signature
+
+
+def _with_length(content: bytes) -> bytes:
+    length, encoded = len(content), bytearray()
+    while length > 0x7F:
+        encoded.append(length & 0x7F | 0x80)
+        length >>= 7
+    encoded.append(length)
+    return bytes(encoded) + content
+
+
+def _read_varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        if position + index >= len(data):
+            break
+        byte = data[position + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, position + index + 1
+    raise FrameError("a signed message has a damaged length")

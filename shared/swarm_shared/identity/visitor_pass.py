@@ -1,0 +1,52 @@
+"""A visitor's pass: the organiser's word that a peer may ask volunteers for probes, and no more.
+
+Who checks a machine before joining is no member yet, so it has no certificate; the coordinator,
+which has seen its invite, gives it this instead. It opens DOCTOR_PROTOCOL alone.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from pydantic import Field
+
+from swarm_shared.base.errors import AdmissionError, FrameError, SignatureError
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS, MAX_CREDENTIAL_BYTES
+from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import open_message, sign_message
+
+VISITOR_DOMAIN = "swarmtrain-visitor-1"
+PASS_SECONDS = 300.0
+"""A check takes half a minute; a daemon gets a new one with each."""
+
+
+class VisitorPass(FrozenModel):
+    peer: PeerId
+    run: RunId
+    expires: float = Field(ge=0, allow_inf_nan=False)
+
+
+def sign_visitor_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
+    """In base64, as it travels."""
+    value = VisitorPass(peer=peer, run=run, expires=now + PASS_SECONDS)
+    return base64.b64encode(sign_message(organiser, value, VISITOR_DOMAIN)).decode("ascii")
+
+
+def check_visitor_pass(
+    text: str, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
+) -> None:
+    """AdmissionError unless the pass is for `remote_peer`, who must come from the connection."""
+    try:
+        envelope = base64.b64decode(text, validate=True)
+        value, _ = open_message(
+            envelope, VisitorPass, VISITOR_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
+        )
+    except (binascii.Error, ValueError, FrameError, SignatureError) as error:
+        raise AdmissionError(f"{remote_peer} shows no pass of this run: {error}") from error
+    if value.run != run or value.peer != remote_peer:
+        raise AdmissionError(f"{remote_peer} shows the pass of another run or peer")
+    if now > value.expires + CLOCK_SKEW_SECONDS:
+        raise AdmissionError(f"the pass of {remote_peer} has expired; ask the coordinator again")

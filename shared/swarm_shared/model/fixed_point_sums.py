@@ -1,0 +1,89 @@
+"""Sums of gradients that do not depend on who adds what to what in which order.
+
+Floating-point addition is not associative, so a step's gradient would depend, in its last bits, on
+which peers counted which microbatches and when; and what differs in the last bit grows. Here each
+microbatch's gradient is rounded once, to whole counts of a quantum, and counts are whole numbers in
+float64: as long as they stay below 2^53 their sums are exact, whatever the order, the number of
+peers, or what was taken out again meanwhile. So a run under churn has the very sums of a run on one
+machine, which rounds the same. (The idea is that of a long accumulator, Kulisch 1971, cut down to
+one word, as in reproducible summation, Demmel and Nguyen 2013, ARITH.)
+
+The quantum is chosen by what AdamW can notice. It divides a mean gradient's first moment by the
+root of the second plus epsilon: a gradient that is off by d moves no parameter by more than d /
+epsilon of a whole step. The quantum is at most 2^-16 epsilon, of the mean over a step's tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarm_shared.run.manifest import Manifest
+
+EXACT_BITS = 53
+"""Whole numbers below 2^53 are exact in float64."""
+
+QUANTUM_BITS = 16
+"""The quantum is so many powers of two below what a step's worth of epsilon is."""
+
+_WINDOW_ELEMENTS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Quantum:
+    """How gradients are counted; the same for all stages and microbatches of a run."""
+
+    size: float
+    """A power of two; of a gradient summed over tokens."""
+    most_counts: float
+    """A power of two: of one microbatch's element, and so that a step's microbatches together
+    stay exact."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Quantum:
+        # math.frexp: the exponent itself, not a logarithm whose last bit depends on a C library.
+        exponent = math.frexp(manifest.optimizer.epsilon * manifest.tokens_per_step)[1] - 1
+        # Beyond these a float32 that is scaled would lose digits or overflow.
+        size = 2.0 ** min(60, max(-100, exponent - QUANTUM_BITS))
+        microbatches = 1 << (manifest.training.microbatches_per_step - 1).bit_length()
+        # A tied table is summed over two stages.
+        return cls(size, 2.0 ** (EXACT_BITS - 2) / microbatches)
+
+    def counts(self, gradient: Tensor) -> Tensor:
+        """Of one microbatch: a new float32 tensor of whole numbers, ties to even. An element that
+        is too large for all to stay exact counts as the largest that is not."""
+        scaled = torch.mul(gradient, 1.0 / self.size)
+        return scaled.round_().clamp_(-self.most_counts, self.most_counts)
+
+    def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Add the counts of one microbatch's gradients to contiguous float64 totals."""
+        for total, gradient in zip(totals, gradients, strict=True):
+            # On a processor a window at a time, so that counts never leave its cache.
+            size = _WINDOW_ELEMENTS if gradient.device.type == "cpu" else max(1, gradient.numel())
+            windows = torch.split(total.view(-1), size)
+            parts = torch.split(gradient.reshape(-1), size)
+            for window, part in zip(windows, parts, strict=True):
+                window.add_(self.counts(part))
+
+    def mean(self, counts: Tensor, tokens: int) -> Tensor:
+        """The gradient of the mean loss over so many tokens, rounded to float32 once."""
+        return (counts * (self.size / tokens)).float()
+
+
+def quantum_of(manifest: Manifest) -> Quantum | None:
+    """None where the manifest says that sums are plain float32."""
+    return Quantum.of(manifest) if manifest.codecs.average == "exact" else None
+
+
+def totals_dtype(quantum: Quantum | None) -> torch.dtype:
+    """Of a flat vector of a step's sums."""
+    return torch.float32 if quantum is None else torch.float64
+
+
+def mean_gradient(totals: Tensor, tokens: int, quantum: Quantum | None) -> Tensor:
+    """A new float32 vector: a step's sums over its tokens."""
+    return totals / tokens if quantum is None else quantum.mean(totals, tokens)

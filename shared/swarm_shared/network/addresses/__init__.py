@@ -1,0 +1,1 @@
+"""Multiaddresses: their binary form and the order in which they are dialled."""

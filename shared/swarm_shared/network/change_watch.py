@@ -1,0 +1,53 @@
+"""Notices that this machine is on another network, or that it slept.
+
+Connections then look alive and are not: nobody would hear of it until something is sent and not
+acknowledged for long. Addresses are compared, and clocks: the one that stands still while the
+machine sleeps with the one that does not.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+import trio
+
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.network.addresses.dial_order import Interfaces
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS: Final = 2.0
+SLEPT_SECONDS: Final = 10.0
+"""Wall-clock time that passed beyond what the process saw; a busy machine stays far below."""
+
+
+class NetworkWatch:
+    """`interfaces` is at most LOOK_SECONDS old while `run` runs."""
+
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        look: Callable[[], Interfaces] = Interfaces.of_this_machine,
+        wall_clock: Clock = wall,
+    ) -> None:
+        self._on_change = on_change
+        self._look = look
+        self._wall_clock = wall_clock
+        self.interfaces = look()
+
+    async def run(self) -> None:
+        wall, awake = self._wall_clock(), trio.current_time()
+        while True:
+            await trio.sleep(LOOK_SECONDS)
+            now = self._look()
+            changed = now != self.interfaces
+            self.interfaces = now
+            next_wall, next_awake = self._wall_clock(), trio.current_time()
+            # A clock that was set forward looks the same, and costs a few pings.
+            slept = (next_wall - wall) - (next_awake - awake) > SLEPT_SECONDS
+            wall, awake = next_wall, next_awake
+            if changed or slept:
+                logger.info("this machine %s", "woke up" if slept else "has other addresses")
+                self._on_change()

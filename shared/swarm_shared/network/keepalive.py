@@ -1,0 +1,117 @@
+"""Connections once they are there: dead ones are noticed, relayed ones replaced by direct ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import trio
+from libp2p.network.connection.swarm_connection import SwarmConn
+
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.addresses.dial_order import Interfaces, is_global
+from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.links import Links, muxer_of
+from swarm_shared.network.nat.hole_punch import HolePuncher
+from swarm_shared.network.nat.identify import remote_multiaddr
+
+RELAYED_LINGER_SECONDS = 5.0
+"""Streams on a relayed connection have moved to the direct one in this time, or soon will."""
+PROVE_ALIVE_SECONDS = 3.0
+PUNCH_AGAIN_SECONDS = 15.0
+"""How often relayed links are looked at; each has a pause of its own."""
+
+
+class Upkeep:
+    """Works while `run` runs."""
+
+    def __init__(
+        self,
+        swarm: NodeSwarm,
+        links: Links,
+        puncher: HolePuncher,
+        interfaces: Callable[[], Interfaces],
+    ) -> None:
+        self._swarm = swarm
+        self._links = links
+        self._puncher = puncher
+        self._interfaces = interfaces
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self) -> None:
+        """Routers forget and people move: what is relayed is tried again now and then."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                while True:
+                    await trio.sleep(PUNCH_AGAIN_SECONDS)
+                    self._punch_relayed()
+        finally:
+            self._nursery = None
+
+    def check(self, peer: PeerId) -> None:
+        """Makes sure in the background that the connections to `peer` live, and closes dead
+        ones."""
+        if self._nursery is not None:
+            for connection in self._links.all_of(peer):
+                self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+
+    def network_changed(self) -> None:
+        """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
+        self._puncher.network_changed()
+        if self._nursery is not None:
+            own = {str(host) for host in self._interfaces().hosts}
+            for connection in self._swarm.get_connections():
+                muxer = muxer_of(connection)
+                # Nothing comes back to an address that this machine has no more.
+                seconds = PROVE_ALIVE_SECONDS if muxer.local_host in (None, *own) else 0.0
+                self._nursery.start_soon(muxer.prove_alive, seconds)
+            self._punch_relayed()
+
+    def connected(self, connection: SwarmConn) -> None:
+        muxer = muxer_of(connection)
+        peer = PeerId(muxer.peer_id.to_base58())
+        if muxer.relay is None:
+            place = remote_multiaddr(muxer.get_remote_address())
+            # What came while a hole was being punched came through it, but for the own network.
+            muxer.punched = self._puncher.is_active(peer) and place is not None and is_global(place)
+        self._links.changed(connection)
+        if self._nursery is None:
+            return
+        if muxer.relay is None:
+            self._puncher.connected(peer)
+            self._nursery.start_soon(self._retire_relayed, peer)
+        elif not muxer.is_initiator:
+            # As the specification has it: the end that was dialled begins.
+            self._nursery.start_soon(self._punch_for_dialler, peer)
+
+    async def _punch_for_dialler(self, peer: PeerId) -> None:
+        """Who comes through a relay has no direct connection: one that is here is dead, or was
+        made at the same moment."""
+        async with trio.open_nursery() as nursery:
+            for connection in self._links.all_of(peer):
+                if muxer_of(connection).relay is None:
+                    nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+        if await self._puncher.punch(peer):
+            await self._retire_relayed(peer)
+
+    async def _retire_relayed(self, peer: PeerId) -> None:
+        """Close relayed connections that are not needed any more, once nothing is on them.
+
+        Those that come later are left alone: their dialler may know better than this end that
+        the direct one is dead.
+        """
+        relayed = [c for c in self._links.all_of(peer) if muxer_of(c).relay is not None]
+        while self._links.has_direct(peer):
+            relayed = [connection for connection in relayed if not connection.is_closed]
+            if not relayed:
+                return
+            await trio.sleep(RELAYED_LINGER_SECONDS)
+            for connection in relayed:
+                if self._links.has_direct(peer) and not muxer_of(connection).stream_count:
+                    await connection.close()
+
+    def _punch_relayed(self) -> None:
+        if self._nursery is not None:
+            for connected in self._swarm.connections:
+                peer = PeerId(connected.to_base58())
+                if not self._links.has_direct(peer):
+                    self._nursery.start_soon(self._puncher.punch, peer)

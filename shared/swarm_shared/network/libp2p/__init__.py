@@ -1,0 +1,1 @@
+"""The connection stack: TCP, Noise, yamux, bandwidth limits and uplink estimates."""

@@ -1,0 +1,59 @@
+"""Turns what py-libp2p raises into this project's errors. The only place that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+from libp2p.network.stream.exceptions import StreamEOF
+from libp2p.stream_muxer.exceptions import MuxedStreamEOF
+
+from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
+
+
+@contextmanager
+def stream_errors(doing: str) -> Iterator[None]:
+    """For reading and writing on a stream: whatever fails means that the link is gone.
+
+    py-libp2p has no common base for what its streams raise (RawConnError and KeyError have
+    been seen among its own), so that anything else counts as a lost link, too. Cancellation
+    is no Exception and passes through.
+    """
+    try:
+        yield
+    except SwarmError:
+        raise
+    except trio.TooSlowError as error:
+        raise LinkTimeout(f"{doing}: no progress in the time given") from error
+    except (MuxedStreamEOF, StreamEOF) as error:
+        raise LinkClosed(f"{doing}: the other side ended the stream") from error
+    except Exception as error:
+        raise LinkClosed(f"{doing}: the link is lost ({summary(error)})") from error
+
+
+@contextmanager
+def dial_errors(doing: str) -> Iterator[None]:
+    """For connecting and opening streams: NetworkError with the reason."""
+    try:
+        yield
+    except SwarmError:
+        raise
+    except trio.TooSlowError as error:
+        raise LinkTimeout(f"{doing}: no answer in the time given") from error
+    except Exception as error:
+        raise NetworkError(f"{doing}: {summary(error)}") from error
+
+
+def summary(error: BaseException) -> str:
+    """The innermost reason in a few words: py-libp2p wraps errors in several layers."""
+    innermost = error
+    while True:
+        if isinstance(innermost, BaseExceptionGroup):
+            innermost = innermost.exceptions[0]
+        elif innermost.__cause__ is not None:
+            innermost = innermost.__cause__
+        else:
+            break
+    text = " ".join(str(innermost).split())[:200]
+    return text or type(innermost).__name__

@@ -1,0 +1,300 @@
+"""Hole punching over TCP (DCUtR): from a relayed connection to a direct one.
+
+Both ends dial each other at the same moment from the port they listen on, so that each router
+takes the other's packets for answers (github.com/libp2p/specs/blob/master/relay/DCUtR.md; Ford,
+Srisuresh and Kegel, USENIX 2005, for why it works). The end that opens the stream is the
+responder of the Noise handshake, the other one its initiator, whichever dial gets through.
+
+Behind routers that choose a new port for each remote this cannot work: the attempt is cut short,
+and repeated ever more rarely, or when the network changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import trio
+from libp2p.peer.id import ID
+from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
+from libp2p.stream_muxer.exceptions import MuxedStreamError
+from multiaddr import Multiaddr
+
+from swarm_shared.base.errors import FrameError, NetworkError
+from swarm_shared.base.types import PeerId
+from swarm_shared.network.addresses.binary import unpack_ip_address
+from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, ip_of
+from swarm_shared.network.libp2p.errors import dial_errors
+from swarm_shared.network.libp2p.host import NodeSwarm
+from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.nat.circuit import MESSAGE_SECONDS, read_message, write_message
+
+logger = logging.getLogger(__name__)
+
+DCUTR_PROTOCOL: Final = "/libp2p/dcutr"
+PUNCH_SECONDS: Final = 4.0
+"""From the moment both dial: the kernel repeats a lost first packet after one and three seconds."""
+RETRY_SECONDS: Final = 0.2
+"""After a router has refused a packet that came too early."""
+WAIT_SECONDS: Final = 2.0
+"""How long the dialler of a relayed connection waits for a better one before it uses this one;
+streams move over when the hole is there later."""
+FIRST_PAUSE_SECONDS: Final = 30.0
+LONGEST_PAUSE_SECONDS: Final = 600.0
+"""A peer with which it did not work is tried again after a while: routers forget, people move."""
+RECENT_SECONDS: Final = 10.0
+"""Both ends dial, and more than one connection may come out of it."""
+MAX_ADDRESSES: Final = 8
+INVITED_PAUSE_SECONDS: Final = 5.0
+"""Between attempts that a remote begins and that come to nothing: what it makes this node dial is
+up to it, and must not become a flood."""
+MAX_INVITED: Final = 32
+"""Attempts begun by remotes, at once; who comes later tries again."""
+UNILATERAL_SECONDS: Final = 0.3
+"""After the punching has begun: when the other end needs no hole, any port leads there."""
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One exchange with one peer, whichever end began it."""
+
+    begun: trio.Event = field(default_factory=trio.Event)
+    done: trio.Event = field(default_factory=trio.Event)
+    inviting: trio.CancelScope | None = None
+    """While this end's invitation is on its way."""
+
+
+class HolePuncher:
+    """`own_addresses` are told to the other end: where this node may be reached, as it knows."""
+
+    def __init__(
+        self,
+        swarm: NodeSwarm,
+        own_addresses: Callable[[], Sequence[str]],
+        source: Callable[[int], tuple[str, int] | None],
+        open_stream: Callable[[PeerId, str], Awaitable[YamuxStream]],
+        has_direct: Callable[[PeerId], bool],
+        interfaces: Callable[[], Interfaces],
+    ) -> None:
+        self._swarm = swarm
+        self._own_addresses = own_addresses
+        self._source = source
+        self._open_stream = open_stream
+        self._has_direct = has_direct
+        self._interfaces = interfaces
+        self._attempts: dict[PeerId, _Attempt] = {}
+        self._invited = 0
+        self._own = PeerId(swarm.get_peer_id().to_base58())
+        self._failures: dict[PeerId, int] = {}
+        self._failed_until: dict[PeerId, float] = {}
+        self._ended: dict[PeerId, float] = {}
+        self.succeeded = 0
+        self.failed = 0
+
+    def is_active(self, peer: PeerId) -> bool:
+        """Whether a connection that comes now is the fruit of an attempt."""
+        if self._is_running(peer):
+            return True
+        return trio.current_time() - self._ended.get(peer, -RECENT_SECONDS) < RECENT_SECONDS
+
+    def _is_running(self, peer: PeerId) -> bool:
+        attempt = self._attempts.get(peer)
+        return attempt is not None and attempt.begun.is_set()
+
+    def network_changed(self) -> None:
+        """What failed may work from here."""
+        self._failures.clear()
+        self._failed_until.clear()
+
+    def connected(self, peer: PeerId) -> None:
+        """A direct connection is there: whoever waits for one need not any more."""
+        if peer in self._attempts:
+            self._attempts[peer].done.set()
+
+    def worth_trying(self, peer: PeerId) -> bool:
+        return self._failed_until.get(peer, 0.0) <= trio.current_time()
+
+    async def wait(self, peer: PeerId) -> None:
+        """For the dialler of a relayed connection: until a punch has worked or failed."""
+        if self._has_direct(peer) or not self.worth_trying(peer):
+            return
+        attempt = self._attempts.setdefault(peer, _Attempt())
+        with trio.move_on_after(WAIT_SECONDS):
+            await attempt.done.wait()
+        if not attempt.begun.is_set() and self._attempts.get(peer) is attempt:
+            del self._attempts[peer]
+
+    async def punch(self, peer: PeerId) -> bool:
+        """Begin an attempt with a peer that is connected over a relay. False: stay relayed."""
+        if self._has_direct(peer):
+            return True
+        if self._is_running(peer) or not self.worth_trying(peer):
+            return False
+        with self._attempt(peer) as attempt:
+            addresses: list[str] | None = None
+            try:
+                with dial_errors(f"punching a hole to {peer}"), trio.CancelScope() as scope:
+                    attempt.inviting = scope
+                    addresses = await self._invite(peer)
+            except (NetworkError, FrameError) as error:
+                logger.debug("no hole punched to %s: %s", peer, error)
+                return self._has_direct(peer)
+            finally:
+                attempt.inviting = None
+            if addresses is not None and not scope.cancel_called:
+                return await self._dial(peer, addresses, as_initiator=False)
+            # The other end's invitation came meanwhile, and `handle` has taken it.
+            await attempt.done.wait()
+            return self._has_direct(peer)
+
+    async def _invite(self, peer: PeerId) -> list[str]:
+        stream = await self._open_stream(peer, DCUTR_PROTOCOL)
+        try:
+            with trio.fail_after(MESSAGE_SECONDS):
+                began = trio.current_time()
+                await write_message(stream, self._own_message())
+                theirs = await read_message(stream, HolePunch)
+                round_trip_seconds = trio.current_time() - began
+                await write_message(stream, HolePunch(type=HolePunch.SYNC))
+                await stream.close()
+            # The other end dials when this reaches it, half a round trip from now.
+            await trio.sleep(round_trip_seconds / 2)
+        except BaseException:
+            with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                await stream.reset()
+            raise
+        return self._candidates(theirs)
+
+    async def handle(self, stream: YamuxStream) -> None:
+        """An attempt that the other end has begun."""
+        peer = PeerId(stream.connection.peer_id.to_base58())
+        if stream.connection.relay is None or not self._takes_invitation(peer):
+            await stream.reset()
+            return
+        self._invited += 1
+        try:
+            await self._take_invitation(peer, stream)
+        finally:
+            self._invited -= 1
+
+    def _takes_invitation(self, peer: PeerId) -> bool:
+        attempt = self._attempts.get(peer)
+        if attempt is not None and attempt.begun.is_set():
+            if attempt.inviting is None or self._own < peer:
+                return False
+            # Both ends have begun: the one with the lower peer ID goes on.
+            attempt.inviting.cancel()
+            return True
+        if self._invited >= MAX_INVITED:
+            return False
+        ended = self._ended.get(peer)
+        return ended is None or trio.current_time() - ended >= INVITED_PAUSE_SECONDS
+
+    async def _take_invitation(self, peer: PeerId, stream: YamuxStream) -> None:
+        with self._attempt(peer):
+            try:
+                with trio.fail_after(MESSAGE_SECONDS):
+                    theirs = await read_message(stream, HolePunch)
+                    await write_message(stream, self._own_message())
+                    await read_message(stream, HolePunch)
+            except (FrameError, MuxedStreamError, trio.TooSlowError) as error:
+                logger.debug("%s did not go on with punching a hole: %s", peer, error)
+                return
+            finally:
+                with trio.CancelScope(shield=True), trio.move_on_after(1.0):
+                    await stream.close()
+            await self._dial(peer, self._candidates(theirs), as_initiator=True)
+
+    def _attempt(self, peer: PeerId) -> _AttemptScope:
+        return _AttemptScope(self._attempts, peer)
+
+    def _own_message(self) -> HolePunch:
+        return HolePunch(
+            type=HolePunch.CONNECT,
+            ObsAddrs=[Multiaddr(a).to_bytes() for a in self._own_addresses()[:MAX_ADDRESSES]],
+        )
+
+    def _candidates(self, message: HolePunch) -> list[str]:
+        """The other end's addresses that are worth a packet from here."""
+        told = [unpack_ip_address(packed) for packed in message.ObsAddrs[:MAX_ADDRESSES]]
+        addresses = dict.fromkeys(address for address in told if address is not None)
+        return direct_addresses(addresses, self._interfaces())
+
+    async def _dial(self, peer: PeerId, addresses: list[str], *, as_initiator: bool) -> bool:
+        """Dial all of them over and over until one is through, or the time is up."""
+        peer_id = ID.from_base58(peer)
+        places = {(str(ip_of(a)), int(a.split("/tcp/")[1])) for a in addresses}
+        expected = self._swarm.expected_as_initiator
+        if as_initiator:
+            # A place that another peer has named is that one's: else anybody could take it away.
+            places -= expected.keys()
+            expected.update(dict.fromkeys(places, peer_id))
+        done = self._attempts[peer].done
+        try:
+            with trio.move_on_after(PUNCH_SECONDS):
+                async with trio.open_nursery() as nursery:
+                    for address in addresses:
+                        nursery.start_soon(self._dial_one, peer, peer_id, address, as_initiator)
+                        if not as_initiator:
+                            nursery.start_soon(self._dial_plainly, peer, peer_id, address)
+                    await done.wait()
+                    nursery.cancel_scope.cancel()
+        finally:
+            if as_initiator:
+                for place in places:
+                    expected.pop(place, None)
+        now = trio.current_time()
+        self._ended = {p: t for p, t in self._ended.items() if now - t < RECENT_SECONDS}
+        self._ended[peer] = now
+        if self._has_direct(peer):
+            self.succeeded += 1
+            self._failures.pop(peer, None)
+            return True
+        self.failed += 1
+        failures = self._failures[peer] = min(10, self._failures.get(peer, 0) + 1)
+        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1))
+        self._failed_until[peer] = now + pause
+        return False
+
+    async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:
+        target = Multiaddr(address)
+        dial = self._swarm.dial_addr if as_initiator else self._swarm.dial_addr_as_responder
+        while not self._has_direct(peer):
+            try:
+                with dial_errors(address):
+                    await dial(target, peer_id, self._source(6 if "/ip6/" in address else 4))
+            except NetworkError as error:
+                logger.debug("punching to %s: %s", peer, error)
+                await trio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    async def _dial_plainly(self, peer: PeerId, peer_id: ID, address: str) -> None:
+        """Once, from any port, as one dials a public address: this end's router may choose
+        another port than the other end expects, which then takes this for a stranger's dial."""
+        await trio.sleep(UNILATERAL_SECONDS)
+        try:
+            with dial_errors(address):
+                await self._swarm.dial_addr(Multiaddr(address), peer_id)
+        except NetworkError as error:
+            logger.debug("dialling %s: %s", peer, error)
+
+
+class _AttemptScope:
+    """Marks an attempt as begun, and as done at the end of the block."""
+
+    def __init__(self, attempts: dict[PeerId, _Attempt], peer: PeerId) -> None:
+        self._attempts = attempts
+        self._peer = peer
+        self._attempt = attempts.setdefault(peer, _Attempt())
+
+    def __enter__(self) -> _Attempt:
+        self._attempt.begun.set()
+        return self._attempt
+
+    def __exit__(self, *_: object) -> None:
+        self._attempt.done.set()
+        if self._attempts.get(self._peer) is self._attempt:
+            del self._attempts[self._peer]

@@ -1,0 +1,1 @@
+"""Reachability and bandwidth probes: the server that answers and the client that asks."""

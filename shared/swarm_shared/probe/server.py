@@ -1,0 +1,380 @@
+"""DOCTOR_PROTOCOL at the side that answers: time, version, echoes, rates, and dialling back.
+
+A stranger may use it, so everything is bounded before anything is done: visits at once, visits of
+one peer and of one address, requests of a visit, bytes, dials and seconds. It dials nothing but
+the address that the visitor itself comes from, so that nobody can be scanned or flooded with it.
+
+Who may visit, and what a visitor is told about the run, is the caller's part (`Judge`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import trio
+
+from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.rate_limit import RateLimit
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.visitor_pass import check_visitor_pass
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.network.nat.dial_back import dial_back
+from swarm_shared.protocol import (
+    DOCTOR_PROTOCOL,
+    MAX_RATE_BYTES,
+    RATE_CHUNK_BYTES,
+    SOFTWARE_VERSION,
+    DialBack,
+    DialBackAnswer,
+    DialBackResult,
+    DoctorAnswer,
+    DoctorHello,
+    DoctorRefused,
+    DoctorRequest,
+    DoctorWelcome,
+    Download,
+    DownloadChunk,
+    Echo,
+    EchoAnswer,
+    Neighbour,
+    Upload,
+    UploadAnswer,
+    doctor_requests,
+    encode,
+    parse,
+)
+
+log = logging.getLogger(__name__)
+
+SERVING_LIMITS = FrameLimits(max_header_bytes=32 * 1024, max_payload_bytes=RATE_CHUNK_BYTES)
+
+HELLO_SECONDS = 5.0
+IDLE_SECONDS = 10.0
+SEND_SECONDS = 10.0
+VISIT_SECONDS = 30.0
+DIAL_SECONDS = 3.0
+MAX_ECHOES = 32
+MAX_REQUESTS = 512
+"""A visit's whole allowance of bytes in chunks, and everything else."""
+MAX_DIAL_REQUESTS = 3
+"""The address as it is, as mapped, and one more try."""
+RATE_COST = 4
+"""In visits: what a rate measurement takes from an address's allowance."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeLimits:
+    """What all visitors together, and each of them, may take of this machine."""
+
+    visits: int = 32
+    visits_per_address: int = 8
+    """A household may have several volunteers."""
+    measuring_visits: int = 2
+    """More at once would measure each other, and take the line from the training."""
+    dials: int = 16
+    burst: float = 40.0
+    """Per address: eight check-ups at once …"""
+    per_second: float = 1 / 3
+    """… and four a minute in the long run: with 16 MiB each about 1 MB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the answering side says to a hello. Fields as in DoctorWelcome."""
+
+    software_fits: bool = True
+    admission: str = ""
+    visitor_pass: str | None = None
+    neighbours: tuple[Neighbour, ...] = ()
+    smallest_stage_bytes: int = 0
+    data_bytes: int = 0
+
+
+Judge = Callable[[PeerId, DoctorHello], Verdict]
+"""Raises AdmissionError when this peer is not to be answered at all."""
+
+CheckMember = Callable[[PeerId, RunId, str], None]
+"""Raises AdmissionError unless the certificate, in base64, is the peer's."""
+
+
+def member_judge(
+    run: RunId, organiser: PeerId, check_member: CheckMember, clock: Clock = wall
+) -> Judge:
+    """A volunteer's: members of the run, and whoever the coordinator gave a pass."""
+
+    def judge(remote: PeerId, hello: DoctorHello) -> Verdict:
+        if hello.run != run:
+            raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
+        if hello.visitor_pass is not None:
+            check_visitor_pass(hello.visitor_pass, run, organiser, clock(), remote)
+        elif hello.certificate is not None:
+            check_member(remote, run, hello.certificate)
+        else:
+            raise AdmissionError("a volunteer answers members and visitors with a pass only")
+        return Verdict()
+
+    return judge
+
+
+def serve_probe(
+    node: Node,
+    judge: Judge,
+    limits: ProbeLimits | None = None,
+    wall_clock: Clock = wall,
+    clock: Clock = monotonic,
+) -> ProbeServer:
+    """Answers visitors as long as the node lives."""
+    server = ProbeServer(judge, limits or ProbeLimits(), wall_clock, clock)
+    node.serve(DOCTOR_PROTOCOL, server.handle, SERVING_LIMITS, public=True)
+    return server
+
+
+def observed_endpoint(stream: FramedStream) -> Endpoint | None:
+    """Where the remote's connection comes from; None when it comes through a relay."""
+    address = stream.remote_address
+    return None if address is None else Endpoint.parse(address)
+
+
+def address_key(observed: Endpoint | None) -> Hashable:
+    """What counts as one requester: an IPv4 address, or the network of a home with IPv6.
+
+    All who come through relays count as one: their own addresses are not known.
+    """
+    if observed is None:
+        return "relayed"
+    if observed.ip.version == 6:
+        return ipaddress.ip_network((observed.ip, 64), strict=False)
+    return observed.ip
+
+
+def busy(reason: str, retry_after_seconds: float) -> DoctorRefused:
+    return DoctorRefused(code="busy", reason=reason, retry_after_seconds=retry_after_seconds)
+
+
+class ProbeServer:
+    def __init__(self, judge: Judge, limits: ProbeLimits, wall_clock: Clock, clock: Clock) -> None:
+        self.judge = judge
+        self.limits = limits
+        self.wall_clock = wall_clock
+        self.rate_limit = RateLimit(limits.burst, limits.per_second, clock=clock)
+        self.measuring = trio.Semaphore(limits.measuring_visits)
+        self.dialling = trio.Semaphore(limits.dials)
+        self._visitors: set[PeerId] = set()
+        self._addresses: Counter[Hashable] = Counter()
+
+    async def handle(self, stream: FramedStream) -> None:
+        """One visit, from its hello to its end."""
+        observed = observed_endpoint(stream)
+        key = address_key(observed)
+        refused = self._enter(stream.remote, key)
+        if refused is not None:
+            await stream.send(encode(refused), timeout_seconds=SEND_SECONDS)
+            return
+        try:
+            with trio.move_on_after(VISIT_SECONDS) as scope:
+                await _Visit(self, stream, observed, key).run()
+            if scope.cancelled_caught:
+                log.info("the visit of %s took too long", stream.remote)
+        finally:
+            self._visitors.discard(stream.remote)
+            self._addresses[key] -= 1
+            if not self._addresses[key]:
+                del self._addresses[key]
+
+    def _enter(self, visitor: PeerId, key: Hashable) -> DoctorRefused | None:
+        limits = self.limits
+        if visitor in self._visitors:
+            return busy("another visit of this peer is under way", 1.0)
+        if len(self._visitors) >= limits.visits:
+            return busy(f"{limits.visits} visitors are being answered; try again", 2.0)
+        if self._addresses[key] >= limits.visits_per_address:
+            return busy("too many visitors come from this address at once; try again", 2.0)
+        wait_seconds = self.rate_limit.take(key)
+        if wait_seconds:
+            return busy("this address has asked too often; try again later", wait_seconds)
+        self._visitors.add(visitor)
+        self._addresses[key] += 1
+        return None
+
+
+class _Visit:
+    """One visitor's requests, answered in order."""
+
+    def __init__(
+        self,
+        server: ProbeServer,
+        stream: FramedStream,
+        observed: Endpoint | None,
+        key: Hashable,
+    ) -> None:
+        self._server = server
+        self._stream = stream
+        self._observed = observed
+        self._key = key
+        self._requests = 0
+        self._echoes = 0
+        self._dial_requests = 0
+        self._measuring = False
+        self._uploaded = 0
+        self._burst = 0
+        self._downloaded = 0
+
+    async def run(self) -> None:
+        if not await self._welcome():
+            return
+        try:
+            while True:
+                try:
+                    frame = await self._stream.receive(timeout_seconds=IDLE_SECONDS)
+                except LinkClosed:
+                    return
+                self._requests += 1
+                if self._requests > MAX_REQUESTS:
+                    raise ProtocolError(f"a visit has at most {MAX_REQUESTS} requests")
+                request = parse(doctor_requests, frame.header)
+                if frame.payload and not isinstance(request, Upload):
+                    raise ProtocolError(f"{request.kind} came with {len(frame.payload)} bytes")
+                await self._answer(request, len(frame.payload))
+        finally:
+            if self._measuring:
+                self._server.measuring.release()
+
+    async def _welcome(self) -> bool:
+        frame = await self._stream.receive(timeout_seconds=HELLO_SECONDS)
+        hello = parse(doctor_requests, frame.header)
+        if not isinstance(hello, DoctorHello):
+            raise ProtocolError(f"{self._stream.remote} began a visit with {hello.kind}")
+        try:
+            verdict = self._server.judge(self._stream.remote, hello)
+        except AdmissionError as error:
+            await self._send(DoctorRefused(code="admission", reason=str(error)[:500]))
+            return False
+        await self._send(
+            DoctorWelcome(
+                software=SOFTWARE_VERSION,
+                software_fits=verdict.software_fits,
+                observed_address=self._observed.multiaddr if self._observed else None,
+                admission=verdict.admission[:500],
+                visitor_pass=verdict.visitor_pass,
+                neighbours=verdict.neighbours,
+                smallest_stage_bytes=verdict.smallest_stage_bytes,
+                data_bytes=verdict.data_bytes,
+            )
+        )
+        return True
+
+    async def _answer(self, request: DoctorRequest, payload_bytes: int) -> None:
+        match request:
+            case Echo():
+                self._echoes += 1
+                if self._echoes > MAX_ECHOES:
+                    raise ProtocolError(f"a visit has at most {MAX_ECHOES} echoes")
+                now = self._server.wall_clock()
+                await self._send(EchoAnswer(number=request.number, unix_seconds=now))
+            case DialBack():
+                await self._dial_back(request)
+            case Upload():
+                await self._upload(request, payload_bytes)
+            case Download():
+                await self._download(request)
+            case DoctorHello():
+                raise ProtocolError("the visitor said hello a second time")
+
+    async def _send(self, message: DoctorAnswer, payload: bytes = b"") -> None:
+        await self._stream.send(encode(message), payload, timeout_seconds=SEND_SECONDS)
+
+    # Dialling back
+
+    async def _dial_back(self, request: DialBack) -> None:
+        self._dial_requests += 1
+        if self._dial_requests > MAX_DIAL_REQUESTS:
+            raise ProtocolError(f"a visit has at most {MAX_DIAL_REQUESTS} requests to dial back")
+        wait_seconds = self._server.rate_limit.take(self._key)
+        if wait_seconds:
+            await self._send(busy("this address has asked too often", wait_seconds))
+            return
+        results: dict[int, DialBackResult] = {}
+
+        async def dial(index: int, address: str) -> None:
+            results[index] = await self._dial(address)
+
+        async with trio.open_nursery() as nursery:
+            for index, address in enumerate(request.addresses):
+                nursery.start_soon(dial, index, address)
+        await self._send(DialBackAnswer(results=tuple(results[index] for index in sorted(results))))
+
+    async def _dial(self, address: str) -> DialBackResult:
+        endpoint = Endpoint.parse(address)
+        if endpoint is None:
+            reason = "this is no address that can be dialled"
+        elif self._observed is None:
+            reason = "your connection comes through a relay, so that your address is not known"
+        elif endpoint.ip != self._observed.ip:
+            reason = f"only the address that you come from, {self._observed.ip}, is dialled"
+        else:
+            reason = await self._try(endpoint)
+        return DialBackResult(address=address, reached=not reason, reason=reason[:500])
+
+    async def _try(self, endpoint: Endpoint) -> str:
+        """Why the visitor is not reached there; empty when it is."""
+        try:
+            self._server.dialling.acquire_nowait()
+        except trio.WouldBlock:
+            return "too many addresses are being dialled at this moment; try again"
+        try:
+            await dial_back(endpoint.multiaddr, self._stream.remote, DIAL_SECONDS)
+        except NetworkError as error:
+            return str(error)
+        finally:
+            self._server.dialling.release()
+        return ""
+
+    # Rates
+
+    def _may_measure(self) -> DoctorRefused | None:
+        """The first measurement of a visit takes one of the few places, until the visit's end."""
+        if self._measuring:
+            return None
+        wait_seconds = self._server.rate_limit.take(self._key, RATE_COST)
+        if wait_seconds:
+            return busy("this address has measured too often; try again later", wait_seconds)
+        try:
+            self._server.measuring.acquire_nowait()
+        except trio.WouldBlock:
+            return busy("others are measuring at this moment; try again", 2.0)
+        self._measuring = True
+        return None
+
+    async def _upload(self, request: Upload, payload_bytes: int) -> None:
+        self._uploaded += payload_bytes
+        if self._uploaded > MAX_RATE_BYTES:
+            raise ProtocolError(f"a visit uploads at most {MAX_RATE_BYTES} bytes")
+        self._burst += payload_bytes
+        refused = self._may_measure() if self._burst == payload_bytes else None
+        if refused is not None:
+            self._burst = 0
+            await self._send(refused)
+            return
+        if not request.more:
+            await self._send(UploadAnswer(bytes=self._burst))
+            self._burst = 0
+
+    async def _download(self, request: Download) -> None:
+        self._downloaded += request.bytes
+        if self._downloaded > MAX_RATE_BYTES:
+            raise ProtocolError(f"a visit downloads at most {MAX_RATE_BYTES} bytes")
+        refused = self._may_measure()
+        if refused is not None:
+            await self._send(refused)
+            return
+        left = request.bytes
+        while left:
+            size = min(left, RATE_CHUNK_BYTES)
+            left -= size
+            await self._send(DownloadChunk(more=left > 0), bytes(size))

@@ -1,0 +1,135 @@
+"""DOCTOR_PROTOCOL: a machine that asks how the network looks, and one that answers from outside.
+
+The coordinator serves it to whoever knows the run, admitted or not; volunteers serve it to
+members and to those who show a pass of the coordinator's. One stream is one visit: a hello, then
+requests in any order, each with its answer, all within the limits of `swarm_shared.probe.server`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.protocol.common import Address, Count, Envelope, Seconds, Text
+
+DOCTOR_PROTOCOL = "/swarmtrain/doctor/1"
+
+MAX_CANDIDATES = 4
+MAX_RATE_BYTES = 8 * 2**20
+"""In each direction, per visit."""
+RATE_CHUNK_BYTES = 64 * 1024
+
+
+class DoctorHello(FrozenModel):
+    kind: Literal["doctor_hello"] = "doctor_hello"
+    run: RunId
+    software: Annotated[str, Field(max_length=50)]
+    token: Annotated[str, Field(max_length=200)] | None = None
+    """For the coordinator alone; it is looked at, not used up."""
+    certificate: Envelope | None = None
+    visitor_pass: Envelope | None = None
+
+
+class Neighbour(FrozenModel):
+    """A volunteer who can be asked for a probe, too."""
+
+    peer: PeerId
+    addresses: tuple[Address, ...] = Field(max_length=32)
+
+
+class DoctorWelcome(FrozenModel):
+    kind: Literal["doctor_welcome"] = "doctor_welcome"
+    software: Annotated[str, Field(max_length=50)]
+    software_fits: bool
+    """The answering side's judgement of the hello's software."""
+    observed_address: Address | None = None
+    """Where the visitor's connection comes from; None when it comes through a relay."""
+    admission: Text = ""
+    """Why the run would not take the visitor; empty when it would, or when not asked."""
+    visitor_pass: Envelope | None = None
+    neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
+    smallest_stage_bytes: Count = 0
+    """Memory that the smallest stage takes; 0 when the answering side does not know."""
+    data_bytes: Count = 0
+    """What a volunteer downloads before it can train."""
+
+
+class DoctorRefused(FrozenModel):
+    """In place of a welcome, or of the answer to one request."""
+
+    kind: Literal["doctor_refused"] = "doctor_refused"
+    code: Literal["admission", "busy", "protocol"]
+    reason: Text
+    retry_after_seconds: Seconds = 0.0
+
+
+class Echo(FrozenModel):
+    kind: Literal["echo"] = "echo"
+    number: Count
+
+
+class EchoAnswer(FrozenModel):
+    kind: Literal["echo_answer"] = "echo_answer"
+    number: Count
+    unix_seconds: float = Field(ge=0, allow_inf_nan=False)
+    """The answering side's wall clock."""
+
+
+class DialBack(FrozenModel):
+    """Asks for a fresh connection to each of these, which must be at the visitor's own address."""
+
+    kind: Literal["dial_back"] = "dial_back"
+    addresses: tuple[Address, ...] = Field(min_length=1, max_length=MAX_CANDIDATES)
+
+
+class DialBackResult(FrozenModel):
+    address: Address
+    reached: bool
+    reason: Text = ""
+
+
+class DialBackAnswer(FrozenModel):
+    """One result per address, in the order of the request."""
+
+    kind: Literal["dial_back_answer"] = "dial_back_answer"
+    results: tuple[DialBackResult, ...] = Field(max_length=MAX_CANDIDATES)
+
+
+class Upload(FrozenModel):
+    """The payload, at most RATE_CHUNK_BYTES, is thrown away; the last of a burst is answered."""
+
+    kind: Literal["upload"] = "upload"
+    more: bool
+
+
+class UploadAnswer(FrozenModel):
+    kind: Literal["upload_answer"] = "upload_answer"
+    bytes: Count
+    """Received since the last answer."""
+
+
+class Download(FrozenModel):
+    kind: Literal["download"] = "download"
+    bytes: int = Field(ge=1, le=MAX_RATE_BYTES)
+
+
+class DownloadChunk(FrozenModel):
+    """The payload means nothing."""
+
+    kind: Literal["download_chunk"] = "download_chunk"
+    more: bool
+
+
+DoctorRequest = Annotated[
+    DoctorHello | Echo | DialBack | Upload | Download, Field(discriminator="kind")
+]
+DoctorAnswer = Annotated[
+    DoctorWelcome | DoctorRefused | EchoAnswer | DialBackAnswer | UploadAnswer | DownloadChunk,
+    Field(discriminator="kind"),
+]
+
+doctor_requests: TypeAdapter[DoctorRequest] = TypeAdapter(DoctorRequest)
+doctor_answers: TypeAdapter[DoctorAnswer] = TypeAdapter(DoctorAnswer)

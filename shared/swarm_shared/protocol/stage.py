@@ -1,0 +1,103 @@
+"""STAGE_PROTOCOL: a sender and a stage server, one stream per ordered pair.
+
+The request is a microbatch's activation, the answer its gradient.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.types import MicrobatchIndex, RunId, StageIndex, Step
+from swarm_shared.protocol.common import Count, Envelope, Loss, Seconds, Stages, Text
+
+STAGE_PROTOCOL = "/swarmtrain/stage/1"
+
+
+class RefusalReason(StrEnum):
+    BUSY = "busy"
+    """The queue is full: choose another peer."""
+    WRONG_STEP = "wrong_step"
+    """The receiver is at another parameter version, or holds another stage."""
+    NOT_ADMITTED = "not_admitted"
+    """The sender may not use this peer."""
+    FAILED = "failed"
+    """It was tried and did not work; `detail` says why."""
+
+
+class StageHello(FrozenModel):
+    """Opens an edge: who I am in this run."""
+
+    kind: Literal["stage_hello"] = "stage_hello"
+    run: RunId
+    certificate: Envelope
+
+
+class StageHelloAnswer(FrozenModel):
+    kind: Literal["stage_hello_answer"] = "stage_hello_answer"
+    certificate: Envelope
+    stage: StageIndex
+    credits: int = Field(ge=1, le=1024)
+
+
+class StageRefused(FrozenModel):
+    kind: Literal["stage_refused"] = "stage_refused"
+    request: Count | None = None
+    reason: RefusalReason
+    detail: Text = ""
+
+
+class Forward(FrozenModel):
+    """One microbatch enters a stage. The payload is the input followed by the targets.
+
+    Stage 0's input are token ids (uint32, sequences × length); elsewhere the activation in the
+    run's wire dtype. Targets (uint32) travel along to the last stage.
+    """
+
+    kind: Literal["forward"] = "forward"
+    request: Count
+    mode: Literal["train", "evaluate"] = "train"
+    step: Step
+    microbatch: MicrobatchIndex
+    stage: StageIndex
+    accumulate: Stages
+    input_bytes: Count
+    target_bytes: Count
+
+
+class Backward(FrozenModel):
+    """The answer to Forward: the payload is the gradient of its input (empty for a trainer)."""
+
+    kind: Literal["backward"] = "backward"
+    request: Count
+    receipts: tuple[Envelope, ...] = Field(max_length=512)
+    service_seconds: Seconds
+    """Of this peer's device, without waiting for it and without what is downstream."""
+    total_seconds: Seconds = 0.0
+    """From the request's arrival to this answer, what is downstream included: the sender's own
+    measure less this is what the link took."""
+    line_seconds: Seconds = 0.0
+    """What this peer's line takes to send the activation and the gradient of one microbatch; 0
+    while its line has held nothing up."""
+    loss_sum: Loss
+    tokens: Count
+
+
+class StageCancel(FrozenModel):
+    """The sender has given this request up: free what is kept for it."""
+
+    kind: Literal["stage_cancel"] = "stage_cancel"
+    request: Count
+
+
+StageRequestMessage = Annotated[StageHello | Forward | StageCancel, Field(discriminator="kind")]
+StageAnswerMessage = Annotated[
+    StageHelloAnswer | StageRefused | Backward, Field(discriminator="kind")
+]
+
+
+stage_requests: TypeAdapter[StageRequestMessage] = TypeAdapter(StageRequestMessage)
+stage_answers: TypeAdapter[StageAnswerMessage] = TypeAdapter(StageAnswerMessage)

@@ -1,0 +1,194 @@
+"""The run's signed description: data, never code.
+
+The organiser's `run.toml` holds what a person edits; the manifest is derived from it once, by
+`swarm-coordinator init`, and is what volunteers receive and verify. Everything that decides
+what the run computes is in here, so that any two machines with the same manifest compute the
+same losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec, encoded_bytes
+from swarm_shared.run.model_config import ComputeDtype, ModelConfig
+
+MANIFEST_FORMAT = 1
+
+
+class StageRange(FrozenModel):
+    """Transformer layers [first_layer, end_layer) held by one stage.
+
+    Stage 0 also holds the token embedding; the last stage the final norm and the head.
+    """
+
+    first_layer: int = Field(ge=0)
+    end_layer: int = Field(ge=0)
+    work_flops: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Forward and backward of one microbatch, from the planner's profile."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Parameters, optimizer state, gradients and activations in flight, from the same profile."""
+
+
+class ShardInfo(FrozenModel):
+    """One file of tokens: little-endian unsigned integers, `token_bytes` each, nothing else."""
+
+    name: str = Field(pattern=r"^[a-z0-9_-]{1,64}\.tokens$")
+    split: Literal["train", "heldout"]
+    tokens: int = Field(ge=1)
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    url: str | None = None
+
+
+class DataConfig(FrozenModel):
+    token_bytes: Literal[1, 2, 4]
+    shards: tuple[ShardInfo, ...] = Field(min_length=2)
+    tokenizer: Literal["bytes", "bpe"]
+    tokenizer_sha256: str | None = None
+    unigram_entropy_nats: float
+    """Entropy of the held-out split's own token distribution: no unigram model does better."""
+
+    def split(self, name: Literal["train", "heldout"]) -> tuple[ShardInfo, ...]:
+        return tuple(shard for shard in self.shards if shard.split == name)
+
+
+class TrainingConfig(FrozenModel):
+    steps: int = Field(ge=1)
+    microbatches_per_step: int = Field(ge=1, le=65_536)
+    sequences_per_microbatch: int = Field(ge=1, le=65_536)
+    dtype: ComputeDtype = "float32"
+    seed: int = Field(ge=0, lt=2**63)
+    evaluation_microbatches: int = Field(default=8, ge=0, le=65_536)
+    """Held-out microbatches evaluated after the last step (and never trained on)."""
+    staleness: Literal[0, 1] = 0
+    """By how many steps the parameters that a gradient is taken at lag behind. With 1, step t is
+    computed with version t - 2, so that it can be worked on while step t - 1 closes."""
+
+
+class OptimizerConfig(FrozenModel):
+    """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
+
+    learning_rate: float = Field(gt=0)
+    minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    epsilon: float = Field(default=1e-6, gt=0)
+    """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
+    full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Applied to matrices only; norms and other vectors are left alone."""
+    clip_norm: float = Field(default=1.0, gt=0)
+    """Bound on the gradient norm of the whole model."""
+
+
+class CodecsConfig(FrozenModel):
+    """How tensors are written on every border between stages, one way for all peers.
+
+    Part of what the run computes: a receiver goes on with what it decoded, so whoever computes
+    something again must have decoded the same (docs/decisions, number 0021).
+    """
+
+    activation: ActivationCodec = "none"
+    gradient: GradientCodec = "none"
+    average: AverageCodec = "none"
+    """Of the all-reduce in a stage. `exact` counts gradients instead of summing them, and the run
+    is its reference to the bit (number 0026). What a lossy one loses depends on how many average,
+    so that replicas stay equal to the bit and the run is only near its reference (number 0023).
+    `none` is what manifests from before there were codecs say."""
+
+
+class LimitsConfig(FrozenModel):
+    """Bounds every peer enforces, so that no remote decides how much memory is taken."""
+
+    heartbeat_seconds: float = Field(default=1.0, gt=0)
+    dead_after_seconds: float = Field(default=4.5, gt=0)
+    """Silence after which a peer counts as dead."""
+    receipt_interval_seconds: float = Field(default=0.5, gt=0)
+    edge_credits: int = Field(default=16, ge=1, le=1024)
+    """Microbatches one sender may have outstanding at one receiver."""
+    stage_queue: int = Field(default=16, ge=1, le=4096)
+    """Microbatches one stage server holds at once, over all senders."""
+    join_hold_seconds: float = Field(default=30.0, ge=0)
+    """How long the close of a step waits for a newcomer that is downloading its stage."""
+    round_stall_seconds: float = Field(default=10.0, gt=0)
+    """An all-reduce without progress for so long has failed."""
+    lease_seconds: float = Field(default=120.0, gt=0)
+    """A leased microbatch that is not done by then is leased again, elsewhere."""
+    starting_peers_per_stage: int = Field(default=1, ge=1, le=10_000)
+    """The first step waits until every stage has so many peers; after a restart of the coordinator
+    the next one does, for ten seconds at most."""
+
+
+def narrowed(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
+    """The model with a bottleneck at each border between these stages, where it has a size."""
+    borders = tuple(stage.first_layer for stage in stages[1:]) if model.bottleneck_size else ()
+    return model.model_copy(update={"bottlenecks": borders})
+
+
+class Manifest(FrozenModel):
+    format: Literal[1] = 1
+    name: str = Field(min_length=1, max_length=100)
+    organiser: str
+    """Peer ID of the organiser's key, which signs the manifest, and is the coordinator's too."""
+    model: ModelConfig
+    stages: tuple[StageRange, ...] = Field(min_length=1)
+    data: DataConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    limits: LimitsConfig = LimitsConfig()
+    codecs: CodecsConfig = CodecsConfig()
+    checkpoint_steps: int = Field(default=50, ge=1)
+
+    @model_validator(mode="after")
+    def _stages_cover_the_layers(self) -> Self:
+        position = 0
+        for stage in self.stages:
+            if stage.first_layer != position or stage.end_layer < stage.first_layer:
+                raise ValueError("stages must cover the layers in order without gaps")
+            position = stage.end_layer
+        if position != self.model.layers:
+            raise ValueError("stages must cover every layer")
+        return self
+
+    @model_validator(mode="after")
+    def _borders_are_narrow_or_none_is(self) -> Self:
+        borders = tuple(stage.first_layer for stage in self.stages[1:])
+        if self.model.bottlenecks and self.model.bottlenecks != borders:
+            raise ValueError("a model with bottlenecks has one at each border, and no other")
+        return self
+
+    @property
+    def stage_count(self) -> int:
+        return len(self.stages)
+
+    def work_share(self, stage: int) -> float:
+        """Share of the whole model's computation that is this stage's, 0 to 1."""
+        whole = sum(one.work_flops for one in self.stages)
+        return self.stages[stage].work_flops / whole if whole > 0 else 1.0 / self.stage_count
+
+    @property
+    def tokens_per_microbatch(self) -> int:
+        return self.training.sequences_per_microbatch * self.model.sequence_length
+
+    @property
+    def activation_bytes(self) -> int:
+        """On the wire, for one microbatch at one border."""
+        return self._border_bytes(self.codecs.activation)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """On the wire, for one microbatch at one border: of what was its activation."""
+        return self._border_bytes(self.codecs.gradient)
+
+    def _border_bytes(self, codec: GradientCodec) -> int:
+        elements = self.tokens_per_microbatch * self.model.border_size
+        return encoded_bytes(codec, elements, self.training.dtype)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.training.microbatches_per_step * self.tokens_per_microbatch

@@ -1,0 +1,270 @@
+"""Where the pipeline is cut: stages from a profile of the model.
+
+Owns the profile's dataclass, the memory estimate of a stage and the planner; all pure and free
+of torch. Does not own the measuring (`swarm_shared.model.profile`). Minimising the slowest stage
+over contiguous cuts by dynamic programming as in PipeDream (Narayanan et al., SOSP 2019,
+arXiv 1806.03377).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.run.manifest import StageRange
+
+BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
+"""float32 weight, accumulated gradient, the copy that is averaged, AdamW's two moments."""
+
+BYTES_PER_EXACT_PARAMETER = 4 + 4
+"""More where gradients are counted in float64: the accumulated ones, and the copy."""
+
+BYTES_PER_STALE_PARAMETER = 4 + 4
+"""More for each step that gradients lag behind: a weight of another version, and the gradient
+that is accumulated with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartProfile:
+    """One part of the model, for one microbatch."""
+
+    flops: int
+    """Forward and backward."""
+    parameters: int
+    saved_activation_bytes: int
+    """What autograd keeps between forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    embedding: PartProfile
+    layers: tuple[PartProfile, ...]
+    head: PartProfile
+    """Final norm, head and loss; its parameters include the token table of a tied model."""
+    tied_parameters: int
+    """Size of the tied token table (held twice when the model is split); 0 when untied."""
+    boundary_activation_bytes: int
+    """Crosses each boundary forwards, and its gradient backwards, per microbatch."""
+
+    @property
+    def total_parameters(self) -> int:
+        """Of the whole model, the tied table counted once."""
+        layers = sum(part.parameters for part in self.layers)
+        return self.embedding.parameters + layers + self.head.parameters - self.tied_parameters
+
+    @property
+    def total_flops(self) -> int:
+        return self.embedding.flops + self.head.flops + sum(part.flops for part in self.layers)
+
+
+def stage_flops(
+    profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
+) -> int:
+    return sum(part.flops for part in _parts(profile, stage_range, is_first, is_last))
+
+
+def stage_parameters(
+    profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
+) -> int:
+    parts = _parts(profile, stage_range, is_first, is_last)
+    shared = profile.tied_parameters if is_first and is_last else 0
+    return sum(part.parameters for part in parts) - shared
+
+
+def stage_memory_bytes(
+    profile: ModelProfile,
+    stage_range: StageRange,
+    is_first: bool,
+    is_last: bool,
+    kept_microbatches: int = 1,
+    staleness: int = 0,
+    exact: bool = False,
+) -> int:
+    """Device memory of a peer of this stage, without the runtime's own overhead.
+
+    `kept_microbatches`: how many wait for their gradient with their autograd graph kept; one
+    more is being computed. A stage's input is part of what its graph keeps, and its output waits
+    for the gradient as well. `staleness` is the run's: the steps that gradients lag behind.
+    `exact`: its gradients are counted (`codecs.average`).
+    """
+    parts = _parts(profile, stage_range, is_first, is_last)
+    saved = sum(part.saved_activation_bytes for part in parts)
+    output = 0 if is_last else profile.boundary_activation_bytes
+    parameters = stage_parameters(profile, stage_range, is_first, is_last)
+    fixed = bytes_per_parameter(staleness, exact) * parameters
+    return fixed + (kept_microbatches + 1) * (saved + output)
+
+
+def bytes_per_parameter(staleness: int, exact: bool) -> int:
+    """Device memory that grows with a stage's parameters alone, for one of them."""
+    stale = BYTES_PER_STALE_PARAMETER
+    if exact:
+        stale += 4
+    return BYTES_PER_PARAMETER + BYTES_PER_EXACT_PARAMETER * exact + stale * staleness
+
+
+def plan_stages(
+    profile: ModelProfile,
+    stage_count: int,
+    memory_limit_bytes: int | None = None,
+    boundary_flops_per_byte: float = 0.0,
+    kept_microbatches: int = 1,
+    staleness: int = 0,
+    exact: bool = False,
+) -> tuple[StageRange, ...]:
+    """The cut whose slowest stage is fastest; among equals, the one whose largest is smallest.
+
+    A stage costs its FLOPs plus `boundary_flops_per_byte` (a peer's FLOP/s over its bytes/s)
+    times the bytes at its boundaries. Every stage gets a layer where there are enough; with one
+    or two stages more than layers, the first or last holds only the embedding or the head.
+    """
+    _check_stage_count(profile, stage_count)
+    tables = _Tables(
+        profile, stage_count, boundary_flops_per_byte, kept_microbatches,
+        bytes_per_parameter(staleness, exact),
+    )  # fmt: skip
+    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
+    if memory_limit_bytes is not None:
+        needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
+        if needed > memory_limit_bytes:
+            raise CapacityError(
+                f"the model cut into {stage_count} stages needs {_gigabytes(needed)} "
+                f"({int(needed)} bytes) of memory in its largest stage, and "
+                f"{_gigabytes(memory_limit_bytes)} is on offer: use more stages, shorter "
+                "sequences or a smaller model"
+            )
+    cost, _ = _minimise(
+        profile, stage_count, tables.cost, lambda *cut: tables.memory(*cut) <= limit
+    )
+    _, ends = _minimise(
+        profile,
+        stage_count,
+        tables.memory,
+        lambda *cut: tables.cost(*cut) <= cost and tables.memory(*cut) <= limit,
+    )
+    starts = (0, *ends[:-1])
+    return tuple(
+        StageRange(first_layer=start, end_layer=end)
+        for start, end in zip(starts, ends, strict=True)
+    )
+
+
+class _Tables:
+    """Cost and memory of any stage in constant time, from prefix sums over the layers."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        stage_count: int,
+        flops_per_byte: float,
+        kept: int,
+        parameter_bytes: int,
+    ) -> None:
+        self.profile = profile
+        self.stage_count = stage_count
+        self.flops = list(accumulate((part.flops for part in profile.layers), initial=0))
+        self.fixed = list(accumulate((part.parameters for part in profile.layers), initial=0))
+        saved = (part.saved_activation_bytes for part in profile.layers)
+        self.saved = list(accumulate(saved, initial=0))
+        self.transfer = 2 * profile.boundary_activation_bytes * flops_per_byte
+        self.kept = kept
+        self.bytes_per_parameter = parameter_bytes
+
+    def cost(self, stage: int, start: int, end: int) -> float:
+        flops = self.flops[end] - self.flops[start]
+        boundaries = 2
+        if stage == 0:
+            flops += self.profile.embedding.flops
+            boundaries -= 1
+        if stage == self.stage_count - 1:
+            flops += self.profile.head.flops
+            boundaries -= 1
+        return flops + boundaries * self.transfer
+
+    def memory(self, stage: int, start: int, end: int) -> float:
+        """The same figure as `stage_memory_bytes` (a test holds them together)."""
+        profile = self.profile
+        is_first, is_last = stage == 0, stage == self.stage_count - 1
+        parameters = self.fixed[end] - self.fixed[start]
+        saved = self.saved[end] - self.saved[start]
+        if is_first:
+            parameters += profile.embedding.parameters
+            saved += profile.embedding.saved_activation_bytes
+        if is_last:
+            parameters += profile.head.parameters
+            saved += profile.head.saved_activation_bytes
+        else:
+            saved += profile.boundary_activation_bytes
+        if is_first and is_last:
+            parameters -= profile.tied_parameters
+        return self.bytes_per_parameter * parameters + (self.kept + 1) * saved
+
+
+_Figure = Callable[[int, int, int], float]
+_Allowed = Callable[[int, int, int], bool]
+
+
+def _minimise(
+    profile: ModelProfile, stage_count: int, figure: _Figure, allowed: _Allowed
+) -> tuple[float, tuple[int, ...]]:
+    """Minimise the maximum of `figure(stage, start, end)` over allowed cuts; the stages' ends.
+
+    The value is infinite where no cut is allowed.
+    """
+    layers = len(profile.layers)
+    minimum = _minimum_lengths(layers, stage_count)
+    best = [0.0] + [math.inf] * layers
+    choices: list[list[int]] = []
+    for stage in range(stage_count):
+        following = [math.inf] * (layers + 1)
+        choice = [0] * (layers + 1)
+        for end in range(layers + 1):
+            # Figures grow with length, so no earlier start can beat what a longer one lost.
+            for start in range(end - minimum[stage], -1, -1):
+                own = figure(stage, start, end)
+                if own >= following[end]:
+                    break
+                value = max(best[start], own)
+                if value < following[end] and allowed(stage, start, end):
+                    following[end], choice[end] = value, start
+        best = following
+        choices.append(choice)
+    ends: list[int] = []
+    end = layers
+    for choice in reversed(choices):
+        ends.append(end)
+        end = choice[end]
+    return best[layers], tuple(reversed(ends))
+
+
+def _minimum_lengths(layers: int, stage_count: int) -> list[int]:
+    if layers >= stage_count:
+        return [1] * stage_count
+    return [0 if stage in (0, stage_count - 1) else 1 for stage in range(stage_count)]
+
+
+def _check_stage_count(profile: ModelProfile, stage_count: int) -> None:
+    most = len(profile.layers) + 2
+    if not 1 <= stage_count <= most:
+        raise ConfigurationError(
+            f"{stage_count} stages were asked for; a model of {len(profile.layers)} layers can "
+            f"be cut into 1 to {most}"
+        )
+
+
+def _parts(
+    profile: ModelProfile, stage_range: StageRange, is_first: bool, is_last: bool
+) -> list[PartProfile]:
+    parts = list(profile.layers[stage_range.first_layer : stage_range.end_layer])
+    if is_first:
+        parts.insert(0, profile.embedding)
+    if is_last:
+        parts.append(profile.head)
+    return parts
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

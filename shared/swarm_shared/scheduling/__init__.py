@@ -1,0 +1,1 @@
+"""Pure functions that decide who computes what: routing, in-flight window, placement."""

@@ -1,0 +1,66 @@
+"""Stages and peers as the numbers that placement looks at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swarm_shared.base.types import PeerId, StageIndex
+
+
+@dataclass(frozen=True, slots=True)
+class StageLoad:
+    """What it takes to hold one stage."""
+
+    stage: StageIndex
+    work_flops: float
+    """Of one microbatch, forward and backward; more than 0."""
+    memory_bytes: int
+    state_bytes: int
+    """What somebody who takes the stage has to download."""
+    sent_bytes: int = 0
+    """What somebody who holds the stage sends for one microbatch: activation and gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLoad:
+    """One peer, counted at the stage that it holds or is on its way to."""
+
+    peer: PeerId
+    stage: StageIndex
+    flops_per_second: float
+    """Its measured rate of computing times the work of its stage."""
+    memory_bytes: int
+    download_bytes_per_second: float
+    """More than 0."""
+    may_move: bool = True
+    queued: int = 0
+    """Microbatches that it holds now; only SWARM's rule looks at it."""
+    up_bytes_per_second: float = math.inf
+    """What its line takes; without an end when the line has never held it up."""
+
+    def rate_at(self, stage: StageLoad) -> float:
+        """Microbatches per second that it adds to a stage: computing and sending overlap."""
+        return min(
+            self.flops_per_second / stage.work_flops,
+            self.up_bytes_per_second / stage.sent_bytes if stage.sent_bytes else math.inf,
+        )
+
+    def speed_at(self, stage: StageLoad) -> float:
+        """What it adds to a stage, as operations per second: peers of unlike stages compare."""
+        return self.rate_at(stage) * stage.work_flops
+
+    def download_seconds(self, stage: StageLoad) -> float:
+        return stage.state_bytes / self.download_bytes_per_second
+
+
+def stage_rates(stages: Sequence[StageLoad], peers: Sequence[PeerLoad]) -> list[float]:
+    """Microbatches per second of each stage: the sum of its peers' rates.
+
+    The pipeline runs at the smallest of them. `stages` are in order, one for each index.
+    """
+    speeds = [0.0] * len(stages)
+    for peer in peers:
+        speeds[peer.stage] += peer.speed_at(stages[peer.stage])
+    return [total / stage.work_flops for total, stage in zip(speeds, stages, strict=True)]

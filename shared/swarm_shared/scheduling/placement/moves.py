@@ -1,0 +1,446 @@
+"""Whom to move to another stage while the run goes on (design: placement and rebalancing).
+
+The pipeline runs at its thinnest stage, so a peer moves there from the stage that can spare it,
+the one whose going leaves both as well off as possible. One move is often not enough (three stages
+tied for the thinnest need three), so a plan of moves is made as if they all happened at once, and
+its best beginning is judged as a whole: what it adds over the horizon, from the time at which it
+takes effect, must exceed what its downloads cost by a margin. Of that plan at most one move per
+stage is carried out now, and the rest is planned anew in the next period.
+
+Where no move helps the thinnest stage, an exchange may: a faster peer comes, a slower one goes in
+its place. It costs two downloads, and both peers must have room for both stages, so that neither
+stage is without either of them in between.
+
+Cost: sorting the peers, and for each move planned a pass over the stages and a few binary
+searches (for an exchange, one for each peer of the thinnest stage). Figures are in
+docs/decisions/0014-rebalancing.md.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
+
+MOVES_AHEAD = 4
+"""Moves planned per stage of the run. More would be carried out so late that the fleet has changed
+by then; fewer than one would miss what only helps when all stages that tie are helped."""
+
+MOST_MOVES_AHEAD = 256
+
+EQUALS_COMPARED = 16
+"""Of peers equally fast so many are compared by memory, line and download."""
+
+NOISE = 1e-9
+"""Relative; sums of the same rates in another order differ by less."""
+
+
+@dataclass(frozen=True, slots=True)
+class MovePolicy:
+    """When a move is worth its while."""
+
+    period_seconds: float = 60.0
+    minimum_replicas: int = 1
+    """A stage is never left with fewer peers than this."""
+    horizon_seconds: float = 1800.0
+    """Gains count for so long: by then the fleet has changed, and another peer would have moved."""
+    margin: float = 2.0
+    """So many times its cost must a plan gain."""
+    minimum_gain: float = 0.03
+    """Relative; less is not worth anybody's trouble."""
+    rate_noise: float = 0.03
+    """Relative error of one peer's measured rate. What a stage makes is known better, the more
+    peers it has; a gain must exceed three times the error of the thinnest stage."""
+    longest_download_seconds: float = math.inf
+    """Whoever would need longer for a stage's state does not move there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One peer's move to another stage, with what speaks for it. Rates in microbatches/s."""
+
+    peer: PeerId
+    source: StageIndex
+    destination: StageIndex
+    rate: float
+    """What the peer adds to its destination."""
+    source_rate: float
+    """Of the source without it."""
+    destination_rate: float
+    """Of the destination as it is now."""
+    pipeline_rate: float
+    """Of the whole run as it is now."""
+    planned_rate: float
+    """Of the whole run when the plan that this move belongs to is carried out."""
+    planned_moves: int
+    state_bytes: int
+    download_seconds: float
+    payback_seconds: float
+    """After its downloads the plan has earned what they cost within so long."""
+    gap: bool
+    """The peer cannot hold both stages, and serves none while it downloads."""
+    partner: PeerId | None = None
+    """Who goes the other way. Neither goes without the other."""
+
+    def sentence(self, name: str) -> str:
+        """For a person; `name` is the peer's."""
+        gain = "from a standstill"
+        if self.pipeline_rate > 0:
+            gain = f"+{100 * (self.planned_rate / self.pipeline_rate - 1):.1f} %"
+        others = self.planned_moves - 1
+        together = f", together with {others} more move{'s' * (others > 1)}" if others else ""
+        if self.partner is not None:
+            together = f" (in exchange for …{self.partner[-8:]}){together}"
+        meanwhile = "cannot go on" if self.gap else "goes on"
+        return (
+            f"{name} moves from stage {self.source} to stage {self.destination}, which makes "
+            f"{self.destination_rate:.3g} microbatches/s: it brings the run from "
+            f"{self.pipeline_rate:.3g} to {self.planned_rate:.3g} ({gain}){together}; it downloads "
+            f"{_size(self.state_bytes)} in about {self.download_seconds:.0f} s, {meanwhile} with "
+            f"its old stage meanwhile ({self.source_rate:.3g} microbatches/s without it), and has "
+            f"paid for that {self.payback_seconds:.0f} s later"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done now, and why no more."""
+
+    moves: tuple[Move, ...]
+    pipeline_rate: float
+    planned_rate: float
+    reason: str
+    """Why nobody (else) moves."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One move of a plan, and what the pipeline makes after it."""
+
+    peer: PeerLoad
+    source: int
+    destination: int
+    rate_after: float
+    back: PeerLoad | None = None
+    """Who goes from the destination to the source in exchange."""
+
+
+def choose_moves(
+    stages: Sequence[StageLoad],
+    peers: Sequence[PeerLoad],
+    policy: MovePolicy,
+    resting: Collection[StageIndex] = (),
+) -> Decision:
+    """The moves to begin now. `stages` are in order, and every stage has a peer.
+
+    `resting` are stages that have taken part in a move within the last period: no other one of
+    theirs begins now. A peer on its way counts at its destination and cannot move again.
+    """
+    rates = stage_rates(stages, peers)
+    now_rate = min(rates)
+    steps = _plan(stages, peers, policy, list(rates))
+    if not steps:
+        return Decision((), now_rate, now_rate, _why_no_plan(rates))
+    chosen, planned_rate, payback = _best_beginning(stages, peers, policy, rates, steps)
+    if not chosen:
+        best = max(step.rate_after for step in steps)
+        gain = 100 * (best / now_rate - 1) if now_rate else math.inf
+        reason = (
+            f"{len(steps)} move(s) could bring the pipeline from {now_rate:.3g} to {best:.3g} "
+            f"microbatches/s (+{gain:.1f} %), which is not worth their downloads"
+        )
+        return Decision((), now_rate, now_rate, reason)
+    moves: list[Move] = []
+    taken = {int(stage) for stage in resting}
+    carried_out = 0
+    for step in chosen:
+        pair = {step.source, step.destination}
+        begun = _moves_of(stages, rates, step, planned_rate, len(chosen), payback)
+        if pair & taken or begun[0].source_rate + (begun[-1].rate if step.back else 0) <= now_rate:
+            continue  # its turn comes when the moves before it have been made
+        taken |= pair
+        carried_out += 1
+        moves.extend(begun)
+    waiting = len(chosen) - carried_out
+    reason = f"{waiting} more planned move(s) wait: one per stage and period" if waiting else ""
+    return Decision(tuple(moves), now_rate, planned_rate, reason)
+
+
+def _moves_of(
+    stages: Sequence[StageLoad],
+    rates: Sequence[float],
+    step: _Step,
+    planned_rate: float,
+    planned_moves: int,
+    payback_seconds: float,
+) -> tuple[Move, ...]:
+    """One step of a plan as moves, two for an exchange."""
+
+    def move(peer: PeerLoad, source: int, destination: int, partner: PeerLoad | None) -> Move:
+        here, there = stages[source], stages[destination]
+        return Move(
+            peer=peer.peer,
+            source=here.stage,
+            destination=there.stage,
+            rate=peer.rate_at(there),
+            source_rate=rates[source] - peer.rate_at(here),
+            destination_rate=rates[destination],
+            pipeline_rate=min(rates),
+            planned_rate=planned_rate,
+            planned_moves=planned_moves,
+            state_bytes=there.state_bytes,
+            download_seconds=peer.download_seconds(there),
+            payback_seconds=payback_seconds,
+            gap=_gap(peer, here, there),
+            partner=None if partner is None else partner.peer,
+        )
+
+    moves = [move(step.peer, step.source, step.destination, step.back)]
+    if step.back is not None:
+        moves.append(move(step.back, step.destination, step.source, step.peer))
+    return tuple(moves)
+
+
+def _why_no_plan(rates: list[float]) -> str:
+    thinnest = min(range(len(rates)), key=rates.__getitem__)
+    return (
+        f"stage {thinnest} is the thinnest at {rates[thinnest]:.3g} microbatches/s, and nobody "
+        "with the memory and the line for it can go there without making another stage as thin"
+    )
+
+
+def _gap(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
+    return source.memory_bytes + destination.memory_bytes > peer.memory_bytes
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def _plan(
+    stages: Sequence[StageLoad],
+    peers: Sequence[PeerLoad],
+    policy: MovePolicy,
+    rates: list[float],
+) -> list[_Step]:
+    """Moves to the thinnest stage, again and again, until none of them helps it."""
+    pools = _Pools(stages, peers)
+    counts = [0] * len(stages)
+    for peer in peers:
+        counts[peer.stage] += 1
+    steps: list[_Step] = []
+    limit = max(len(stages), min(MOVES_AHEAD * len(stages), MOST_MOVES_AHEAD))
+    while len(steps) < limit:
+        thinnest = min(range(len(stages)), key=rates.__getitem__)
+        found = _best_move(stages, pools, rates, counts, thinnest, policy)
+        if found is None:
+            found = _best_exchange(stages, pools, rates, thinnest, policy)
+        if found is None:
+            break
+        source, peer, back = found
+        here, there = stages[source], stages[thinnest]
+        rates[source] -= peer.rate_at(here) - (back.rate_at(here) if back is not None else 0.0)
+        rates[thinnest] += peer.rate_at(there) - (back.rate_at(there) if back is not None else 0.0)
+        pools.take(source, peer)
+        if back is None:
+            counts[source] -= 1
+            counts[thinnest] += 1
+        else:
+            pools.take(thinnest, back)
+        steps.append(_Step(peer, source, thinnest, min(rates), back))
+    return steps
+
+
+_Found = tuple[int, PeerLoad, PeerLoad | None]
+"""From which stage who comes, and who goes there instead."""
+
+
+def _best_move(
+    stages: Sequence[StageLoad],
+    pools: _Pools,
+    rates: list[float],
+    counts: list[int],
+    thinnest: int,
+    policy: MovePolicy,
+) -> _Found | None:
+    """The source and the peer whose move leaves the thinner of the two stages best off."""
+    there, low = stages[thinnest], rates[thinnest]
+    slowest_line = there.state_bytes / policy.longest_download_seconds
+    best: tuple[tuple[float, bool, float], int, PeerLoad] | None = None
+    for bound, source, ideal in _sources(stages, rates, thinnest):
+        if best is not None and bound <= best[0][0]:
+            break
+        if counts[source] <= policy.minimum_replicas:
+            continue
+        here = stages[source]
+        for peer in pools.nearest(source, ideal, there.memory_bytes, slowest_line):
+            level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
+            value = (level, not _gap(peer, here, there), -peer.download_seconds(there))
+            if level > low * (1 + NOISE) and (best is None or value > best[0]):
+                best = value, source, peer
+    return None if best is None else (best[1], best[2], None)
+
+
+def _best_exchange(
+    stages: Sequence[StageLoad],
+    pools: _Pools,
+    rates: list[float],
+    thinnest: int,
+    policy: MovePolicy,
+) -> _Found | None:
+    """The pair of peers whose exchange leaves the thinner of the two stages best off."""
+    there, low = stages[thinnest], rates[thinnest]
+    best: tuple[float, int, PeerLoad, PeerLoad] | None = None
+    enough = low * (1 + max(NOISE, policy.minimum_gain))
+    for bound, source, ideal in _sources(stages, rates, thinnest):
+        if bound <= (enough if best is None else best[0]):
+            break
+        here = stages[source]
+        both_bytes = here.memory_bytes + there.memory_bytes
+        line = max(here.state_bytes, there.state_bytes) / policy.longest_download_seconds
+        for back in pools.of(thinnest):
+            if back.memory_bytes < both_bytes or back.download_bytes_per_second < line:
+                continue
+            for peer in pools.nearest(
+                source, back.speed_at(there) + ideal, both_bytes, line, compared=1
+            ):
+                level = min(
+                    low + peer.rate_at(there) - back.rate_at(there),
+                    rates[source] - peer.rate_at(here) + back.rate_at(here),
+                )
+                if level > (enough if best is None else best[0]):
+                    best = level, source, peer, back
+    return None if best is None else best[1:]
+
+
+def _sources(
+    stages: Sequence[StageLoad], rates: list[float], thinnest: int
+) -> list[tuple[float, int, float]]:
+    """Stages that are better off, best first: how far both could come, which one, and the speed
+    that would have to go over for that.
+    """
+    low, work = rates[thinnest], stages[thinnest].work_flops
+    found: list[tuple[float, int, float]] = []
+    for source, stage in enumerate(stages):
+        if rates[source] > low * (1 + NOISE):
+            other = stage.work_flops
+            bound = (low * work + rates[source] * other) / (work + other)
+            found.append((bound, source, (rates[source] - low) / (1 / work + 1 / other)))
+    return sorted(found, key=lambda entry: (-entry[0], entry[1]))
+
+
+class _Pools:
+    """The peers that may move, of each stage by what they add to it."""
+
+    def __init__(self, stages: Sequence[StageLoad], peers: Sequence[PeerLoad]) -> None:
+        self._stages = stages
+        self._peers: list[list[PeerLoad]] = [[] for _ in stages]
+        for peer in peers:
+            if peer.may_move and peer.flops_per_second > 0:
+                self._peers[peer.stage].append(peer)
+        for pool in self._peers:
+            pool.sort(key=lambda peer: (peer.speed_at(stages[peer.stage]), peer.peer))
+        self._speeds = [[p.speed_at(stages[p.stage]) for p in pool] for pool in self._peers]
+
+    def take(self, stage: int, peer: PeerLoad) -> None:
+        speeds, pool = self._speeds[stage], self._peers[stage]
+        at = bisect_left(speeds, peer.speed_at(self._stages[stage]))
+        while pool[at].peer != peer.peer:
+            at += 1
+        del speeds[at], pool[at]
+
+    def of(self, stage: int) -> Sequence[PeerLoad]:
+        return self._peers[stage]
+
+    def nearest(
+        self,
+        stage: int,
+        speed: float,
+        memory_bytes: int,
+        line: float,
+        compared: int = EQUALS_COMPARED,
+    ) -> Iterator[PeerLoad]:
+        """Of those that can go, the fastest ones below `speed` and the slowest ones not below it.
+
+        They have the memory and download at least at `line` bytes per second.
+        """
+        at = bisect_left(self._speeds[stage], speed)
+        for places in (range(at - 1, -1, -1), range(at, len(self._speeds[stage]))):
+            yield from self._equals(stage, places, memory_bytes, line, compared)
+
+    def _equals(
+        self, stage: int, places: range, memory_bytes: int, line: float, compared: int
+    ) -> Iterator[PeerLoad]:
+        pool, speeds = self._peers[stage], self._speeds[stage]
+        fitting: float | None = None
+        found = 0
+        for place in places:
+            peer = pool[place]
+            if fitting is not None and speeds[place] != fitting:
+                return
+            if peer.memory_bytes >= memory_bytes and peer.download_bytes_per_second >= line:
+                fitting = speeds[place]
+                found += 1
+                yield peer
+                if found == compared:
+                    return
+
+
+# ---------------------------------------------------------------- whether it is worth it
+
+
+def _best_beginning(
+    stages: Sequence[StageLoad],
+    peers: Sequence[PeerLoad],
+    policy: MovePolicy,
+    rates: Sequence[float],
+    steps: Sequence[_Step],
+) -> tuple[Sequence[_Step], float, float]:
+    """The first moves of a plan that gain most beyond their cost; none if nothing is worth it.
+
+    With them the pipeline's rate after them, and the seconds in which they are paid back.
+    """
+    counts = [0] * len(stages)
+    for peer in peers:
+        counts[peer.stage] += 1
+    now_rate = min(rates)
+    least_gain = max(policy.minimum_gain, 3 * policy.rate_noise * _error(stages, peers, rates))
+    best: tuple[float, int, float, float] | None = None
+    cost, longest, rounds = 0.0, 0.0, [0] * len(stages)
+    for number, step in enumerate(steps, start=1):
+        there = stages[step.destination]
+        seconds = step.peer.download_seconds(there)
+        # The state comes out of the uplinks of those who serve that stage now. At worst one of
+        # them has nothing left for microbatches meanwhile.
+        cost += rates[step.destination] / max(1, counts[step.destination]) * seconds
+        longest = max(longest, seconds)
+        if step.back is not None:
+            longest = max(longest, step.back.download_seconds(stages[step.source]))
+        rounds[step.source] += 1
+        rounds[step.destination] += 1
+        delay = longest + policy.period_seconds * (max(rounds) - 1)
+        gain = step.rate_after - now_rate
+        if gain <= least_gain * now_rate:
+            continue
+        net = gain * (policy.horizon_seconds - delay) - policy.margin * cost
+        if net > 0 and (best is None or net > best[0] * (1 + NOISE)):
+            best = net, number, step.rate_after, cost / gain
+    if best is None:
+        return (), now_rate, 0.0
+    _, number, planned_rate, payback = best
+    return steps[:number], planned_rate, payback
+
+
+def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequence[float]) -> float:
+    """Relative error of the thinnest stage's rate, when that of each of its peers' is 1."""
+    thinnest = min(range(len(rates)), key=rates.__getitem__)
+    speeds = [peer.rate_at(stages[thinnest]) for peer in peers if peer.stage == thinnest]
+    total = math.fsum(speeds)
+    return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0
+
+
+def _size(count_bytes: int) -> str:
+    return f"{count_bytes / 1e9:.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:.1f} MB"

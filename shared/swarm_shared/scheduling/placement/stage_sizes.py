@@ -1,0 +1,93 @@
+"""How large a stage is, from the model's shape alone: nothing is built, no torch is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swarm_shared.run.manifest import Manifest
+from swarm_shared.run.model_config import ModelConfig
+
+FLOAT_BYTES = 4
+TOKEN_BYTES = 4
+STATE_BYTES_PER_PARAMETER = 3 * FLOAT_BYTES
+"""The weight and AdamW's two moments; a snapshot holds nothing else of weight, but for the
+weight of the version before where gradients lag a step behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSizes:
+    parameters: int
+    input_bytes: int
+    """What one microbatch brings in: token ids or the activation of the stage before."""
+    output_bytes: int
+    """What it sends on; 0 at the last stage."""
+    input_gradient_bytes: int
+    """What it answers with; 0 at the first stage, whose input has no gradient."""
+    output_gradient_bytes: int
+    """What comes back for what it sent on; 0 at the last stage."""
+    staleness: int = 0
+    """Of the run; as many older versions of the parameters are part of the state."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """For a microbatch: its activation to the next stage, and a gradient to the one before."""
+        return self.output_bytes + self.input_gradient_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self.input_bytes + self.output_gradient_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return (STATE_BYTES_PER_PARAMETER + FLOAT_BYTES * self.staleness) * self.parameters
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the stage's peers average at the end of a step."""
+        return FLOAT_BYTES * self.parameters
+
+
+def layer_parameters(config: ModelConfig) -> int:
+    """Of one transformer layer: attention, feed-forward and two norms."""
+    keys = config.head_size * config.key_value_heads
+    attention = 2 * config.hidden_size * (config.hidden_size + keys)
+    return attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+
+
+def bottleneck_parameters(config: ModelConfig) -> tuple[int, int]:
+    """Of one bottleneck: what narrows the stream, with its norm, and what widens it again."""
+    if not config.bottlenecks:
+        return 0, 0
+    matrix = config.hidden_size * config.bottleneck_size
+    return config.hidden_size + matrix, matrix
+
+
+def stage_sizes(manifest: Manifest) -> tuple[StageSizes, ...]:
+    """Of every stage of a run."""
+    config = manifest.model
+    tokens = manifest.tokens_per_microbatch
+    activation, gradient = manifest.activation_bytes, manifest.gradient_bytes
+    table = config.vocabulary_size * config.hidden_size
+    last = manifest.stage_count - 1
+    narrow, widen = bottleneck_parameters(config)
+    sizes: list[StageSizes] = []
+    for index, cut in enumerate(manifest.stages):
+        parameters = (cut.end_layer - cut.first_layer) * layer_parameters(config)
+        parameters += (narrow if index < last else 0) + (widen if index else 0)
+        if index == 0:
+            parameters += table
+        if index == last:
+            # Both ends of a tied model hold the table, unless they are the same stage.
+            shared = config.tie_embeddings and index == 0
+            parameters += config.hidden_size + (0 if shared else table)
+        sizes.append(
+            StageSizes(
+                parameters=parameters,
+                input_bytes=activation if index else tokens * TOKEN_BYTES,
+                output_bytes=activation if index < last else 0,
+                input_gradient_bytes=gradient if index else 0,
+                output_gradient_bytes=gradient if index < last else 0,
+                staleness=manifest.training.staleness,
+            )
+        )
+    return tuple(sizes)

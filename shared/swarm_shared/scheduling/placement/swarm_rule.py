@@ -1,0 +1,60 @@
+"""SWARM's own rebalancing, to compare ours with (Ryabinin et al. 2023, arXiv 2301.11913, 3.2).
+
+Every period peers publish how long their queues are; the peer with the shortest queue of the stage
+with the least load moves to the stage with the most. One move per period, no look at rates, bytes
+or memory beyond whether the stage fits. A stage's load is the sum of its peers' queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from swarm_shared.base.types import StageIndex
+from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
+from swarm_shared.scheduling.placement.moves import Decision, Move, MovePolicy
+
+
+def choose_swarm_moves(
+    stages: Sequence[StageLoad],
+    peers: Sequence[PeerLoad],
+    policy: MovePolicy,
+    resting: Collection[StageIndex] = (),
+) -> Decision:
+    """At most one move. `resting` is ignored: the rule knows no memory of earlier moves."""
+    rates = stage_rates(stages, peers)
+    now_rate = min(rates)
+    load, count = [0] * len(stages), [0] * len(stages)
+    for peer in peers:
+        load[peer.stage] += peer.queued
+        count[peer.stage] += 1
+    most = max(range(len(stages)), key=lambda stage: (load[stage], -stage))
+    least = min(range(len(stages)), key=lambda stage: (load[stage], stage))
+    there, here = stages[most], stages[least]
+    if load[most] == load[least]:
+        return Decision((), now_rate, now_rate, "all stages are loaded alike")
+    candidates = [
+        peer
+        for peer in peers
+        if peer.stage == least and peer.may_move and peer.memory_bytes >= there.memory_bytes
+    ]
+    if count[least] <= policy.minimum_replicas or not candidates:
+        return Decision((), now_rate, now_rate, f"stage {least} has nobody to spare")
+    peer = min(candidates, key=lambda one: (one.queued, one.peer))
+    source_rate = rates[least] - peer.rate_at(here)
+    others = [rate for stage, rate in enumerate(rates) if stage not in (most, least)]
+    move = Move(
+        peer=peer.peer,
+        source=StageIndex(least),
+        destination=StageIndex(most),
+        rate=peer.rate_at(there),
+        source_rate=source_rate,
+        destination_rate=rates[most],
+        pipeline_rate=now_rate,
+        planned_rate=min([source_rate, rates[most] + peer.rate_at(there), *others]),
+        planned_moves=1,
+        state_bytes=there.state_bytes,
+        download_seconds=peer.download_seconds(there),
+        payback_seconds=0.0,
+        gap=here.memory_bytes + there.memory_bytes > peer.memory_bytes,
+    )
+    return Decision((move,), now_rate, move.planned_rate, "")

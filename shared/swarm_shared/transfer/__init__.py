@@ -1,0 +1,1 @@
+"""Resumable, verified transfer of files between peers."""

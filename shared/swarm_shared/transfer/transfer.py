@@ -1,0 +1,433 @@
+"""Files between peers: data shards, tokenizer, stage snapshots, checkpoints.
+
+Owns TRANSFER_PROTOCOL at both ends. One stream serves one requester, one chunk per request:
+
+    requester → holder   TransferHello (certificate), then ChunkRequest …
+    holder → requester   ChunkAnswer + bytes, in order; TransferRefused ends it
+
+A fetch takes chunks of 1 MiB from all sources at once. A source that dies, lies or stalls is
+dropped and its chunks go to the others. Only the hash of the whole, which comes from the signed
+manifest or the coordinator, is believed: when many sources together gave a wrong whole, each is
+tried alone, so that one liar cannot stop a download that an honest peer could serve.
+
+What is not here: who holds what (the catalogue), and who may ask (`check_remote`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio.to_thread
+import trio
+
+from swarm_shared.base.clock import Clock, wall
+from swarm_shared.base.errors import (
+    AdmissionError,
+    FrameError,
+    LinkClosed,
+    NetworkError,
+    ProtocolError,
+    SignatureError,
+    StorageError,
+)
+from swarm_shared.base.types import PeerId, RunId
+from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.network import FramedStream, FrameLimits, Node
+from swarm_shared.protocol import (
+    TRANSFER_PROTOCOL,
+    ChunkAnswer,
+    ChunkRequest,
+    TransferHello,
+    TransferRefused,
+    encode,
+    parse,
+    transfer_messages,
+)
+from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SERVING_LIMITS = FrameLimits(max_header_bytes=16 * 1024, max_payload_bytes=0)
+FETCHING_LIMITS = FrameLimits(max_header_bytes=4 * 1024, max_payload_bytes=CHUNK_BYTES)
+
+HELLO_SECONDS = 10.0
+IDLE_SECONDS = 120.0
+"""A requester that asks for nothing for so long is let go."""
+SEND_SECONDS = 120.0
+"""A requester that does not take one chunk in this time is let go."""
+STALL_SECONDS = 30.0
+"""One chunk of 1 MiB in 30 s is 35 kB/s: a source slower than that is not worth waiting for."""
+REQUESTS_IN_FLIGHT = 4
+"""Per source; 4 MiB on the way fill a 100 Mbit/s link at 300 ms."""
+MAX_STREAMS_SERVED = 64
+"""Each holds one chunk of at most 4 MiB in memory."""
+MAX_STREAMS_PER_PEER = 8
+MAX_UNKNOWN_BYTES = 64 * 2**20
+"""The most that is fetched when the size is not known beforehand (a tokenizer)."""
+
+Catalogue = Callable[[str, PeerId], Path | None]
+"""(item, who asks) → the file, or None when there is none for that peer. Must not block."""
+
+CheckRemote = Callable[[PeerId, TransferHello], None]
+"""Raises AdmissionError when this peer may not fetch here."""
+
+Progress = Callable[[int, int], None]
+"""(bytes that are here, bytes in all)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    peer: PeerId
+    addresses: tuple[str, ...] = ()
+
+
+# ---------------------------------------------------------------- serving
+
+
+def certificate_check(run: RunId, organiser: PeerId, clock: Clock = wall) -> CheckRemote:
+    """The check that every holder makes: the asker shows a valid certificate of this run."""
+
+    def check(remote: PeerId, hello: TransferHello) -> None:
+        if hello.run != run:
+            raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
+        try:
+            envelope = base64.b64decode(hello.certificate, validate=True)
+        except ValueError as error:
+            raise AdmissionError("the certificate is not base64") from error
+        check_certificate(envelope, run, organiser, clock(), remote)
+
+    return check
+
+
+def serve_transfers(node: Node, catalogue: Catalogue, check_remote: CheckRemote) -> None:
+    """Answer requests for files as long as the node lives."""
+    slots = trio.Semaphore(MAX_STREAMS_SERVED)
+
+    async def handle(stream: FramedStream) -> None:
+        # Before a place is taken: a stranger could hold them all by saying nothing.
+        if not await _is_admitted(stream, check_remote):
+            return
+        try:
+            slots.acquire_nowait()
+        except trio.WouldBlock:
+            await _refuse(stream, "this peer is serving as many as it can; ask another one")
+            return
+        try:
+            await _serve_stream(stream, catalogue)
+        finally:
+            slots.release()
+
+    node.serve(
+        TRANSFER_PROTOCOL, handle, SERVING_LIMITS, public=True,
+        max_streams_per_peer=MAX_STREAMS_PER_PEER,
+    )  # fmt: skip
+
+
+async def _is_admitted(stream: FramedStream, check_remote: CheckRemote) -> bool:
+    frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
+    hello = parse(transfer_messages, frame.header)
+    if not isinstance(hello, TransferHello):
+        raise ProtocolError(f"{stream.remote} began a transfer with {hello.kind}")
+    try:
+        check_remote(stream.remote, hello)
+    except (AdmissionError, SignatureError, FrameError) as error:
+        await _refuse(stream, str(error))
+        return False
+    return True
+
+
+async def _serve_stream(stream: FramedStream, catalogue: Catalogue) -> None:
+    while True:
+        try:
+            frame = await stream.receive(timeout_seconds=IDLE_SECONDS)
+        except LinkClosed:
+            return
+        request = parse(transfer_messages, frame.header)
+        if not isinstance(request, ChunkRequest):
+            raise ProtocolError(f"{stream.remote} sent {request.kind} instead of a chunk request")
+        path = catalogue(request.item, stream.remote)
+        if path is None:
+            await _refuse(stream, f"there is no {request.item} here")
+            return
+        try:
+            content, digest, item_bytes = await _in_thread(
+                _read_chunk, path, request.offset, request.bytes
+            )
+        except OSError as error:
+            log.warning("%s cannot be read for %s: %s", path, stream.remote, error)
+            await _refuse(stream, f"{request.item} cannot be read here")
+            return
+        answer = ChunkAnswer(
+            item=request.item,
+            offset=request.offset,
+            item_bytes=item_bytes,
+            sha256=digest,
+        )
+        await stream.send(encode(answer), content, timeout_seconds=SEND_SECONDS)
+
+
+def _read_chunk(path: Path, offset: int, count: int) -> tuple[bytes, str, int]:
+    with path.open("rb") as file:
+        item_bytes = file.seek(0, 2)
+        file.seek(min(offset, item_bytes))
+        content = file.read(count)
+    return content, hashlib.sha256(content).hexdigest(), item_bytes
+
+
+async def _refuse(stream: FramedStream, reason: str) -> None:
+    await stream.send(encode(TransferRefused(reason=reason[:500])), timeout_seconds=HELLO_SECONDS)
+
+
+# ---------------------------------------------------------------- fetching
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One item on its way: which chunks nobody is fetching, and what became of the sources."""
+
+    node: Node
+    item: str
+    hello: TransferHello
+    part: PartFile
+    progress: Progress | None
+    stall_seconds: float
+    open_chunks: list[int] = field(default_factory=list)
+    missing: int = 0
+    received_bytes: int = 0
+    changed: trio.Event = field(default_factory=trio.Event)
+    failures: dict[PeerId, str] = field(default_factory=dict)
+
+    def begin(self, present: set[int]) -> None:
+        self.open_chunks = [i for i in range(self.part.chunks) if i not in present]
+        # Taken from the end: reversed, so that the file fills from its beginning.
+        self.open_chunks.reverse()
+        self.missing = len(self.open_chunks)
+        self.received_bytes = sum(self.part.chunk_bytes(i) for i in present)
+        self.report()
+
+    def report(self) -> None:
+        if self.progress is not None:
+            self.progress(self.received_bytes, self.part.total_bytes)
+
+    def notify(self) -> None:
+        self.changed.set()
+        self.changed = trio.Event()
+
+
+async def fetch(
+    node: Node,
+    sources: Sequence[Source | tuple[PeerId, Sequence[str]]],
+    item: str,
+    total_bytes: int | None,
+    sha256: str,
+    destination: Path,
+    certificate: str,
+    run: RunId,
+    progress: Progress | None = None,
+    *,
+    max_bytes: int | None = None,
+    stall_seconds: float = STALL_SECONDS,
+) -> None:
+    """Bring `item` to `destination`, whole and with this hash; resumes what is there already.
+
+    Without `total_bytes` the first source that answers says how many there are; more than
+    `max_bytes` are refused. StorageError: the disk is full. NetworkError: no source is left.
+    """
+    remaining = [s if isinstance(s, Source) else Source(s[0], tuple(s[1])) for s in sources]
+    hello = TransferHello(run=run, certificate=certificate)
+    if total_bytes is None:
+        limit = MAX_UNKNOWN_BYTES if max_bytes is None else max_bytes
+        total_bytes, remaining = await _ask_size(node, remaining, item, hello, limit, stall_seconds)
+    elif max_bytes is not None and total_bytes > max_bytes:
+        raise StorageError(
+            f"{item} has {total_bytes} bytes, and at most {max_bytes} are taken for it here"
+        )
+    part = PartFile(destination, item, total_bytes, sha256)
+    if await _in_thread(part.is_complete):
+        if progress is not None:
+            progress(total_bytes, total_bytes)
+        return
+    work = _Fetch(node, item, hello, part, progress, stall_seconds)
+    try:
+        work.begin(await _in_thread(part.open))
+        await _fetch_and_verify(work, remaining)
+    finally:
+        part.close()
+
+
+async def _fetch_and_verify(work: _Fetch, sources: list[Source]) -> None:
+    resumed = work.received_bytes > 0
+    await _fetch_missing(work, sources)
+    if await _in_thread(work.part.finish):
+        return
+    honest = [s for s in sources if s.peer not in work.failures]
+    if len(honest) == 1 and not resumed:
+        work.failures[honest[0].peer] = "what it served does not have the expected hash"
+        honest = []
+    for source in honest:
+        log.warning("%s came with a wrong hash; %s is tried alone", work.item, source.peer)
+        await _in_thread(work.part.restart)
+        work.begin(set())
+        with suppress(NetworkError):
+            await _fetch_missing(work, [source])
+            if await _in_thread(work.part.finish):
+                return
+            work.failures[source.peer] = "what it served does not have the expected hash"
+    await _in_thread(work.part.restart)
+    raise _no_source_left(work.item, work.failures)
+
+
+async def _fetch_missing(work: _Fetch, sources: Sequence[Source]) -> None:
+    """All open chunks, from all sources at once. NetworkError when the last source fails."""
+    if not work.missing:
+        return
+    ours: list[StorageError] = []
+    async with trio.open_nursery() as nursery:
+
+        async def run(source: Source) -> None:
+            try:
+                await _use_source(work, source)
+            except StorageError as error:
+                ours.append(error)
+            if not work.missing or ours:
+                nursery.cancel_scope.cancel()
+
+        for source in sources:
+            if source.peer not in work.failures and source.peer != work.node.peer_id:
+                nursery.start_soon(run, source)
+    if ours:
+        raise ours[0]
+    if work.missing:
+        raise _no_source_left(work.item, work.failures)
+
+
+async def _use_source(work: _Fetch, source: Source) -> None:
+    """Fetch chunks from one source until none is missing or the source fails."""
+    taken: list[int] = []
+    try:
+        stream = await work.node.open_stream(
+            source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
+        )
+        try:
+            await stream.send(encode(work.hello), timeout_seconds=work.stall_seconds)
+            await _fetch_chunks(work, stream, taken)
+        finally:
+            await stream.reset()
+    except (NetworkError, ProtocolError, AdmissionError) as error:
+        work.failures[source.peer] = str(error)
+        log.info("%s: %s is not used any more: %s", work.item, source.peer, error)
+        work.open_chunks.extend(reversed(taken))
+        work.notify()
+
+
+async def _fetch_chunks(work: _Fetch, stream: FramedStream, taken: list[int]) -> None:
+    while work.missing:
+        while work.open_chunks and len(taken) < REQUESTS_IN_FLIGHT:
+            index = work.open_chunks.pop()
+            taken.append(index)
+            await stream.send(
+                encode(
+                    ChunkRequest(
+                        item=work.item,
+                        offset=index * CHUNK_BYTES,
+                        bytes=work.part.chunk_bytes(index),
+                    )
+                ),
+                timeout_seconds=work.stall_seconds,
+            )
+        if not taken:
+            # The rest is with other sources; should one fail, its chunks come back.
+            await work.changed.wait()
+            continue
+        index = taken[0]
+        content, digest = await _receive_chunk(work, stream, index)
+        await _in_thread(work.part.write, index, content, digest)
+        taken.pop(0)
+        work.missing -= 1
+        work.received_bytes += len(content)
+        work.report()
+        if not work.missing:
+            work.notify()
+
+
+async def _receive_chunk(work: _Fetch, stream: FramedStream, index: int) -> tuple[bytearray, str]:
+    frame = await stream.receive(timeout_seconds=work.stall_seconds)
+    answer = _answer(frame.header, stream.remote)
+    if (answer.item, answer.offset) != (work.item, index * CHUNK_BYTES):
+        raise ProtocolError(f"{stream.remote} answered with another chunk than was asked for")
+    if answer.item_bytes != work.part.total_bytes:
+        raise ProtocolError(
+            f"{stream.remote} has a {work.item} of {answer.item_bytes} bytes instead of "
+            f"{work.part.total_bytes}"
+        )
+    if len(frame.payload) != work.part.chunk_bytes(index):
+        raise ProtocolError(f"{stream.remote} sent a chunk of a wrong size")
+    digest = await _in_thread(lambda: hashlib.sha256(frame.payload).hexdigest())
+    if digest != answer.sha256:
+        raise SignatureError(f"a chunk from {stream.remote} does not have the hash it came with")
+    return frame.payload, digest
+
+
+def _answer(header: bytes, remote: PeerId) -> ChunkAnswer:
+    message = parse(transfer_messages, header)
+    if isinstance(message, TransferRefused):
+        raise AdmissionError(f"{remote} refused: {message.reason}")
+    if not isinstance(message, ChunkAnswer):
+        raise ProtocolError(f"{remote} answered a chunk request with {message.kind}")
+    return message
+
+
+async def _ask_size(
+    node: Node,
+    sources: Sequence[Source],
+    item: str,
+    hello: TransferHello,
+    max_bytes: int,
+    stall_seconds: float,
+) -> tuple[int, list[Source]]:
+    """The item's size as the first source tells that answers, and the sources from it on."""
+    failures: dict[PeerId, str] = {}
+    for position, source in enumerate(sources):
+        try:
+            stream = await node.open_stream(
+                source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
+            )
+            try:
+                await stream.send(encode(hello), timeout_seconds=stall_seconds)
+                request = ChunkRequest(item=item, offset=0, bytes=1)
+                await stream.send(encode(request), timeout_seconds=stall_seconds)
+                frame = await stream.receive(timeout_seconds=stall_seconds)
+            finally:
+                await stream.reset()
+            answer = _answer(frame.header, source.peer)
+            if not 0 < answer.item_bytes <= max_bytes:
+                raise ProtocolError(
+                    f"{source.peer} has a {item} of {answer.item_bytes} bytes; at most "
+                    f"{max_bytes} are taken"
+                )
+            return answer.item_bytes, list(sources[position:])
+        except (NetworkError, ProtocolError, AdmissionError) as error:
+            failures[source.peer] = str(error)
+    raise _no_source_left(item, failures)
+
+
+def _no_source_left(item: str, failures: dict[PeerId, str]) -> NetworkError:
+    reasons = "; ".join(f"{peer}: {reason}" for peer, reason in failures.items())
+    return NetworkError(
+        f"{item} cannot be fetched from anybody ({reasons or 'nobody is known to have it'}); "
+        f"check the connection and try again"
+    )
+
+
+async def _in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    return await anyio.to_thread.run_sync(partial(function, *arguments), abandon_on_cancel=True)

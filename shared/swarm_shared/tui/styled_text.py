@@ -1,0 +1,121 @@
+"""Text with a meaning, before anybody knows its colour: lines of pieces, each with a role.
+
+Owns measuring, cutting and setting side by side. Widths are cells of a terminal, in which a
+character of some scripts takes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+
+from swarm_shared.tui.terminal_style import Look
+
+Role = Literal["", "strong", "good", "warn", "bad", "dim", "accent", "rule"]
+
+
+class Ink(NamedTuple):
+    text: str
+    role: Role = ""
+
+
+Line = tuple[Ink, ...]
+EMPTY: Line = ()
+
+
+def line(*parts: str | Ink | tuple[str, Role]) -> Line:
+    return tuple(Ink(part) if isinstance(part, str) else Ink(*part) for part in parts if part)
+
+
+def plain(drawn: Line) -> str:
+    return "".join(piece.text for piece in drawn)
+
+
+def width_of(drawn: Line) -> int:
+    return sum(cell_len(piece.text) for piece in drawn)
+
+
+def cut(drawn: Line, width: int, look: Look) -> Line:
+    """At most `width` cells; what is cut ends in an ellipsis."""
+    if width_of(drawn) <= width:
+        return drawn
+    mark = "…" if look.unicode else "~"
+    left = max(0, width - 1)
+    kept: list[Ink] = []
+    for piece in drawn:
+        cells = cell_len(piece.text)
+        if cells > left:
+            kept.append(Ink(set_cell_size(piece.text, left), piece.role))
+            break
+        kept.append(piece)
+        left -= cells
+    return (*kept, Ink(mark, kept[-1].role if kept else "")) if width > 0 else EMPTY
+
+
+def fill(drawn: Line, width: int, look: Look) -> Line:
+    """Exactly `width` cells."""
+    shown = cut(drawn, width, look)
+    return (*shown, Ink(" " * (width - width_of(shown))))
+
+
+def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) -> list[Line]:
+    """Two blocks, each with half of the width and two cells between them."""
+    half = (width - 2) // 2
+    rows = max(len(left), len(right))
+    return [
+        (
+            *fill(left[row] if row < len(left) else EMPTY, half, look),
+            Ink("  "),
+            *cut(right[row] if row < len(right) else EMPTY, width - half - 2, look),
+        )
+        for row in range(rows)
+    ]
+
+
+def ends(left: Line, right: Line, width: int, look: Look) -> Line:
+    """One text at each end of a line; the right one stays whole while there is room for it."""
+    room = width - width_of(right)
+    if room < 2:
+        return cut(right, width, look)
+    return (*fill(left, room - 1, look), Ink(" "), *right)
+
+
+def heading(title: str, width: int, look: Look) -> Line:
+    rule = ("─" if look.unicode else "-") * max(0, width - cell_len(title) - 1)
+    return line((title, "strong"), " ", (rule, "rule"))
+
+
+def wrapped(text: str, width: int, role: Role = "", indent: str = "") -> list[Line]:
+    """Words over as many lines as they need; a word that is longer than a line is cut up."""
+    lines: list[str] = []
+    current = ""
+    room = max(1, width - len(indent))
+    for word in text.split():
+        while cell_len(word) > room:
+            if current:
+                lines.append(current)
+                current = ""
+            lines.append(word[:room])
+            word = word[room:]
+        joined = f"{current} {word}" if current else word
+        if cell_len(joined) > room:
+            lines.append(current)
+            joined = word
+        current = joined
+    if current:
+        lines.append(current)
+    return [line(indent, (one, role)) for one in lines]
+
+
+def joined(parts: Iterable[Line], separator: str) -> Line:
+    """The parts that are not empty, with the separator between them."""
+    drawn: list[Ink] = []
+    for part in parts:
+        if not part:
+            continue
+        if drawn:
+            drawn.append(Ink(separator, "dim"))
+        drawn.extend(part)
+    return tuple(drawn)
