@@ -119,6 +119,23 @@ def test_every_link_of_a_document_leads_to_a_file(document: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_anchor_of_a_link_is_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text())
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in links
+        if anchor not in _anchors(document.parent / target if target else document)
+    ]
+    assert missing == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_files_named_in_the_documents_exist() -> None:
     for document in DOCUMENTS:
         for name in re.findall(r"`((?:tests|docs|tools)/[\w/.-]+\.\w+)`", document.read_text()):
