@@ -11,7 +11,7 @@ TWO = -n 2 --dist loadfile
 
 .PHONY: help setup setup-dev demo test test-runs test-attacks test-durability test-faults test-nat \
         test-installers fuzz \
-        check format bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
+        check format docs bench bench-faults bench-net bench-wan bench-wan-timeline bench-all-reduce \
         bench-simulator bench-rebalancing \
         bench-coordinator bench-prediction bench-views bench-yielding bench-codecs bench-quality \
         bench-lateness bench-bottlenecks bench-agreement \
@@ -24,32 +24,33 @@ help:
 	@echo "make test-runs whole runs under churn, minutes each"
 	@echo "make test-nat tests on real network stacks behind NAT; needs root, and sh tools/install_network_lab.sh"
 	@echo "make test-attacks attackers against a run, the dashboard in Chromium (sh tools/install_chromium.sh), other slow tests"
-	@echo "make test-durability coordinators killed at every commit, and their stand-ins on PostgreSQL"
-	@echo "make test-faults faults on purpose: a table of them, random ones, a stage that is lost"
-	@echo "make test-installers installs, uses and removes it for real; sh tools/install_installer_tools.sh"
+	@echo "make test-durability coordinators killed at every commit, and standbys on PostgreSQL"
+	@echo "make test-faults injected faults: a table of them, random ones, a lost stage"
+	@echo "make test-installers the installers, run for real; needs sh tools/install_installer_tools.sh"
 	@echo "make fuzz     decoders under atheris for longer (ARGS=\"--seconds 600 muxer\")"
 	@echo "make check    formatting, lint, strict types, import contracts"
-	@echo "make format   put the formatting right"
+	@echo "make format   apply the formatting"
+	@echo "make docs     write the pages made from the code: docs/commands.md, docs/preferences.md"
 	@echo "make bench    measure throughput, side by side with torch alone (ARGS=\"--repetitions 1\")"
 	@echo "make bench-faults measure what killed, frozen and leaving peers cost"
 	@echo "make bench-net measure links behind NAT; needs what test-nat needs"
-	@echo "make bench-wan train over emulated home lines, beside torch's and hivemind's ways; needs what test-nat needs"
-	@echo "make bench-wan-timeline where the seconds of a step over such lines go, machine by machine"
-	@echo "make bench-all-reduce averaging a stage's gradients over such lines, beside its bound"
+	@echo "make bench-wan train over emulated home links, compared with torch and hivemind; needs what test-nat needs"
+	@echo "make bench-wan-timeline how each machine spends the seconds of a step over such links"
+	@echo "make bench-all-reduce the all-reduce of a stage over such links, compared with its bound"
 	@echo "make bench-simulator measure how the simulator and placement grow with the fleet"
 	@echo "make bench-rebalancing compare rules of moving peers (ARGS=\"FOLDER_OF_RECORDINGS\")"
 	@echo "make bench-coordinator thousands of simulated volunteers at the real coordinator"
-	@echo "make bench-prediction the simulator's prediction beside real, throttled processes"
-	@echo "make bench-views how soon the terminal views are on the screen, and what they take then"
-	@echo "make bench-yielding how soon a machine is its user's again, after a key"
+	@echo "make bench-prediction the simulator's prediction compared with real, throttled processes"
+	@echo "make bench-views start time and load of the terminal views"
+	@echo "make bench-yielding seconds until a machine is free after a key press of its user"
 	@echo "make bench-counts bytes of messages and instructions of small work, against the baseline"
-	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in them"
-	@echo "make bench-copies how often a tensor's bytes are copied, hop by hop; needs a C compiler"
-	@echo "make bench-codecs what codecs take and give, beside hivemind's"
-	@echo "make bench-quality what those between stages cost in loss, over several seeds"
-	@echo "make bench-lateness what gradients that are one version late cost in loss"
-	@echo "make bench-bottlenecks what narrow borders between stages cost in loss"
-	@echo "make bench-agreement how far a real run with a codec is from one process"
+	@echo "make bench-bytes bytes on the wire of a real run, over the tensors in it"
+	@echo "make bench-copies copies of a tensor's bytes per hop; needs a C compiler"
+	@echo "make bench-codecs time and bytes of the codecs, compared with hivemind's"
+	@echo "make bench-quality cost in loss of codecs between stages, over several seeds"
+	@echo "make bench-lateness cost in loss of staleness 1"
+	@echo "make bench-bottlenecks cost in loss of bottlenecks at stage boundaries"
+	@echo "make bench-agreement distance of a real run with a codec from one process"
 	@echo "make bench-gpu tokens/s and FLOPs utilisation of one stage on a GPU, where there is one"
 	@echo "make clean    remove what the above have made, except runs"
 
@@ -97,6 +98,12 @@ check: setup-dev
 format: setup-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
+
+# The preferences page holds a measured table; readme_figures puts it back.
+docs: setup-dev
+	$(PY) tools/command_reference.py
+	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md
+	$(PY) -m benchmarks.readme_figures benchmarks/results/yielding.json
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)

@@ -1,4 +1,4 @@
-"""Puts measured tables into README.md and pages of docs/, each between its two marks.
+"""Puts measured tables into pages of docs/, each between its two marks.
 
 .venv/bin/python -m benchmarks.readme_figures benchmarks/results/throughput-small.json
 """
@@ -40,7 +40,7 @@ def main(results: tuple[Path, ...]) -> None:
     for result in results:
         document = json.loads(result.read_text())
         places = [(page, mark, make) for name, page, mark, make in PLACES if name == result.stem]
-        for page, mark, markdown in places or [("README.md", "figures", figures_markdown)]:
+        for page, mark, markdown in places or [("docs/benchmarks.md", "figures", figures_markdown)]:
             put(ROOT / page, mark, markdown(document))
 
 
@@ -348,15 +348,15 @@ def yielding_markdown(document: Mapping[str, Any]) -> str:
 
 
 PLACES: Sequence[tuple[str, str, str, Callable[[Mapping[str, Any]], str]]] = (
-    ("net", "README.md", "net figures", net_markdown),
-    ("faults", "README.md", "fault figures", faults_markdown),
-    ("coordinator", "README.md", "coordinator figures", coordinator_markdown),
+    ("net", "docs/benchmarks.md", "net figures", net_markdown),
+    ("faults", "docs/benchmarks.md", "fault figures", faults_markdown),
+    ("coordinator", "docs/benchmarks.md", "coordinator figures", coordinator_markdown),
     ("rebalancing", "docs/simulator.md", "rebalancing figures", rebalancing_markdown),
     ("prediction", "docs/simulator.md", "prediction figures", prediction_markdown),
     ("views", "docs/top.md", "view figures", views_markdown),
     ("copies", "docs/tensor-path.md", "copies figures", copies_markdown),
     ("wire-bytes", "docs/benchmarks.md", "wire figures", wire_bytes_markdown),
-    ("wan", "README.md", "wan ratios", ratios_markdown),
+    ("wan", "docs/benchmarks.md", "wan ratios", ratios_markdown),
     ("wan", "docs/benchmarks.md", "wan figures", wan_markdown),
     ("wan-timeline", "docs/benchmarks.md", "timeline figures", timeline_markdown),
     ("all-reduce", "docs/benchmarks.md", "all-reduce figures", all_reduce_markdown),

@@ -1,4 +1,4 @@
-"""What a result of bench-wan comes to for somebody who reads the README: a row per mix of lines."""
+"""Ratios of a bench-wan result for docs/benchmarks.md: one row per mix of links."""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ ALL_GPUS = -1
 
 @click.group()
 def config() -> None:
-    """What this machine lends, and when."""
+    """Read and change what this machine lends, and when."""
 
 
 @config.command("get")
 @click.argument("name", required=False)
 @_home
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def get(name: str | None, home: Path | None, as_json: bool) -> None:
-    """Show every preference that holds and where it comes from, or the value of NAME alone."""
+    """Show every effective preference and its source, or only the value of NAME."""
     path = preferences_path(home)
     layered = load(path)
     if name is None:
@@ -47,10 +47,15 @@ def get(name: str | None, home: Path | None, as_json: bool) -> None:
 @config.command("set")
 @click.argument("name")
 @click.argument("value", required=False)
-@click.option("--default", "reset", is_flag=True, help="Take it out: the default holds again.")
+@click.option(
+    "--default",
+    "reset",
+    is_flag=True,
+    help="Remove NAME from the file, so that its default applies.",
+)
 @_home
 def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
-    """Set the preference NAME to VALUE in the file; a client that runs takes it up."""
+    """Set the preference NAME to VALUE in the file; a running client applies it."""
     if (value is None) != reset:
         raise UsageError("give either a VALUE or --default")
     path = preferences_path(home)
@@ -66,7 +71,7 @@ def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @_home
 def validate(file: Path | None, home: Path | None) -> None:
-    """Check the preferences in FILE, by default the ones that would be used. Changes nothing."""
+    """Check the preferences in FILE (default: the file in use) without changing anything."""
     path = file or preferences_path(home)
     load(path, {} if file is not None else None)
     found = "holds" if path.exists() else "is not there, and need not be: the defaults hold"

@@ -34,7 +34,7 @@ SHOWN_LINES = 200
 @home_option
 @json_option
 def status(home: Path | None, as_json: bool) -> None:
-    """What the daemon does, or why it does nothing."""
+    """Show what the daemon does, or why it computes nothing."""
     from swarm_client.cli.text import status_text
     from swarm_client.control.client import ask
     from swarm_client.control.status_document import Status
@@ -54,11 +54,11 @@ def status(home: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("--for", "time", metavar="TIME", help="Go on by itself after 30m, 2h, 1d, …")
+@click.option("--for", "time", metavar="TIME", help="Resume automatically after 30m, 2h, 1d, …")
 @home_option
 @json_option
 def pause(time: str | None, home: Path | None, as_json: bool) -> None:
-    """Compute nothing for a while; what was counted is kept."""
+    """Stop computing; work that was counted is kept."""
     from swarm_client.control.client import ask
 
     seconds = None if time is None else seconds_of(time)
@@ -69,36 +69,36 @@ def pause(time: str | None, home: Path | None, as_json: bool) -> None:
 @home_option
 @json_option
 def resume(home: Path | None, as_json: bool) -> None:
-    """Go on after `pause` or `finish`."""
+    """Resume after `pause` or `finish`."""
     from swarm_client.control.client import ask
 
     answered(ask(socket_of(home), "resume"), as_json)
 
 
 @click.command()
-@click.option("--no-wait", is_flag=True, help="Do not wait until it is done.")
+@click.option("--no-wait", is_flag=True, help="Return at once, before the work is complete.")
 @home_option
 @json_option
 def finish(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """Complete what is in hand, hand the stage over, and stop; `resume` takes the run up again."""
+    """Complete work in flight, hand the stage over and stop; `resume` continues the run."""
     _end("finish", no_wait, home, as_json)
 
 
 @click.command()
-@click.option("--no-wait", is_flag=True, help="Do not wait until it is done.")
+@click.option("--no-wait", is_flag=True, help="Return at once, before the work is complete.")
 @home_option
 @json_option
 def leave(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """The same for good: the daemon does not go back to this run by itself."""
+    """Finish and leave the run: the daemon does not rejoin it automatically."""
     _end("leave", no_wait, home, as_json)
 
 
 @click.command()
-@click.option("--no-wait", is_flag=True, help="Do not wait until it has ended.")
+@click.option("--no-wait", is_flag=True, help="Return at once, before the daemon has exited.")
 @home_option
 @json_option
 def shutdown(no_wait: bool, home: Path | None, as_json: bool) -> None:
-    """End the daemon in order; the next one goes on with the run."""
+    """Stop the daemon in order; the next daemon continues the run."""
     _end("shutdown", no_wait, home, as_json)
 
 
@@ -127,7 +127,7 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_context
 def runs(context: click.Context, home: Path | None, as_json: bool) -> None:
-    """The runs that this machine knows; one of them is worked on."""
+    """List and choose among the runs stored on this machine; one is active."""
     context.obj = home
     if context.invoked_subcommand is None:
         _list(home, as_json)
@@ -138,7 +138,7 @@ def runs(context: click.Context, home: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def list_runs(before: Path | None, home: Path | None, as_json: bool) -> None:
-    """Each with its ID and whether it is the chosen one; without a daemon, too."""
+    """List each stored run with its ID and flag the chosen one; needs no daemon."""
     _list(home or before, as_json)
 
 
@@ -148,7 +148,7 @@ def list_runs(before: Path | None, home: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
-    """Work on RUN (its name, or how its ID begins) from now on."""
+    """Make RUN (its name or a prefix of its ID) the active run."""
     from swarm_client.control.client import ask
 
     answered(ask(socket_of(home or before), "choose_run", run=run), as_json)
@@ -160,7 +160,7 @@ def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> N
 @json_option
 @click.pass_obj
 def forget(before: Path | None, run: str, home: Path | None, as_json: bool) -> None:
-    """Forget RUN and its invite."""
+    """Remove RUN and its invite from this machine."""
     from swarm_client.control.client import ask
 
     answered(ask(socket_of(home or before), "forget_run", run=run), as_json)
@@ -181,14 +181,14 @@ def _list(home: Path | None, as_json: bool) -> None:
 
 
 @click.command()
-@click.option("-f", "--follow", is_flag=True, help="Go on with new lines until Ctrl-C.")
-@click.option("--events", is_flag=True, help="Only the lines that `join` prints.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come, until Ctrl-C.")
+@click.option("--events", is_flag=True, help="Print only the lines that `join` prints.")
 @home_option
 @json_option
 def logs(follow: bool, events: bool, home: Path | None, as_json: bool) -> None:
-    """The daemon's newest lines; without a daemon, the end of its last log file.
+    """Print the daemon's newest log lines; without a daemon, the end of its last log file.
 
-    With --json one object a line.
+    With --json, each line is one object.
     """
     from swarm_client.control.client import NoDaemon, ask, stream
     from swarm_client.control.status_document import LogLine

@@ -31,46 +31,46 @@ FRESH_LOG_BYTES = 5 * 2**20
 @home_option
 @click.option(
     "--device", "devices", multiple=True, metavar="DEVICE",
-    help="cpu, cuda:0, … or auto: every GPU, else the processor. Given several times, each device "
-    "holds a stage.  [default: auto]",
+    help="Device that holds a stage: cpu, cuda:0, … or auto (every GPU, else the processor); "
+    "may be repeated.  [default: auto]",
 )  # fmt: skip
 @click.option(
     "--stage",
     type=click.IntRange(min=0),
-    help="Hold this stage, not the neediest; one device only.",
+    help="Hold this stage instead of the assigned one; one device only.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="Compute threads on a CPU. [default: all cores but one]",
+    help="Compute threads on a CPU.  [default: all cores but one]",
 )
-@click.option("--name", help="A public name for the contributions; none by default.")
-@click.option("--team", help="A team for whom the contributions count as well; none by default.")
+@click.option("--name", help="Public name for the contributions; none by default.")
+@click.option("--team", help="Team that the contributions also count for; none by default.")
 @click.option(
     "--listen",
     default="/ip4/0.0.0.0/tcp/0",
     show_default=True,
-    help="Address to listen on, as a multiaddr.",
+    help="Multiaddr to listen on.",
 )
 @click.option(
     "--memory-gib",
     type=click.FloatRange(min=0, min_open=True),
-    help="Memory to offer on each device.",
+    help="Memory offered per device, in GiB.",
 )
 @click.option(
     "--relay/--no-relay",
     default=True,
     show_default=True,
-    help="Carry traffic of members that cannot be reached, when this machine can be.",
+    help="Relay traffic of members that cannot be dialled, if this machine can be.",
 )
 @click.option(
     "--set",
     "preferences",
     multiple=True,
     metavar="NAME=VALUE",
-    help="A preference for this run, before the file's; see `swarm-client config`.",
+    help="Preference that overrides the file for this run; see `swarm-client config`.",
 )
-@click.option("--detach", is_flag=True, help="Go on behind the terminal, and return.")
+@click.option("--detach", is_flag=True, help="Start a background daemon and return.")
 def join(
     invite: str,
     home: Path | None,
@@ -85,9 +85,9 @@ def join(
     preferences: tuple[str, ...],
     detach: bool,
 ) -> None:
-    """Take part in the run that INVITE names; Ctrl-C leaves cleanly.
+    """Join the run that INVITE names; Ctrl-C leaves cleanly.
 
-    Where a daemon runs in this home already, it is told to, and this command returns.
+    If a daemon already runs in this home, it joins the run and this command returns.
     """
     from pydantic import ValidationError
 
@@ -140,9 +140,9 @@ def _in_foreground(home: Path | None, arguments: object) -> None:
 
 @click.command()
 @home_option
-@click.option("--idle", is_flag=True, help="Do not take up the run that was chosen last.")
+@click.option("--idle", is_flag=True, help="Do not continue the chosen run.")
 def daemon(home: Path | None, idle: bool) -> None:
-    """Run without an invite and go on with the chosen run; for services. SIGTERM ends it."""
+    """Run without an invite and continue the chosen run; for services. SIGTERM stops it."""
     import trio
 
     from swarm_client.daemon.daemon import DaemonOptions, run_daemon

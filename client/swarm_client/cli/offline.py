@@ -21,7 +21,7 @@ PROGRAM = "swarm-client"
 @home_option
 @json_option
 def credit(home: Path | None, as_json: bool) -> None:
-    """What this machine has given, as it was counted here."""
+    """Show what this machine has contributed, from its own contribution log."""
     from swarm_client.cli.text import contribution_text
     from swarm_client.control import contribution_log
     from swarm_client.control.client import NoDaemon, ask
@@ -43,13 +43,15 @@ def credit(home: Path | None, as_json: bool) -> None:
 @click.command()
 @click.argument("invite", required=False)
 @home_option
-@click.option("--device", default="auto", show_default=True, help="cpu, cuda:0, … or auto.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document instead of a table.")
+@click.option(
+    "--device", default="auto", show_default=True, help="Device to check: cpu, cuda:0, … or auto."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of a table.")
 def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) -> None:
-    """Check this machine, and the way to the run that INVITE names, in half a minute.
+    """Check this machine and the path to the run that INVITE names, within half a minute.
 
-    Nothing is downloaded, and nothing in the home is changed. The exit code is 0 when nothing is
-    a problem (warnings are none), otherwise that of the first problem.
+    Downloads nothing and changes nothing in the home. The exit code is 0 if no check failed
+    (warnings do not fail a check), otherwise that of the first failed check.
     """
     import trio
 
@@ -73,7 +75,7 @@ def doctor(invite: str | None, home: Path | None, device: str, as_json: bool) ->
 @home_option
 @json_option
 def paths(home: Path | None, as_json: bool) -> None:
-    """Where everything of this program lies, there or not."""
+    """Print the paths of all files of this program, whether they exist or not."""
     import platformdirs
 
     from swarm_client.preferences.layers import preferences_path
@@ -101,7 +103,7 @@ def paths(home: Path | None, as_json: bool) -> None:
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print what makes SHELL complete this program's words.
+    """Print the completion script for SHELL.
 
     bash: eval "$(swarm-client completion bash)" in ~/.bashrc; zsh likewise in ~/.zshrc; fish:
     swarm-client completion fish > ~/.config/fish/completions/swarm-client.fish
@@ -119,7 +121,7 @@ def completion(context: click.Context, shell: str) -> None:
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
-    """The version of this program."""
+    """Print the version of this program."""
     if as_json:
         print_json({"software": SOFTWARE_VERSION})
     else:

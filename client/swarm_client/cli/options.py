@@ -24,9 +24,9 @@ home_option = click.option(
     "--home",
     type=click.Path(path_type=Path, file_okay=False),
     envvar="SWARM_CLIENT_HOME",
-    help="Folder for identity, caches and logs.",
+    help="Folder of identity, caches and logs.",
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def socket_of(home: Path | None) -> Path:

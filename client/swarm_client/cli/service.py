@@ -23,20 +23,24 @@ _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
 """What `ProtectHome=yes` makes empty for the system unit."""
 
 system_option = click.option(
-    "--system", is_flag=True, help="The whole machine's, under a user of its own; needs root."
+    "--system",
+    is_flag=True,
+    help="Service of the whole machine, under a user of its own; needs root.",
 )
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print the steps without carrying them out."
+)
 manager_option = click.option(
     "--start/--no-start",
     default=True,
     show_default=True,
-    help="--no-start touches files only: for images and chroots, where no systemd runs.",
+    help="--no-start writes files only: for images and chroots without a running systemd.",
 )
 
 
 @click.group()
 def service() -> None:
-    """Run the daemon as a service: at login, or with --system whenever the machine is up."""
+    """Run the daemon as a service: from login, or with --system from boot."""
 
 
 @service.command()
@@ -45,7 +49,7 @@ def service() -> None:
 @manager_option
 @home_option
 def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None:
-    """Install the service and start it; over an installed one: take the new program up."""
+    """Install the service and start it; an installed service is updated to this program."""
     steps: tuple[Step, ...]
     if sys.platform == "darwin":
         steps = _mac_install(system, home)
@@ -77,9 +81,9 @@ def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None
 @system_option
 @dry_run_option
 @manager_option
-@click.option("--purge", is_flag=True, help="With --system: its user and all its data as well.")
+@click.option("--purge", is_flag=True, help="With --system, also remove its user and all its data.")
 def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
-    """End the service and remove it; what the home holds stays. Not being there is fine."""
+    """Stop the service and remove it; the home is kept. Succeeds if none is installed."""
     steps: tuple[Step, ...]
     if purge and not system:
         raise UsageError(
@@ -109,7 +113,7 @@ def uninstall(system: bool, dry_run: bool, start: bool, purge: bool) -> None:
 @system_option
 @json_option
 def status(system: bool, as_json: bool) -> None:
-    """Whether the service is installed, and how it is."""
+    """Show whether the service is installed, and its state."""
     found: dict[str, Any]
     if sys.platform == "darwin":
         from swarm_client.service import launchd

@@ -21,16 +21,16 @@ JSON_FORMAT = 1
 @click.option(
     "--organiser",
     metavar="PEER",
-    help="The organiser's peer ID, as your invite names it; otherwise whom the ledger names.",
+    help="Organiser's peer ID from your invite; by default the one in the ledger is trusted.",
 )
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> None:
-    """Recompute every number of the ledger in FILE; the first line that is wrong is named.
+    """Recompute every number of the ledger in FILE and name the first wrong line.
 
-    `swarm-coordinator ledger export` writes one. It proves that the numbers follow from the steps,
-    that each step counts every microbatch exactly once in every stage, that whoever has a row has
-    signed for each device in it, and that the organiser stands by these lines. Whether a volunteer
-    did what the organiser says is between those two.
+    `swarm-coordinator ledger export` writes a ledger. Verification proves that the numbers follow
+    from the steps, that each step counts every microbatch exactly once in every stage, that the
+    owner of each row has signed for each device in it, and that the organiser has signed these
+    lines. It does not prove that a volunteer did the work that the organiser credits.
     """
     found = verify_ledger(_lines(file), None if organiser is None else PeerId(organiser))
     if as_json:

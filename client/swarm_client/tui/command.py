@@ -20,7 +20,7 @@ PROGRAM = "swarm-client top"
 @home_option
 @view_options
 def top(home: Path | None, record: Path | None, replay: Path | None, unicode: bool | None) -> None:
-    """Watch what this machine does for the run, pause it, change its limits."""
+    """Show what this machine does for the run, live; pause it and change its limits."""
     from swarm_shared.tui.terminal import this_terminal
 
     look = this_terminal("swarm-client status", unicode=unicode)

@@ -68,8 +68,8 @@ _ERRORS: dict[int, type[SwarmError]] = {
 }
 
 PEER = click.argument("peer")
-REASON = click.option("--reason", default="", help="Told to the peer, and shown by `status`.")
-AS_JSON = click.option("--json", "as_json", is_flag=True, help="For programs.")
+REASON = click.option("--reason", default="", help="Reason sent to the peer and shown by `status`.")
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 # ---------------------------------------------------------------- carrying a decision out
@@ -175,19 +175,28 @@ class Duration(click.ParamType[float]):
 
 @click.group("token")
 def token_command() -> None:
-    """Tokens: whoever shows one in an invite is let in ([admission] mode = "token")."""
+    """Manage tokens: an invite with a token admits its bearer ([admission] mode = "token")."""
 
 
 @token_command.command("create")
 @RUN_DIR
-@click.option("--uses", type=click.IntRange(1, 2**53 - 1), help="Peers it admits, or any number.")
-@click.option("--expires", type=Duration(), metavar="7d", help="Admits nobody after that time.")
-@click.option("--note", default="", help="For yourself: whom it is for.")
+@click.option(
+    "--uses",
+    type=click.IntRange(1, 2**53 - 1),
+    help="Number of peers that it admits; unlimited by default.",
+)
+@click.option(
+    "--expires",
+    type=Duration(),
+    metavar="7d",
+    help="Time after which it admits no peer; never by default.",
+)
+@click.option("--note", default="", help="Private note, for example the recipient.")
 @AS_JSON
 def token_create_command(
     run_dir: Path, uses: int | None, expires: float | None, note: str, as_json: bool
 ) -> None:
-    """Make a token and print the invite that carries it. It is shown this once."""
+    """Create a token and print the invite that carries it. The invite is shown only once."""
     folder, note = RunFolder.open(run_dir), _checked(note, "--note")
     settings, manifest = load_settings(folder), load_manifest(folder)
     addresses = run_addresses(folder, settings)
@@ -211,7 +220,7 @@ def token_create_command(
 @RUN_DIR
 @AS_JSON
 def token_list_command(run_dir: Path, as_json: bool) -> None:
-    """Show all tokens; their secrets are not kept."""
+    """List all tokens; their secrets are not stored."""
     tokens = token_document(read_book(RunFolder.open(run_dir)), wall())
     if as_json:
         click.echo(json.dumps(tokens, indent=1))
@@ -238,7 +247,7 @@ def token_list_command(run_dir: Path, as_json: bool) -> None:
 @RUN_DIR
 @click.argument("token", type=int)
 def token_revoke_command(run_dir: Path, token: int) -> None:
-    """End TOKEN, and the membership of those that it let in.
+    """Revoke TOKEN and end the membership of all peers that it admitted.
 
     TOKEN is its number, as `list` shows it.
     """
@@ -250,14 +259,14 @@ def token_revoke_command(run_dir: Path, token: int) -> None:
 
 @click.group("allow")
 def allow_command() -> None:
-    """The list of peers that may take part ([admission] mode = "allow-list")."""
+    """Manage the list of peers that may join ([admission] mode = "allow-list")."""
 
 
 @allow_command.command("add")
 @RUN_DIR
 @PEER
 def allow_add_command(run_dir: Path, peer: str) -> None:
-    """Put PEER (its peer ID) on the list."""
+    """Add PEER (its peer ID) to the list."""
     folder = RunFolder.open(run_dir)
     click.echo(decide(folder, Allow(peer=_peer_named(folder, peer)))["said"])
 
@@ -266,7 +275,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 @RUN_DIR
 @PEER
 def allow_remove_command(run_dir: Path, peer: str) -> None:
-    """Take PEER off the list; in mode "allow-list" that ends its membership."""
+    """Remove PEER from the list; in mode "allow-list" that ends its membership."""
     folder = RunFolder.open(run_dir)
     click.echo(decide(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
 
@@ -275,7 +284,7 @@ def allow_remove_command(run_dir: Path, peer: str) -> None:
 @RUN_DIR
 @AS_JSON
 def allow_list_command(run_dir: Path, as_json: bool) -> None:
-    """Show the list."""
+    """Print the list."""
     book = read_book(RunFolder.open(run_dir))
     if as_json:
         rows = [{"peer": peer, "added_at": added} for peer, added in book.allowed.items()]
@@ -295,7 +304,7 @@ def allow_list_command(run_dir: Path, as_json: bool) -> None:
 @PEER
 @REASON
 def ban_command(run_dir: Path, peer: str, reason: str) -> None:
-    """Keep PEER out of the run, at once and whatever the mode, until it is unbanned.
+    """Exclude PEER from the run at once, in every admission mode, until it is unbanned.
 
     PEER is its peer ID, or the end of it as `status` shows it.
     """
@@ -308,7 +317,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 @RUN_DIR
 @PEER
 def unban_command(run_dir: Path, peer: str) -> None:
-    """Let PEER come back, if the run's mode lets it in."""
+    """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
     folder = RunFolder.open(run_dir)
     click.echo(decide(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
 

@@ -16,10 +16,10 @@ from swarm_shared.base.errors import NetworkError
 @click.command("dashboard")
 @RUN_DIR
 def dashboard_command(run_dir: Path) -> None:
-    """Print the link to the dashboard of the run in RUN_DIR, with the organiser's token in it.
+    """Print the link to the dashboard of the run in RUN_DIR, with the organiser's token.
 
-    Whoever has the link sees what the organiser sees. The token stands after the #, which browsers
-    do not send.
+    The link opens the organiser's view for every bearer. The token is in the fragment (after #),
+    which browsers do not send.
     """
     folder = RunFolder.open(run_dir)
     status = read_status(folder.status) if folder.in_use() else None

@@ -26,15 +26,15 @@ from swarm_shared.base.errors import UsageError
 
 @click.command("verify")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option(
     "--set-aside",
     "aside",
     is_flag=True,
-    help="Move a damaged database or checkpoint away, so that the run goes on without it.",
+    help="Move a damaged database or checkpoint away, so that the run can continue without it.",
 )
 def verify_command(run_dir: Path, as_json: bool, aside: bool) -> None:
-    """Read everything in RUN_DIR (or in a backup) again and name what is not as it was written."""
+    """Re-read everything in RUN_DIR (or in a backup) and name what is damaged."""
     if is_backup(run_dir):
         if aside:
             raise UsageError("a backup is kept as it is; --set-aside is for the folder of a run")
@@ -79,10 +79,10 @@ def _document(check: RunCheck) -> dict[str, object]:
 @click.command("backup")
 @RUN_DIR
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--no-key", is_flag=True, help="Leave out organiser.key and the invite's token.")
+@click.option("--no-key", is_flag=True, help="Leave out organiser.key and the token of the invite.")
 @click.option("--no-data", is_flag=True, help="Leave out the training data.")
 def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> None:
-    """Save the run in RUN_DIR to the new folder OUT, also while its coordinator runs."""
+    """Save the run in RUN_DIR to the new folder OUT; its coordinator may keep running."""
     folder = RunFolder.open(run_dir)
     backup = make_backup(folder, out, with_key=not no_key, with_data=not no_data)
     summary = backup.summary
@@ -104,15 +104,15 @@ def backup_command(run_dir: Path, out: Path, no_key: bool, no_data: bool) -> Non
 @click.argument("backup", type=click.Path(path_type=Path))
 @RUN_DIR
 @click.option(
-    "--force", is_flag=True, help="Also where a run is already; its folder is moved aside."
+    "--force", is_flag=True, help="Allow an existing run in RUN_DIR; its folder is moved aside."
 )
 @click.option(
     "--files-only",
     is_flag=True,
-    help="Leave the database on its server as it is: for a coordinator that is to stand by.",
+    help="Leave the database on its server unchanged: for a standby coordinator.",
 )
 def restore_command(backup: Path, run_dir: Path, force: bool, files_only: bool) -> None:
-    """Make RUN_DIR of BACKUP. The run goes on from the checkpoint in it."""
+    """Restore BACKUP to RUN_DIR. The run continues from the checkpoint in the backup."""
     read_summary(backup)
     done = restore_backup(backup, run_dir, force=force, files_only=files_only)
     if files_only:

@@ -26,14 +26,14 @@ STEPS_AT_ONCE = 500
 
 @click.group("ledger")
 def ledger_command() -> None:
-    """Who has contributed what, for everybody to check."""
+    """Publish who has contributed what, in a form that anyone can verify."""
 
 
 @ledger_command.command("export")
 @RUN_DIR
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 def export_ledger_command(run_dir: Path, file: Path) -> None:
-    """Write the signed ledger of the run in RUN_DIR to FILE, also while its coordinator runs.
+    """Write the signed ledger of the run in RUN_DIR to FILE; its coordinator may keep running.
 
     `swarm-client verify-ledger FILE` recomputes every number in it.
     """

@@ -66,7 +66,7 @@ class _Group(click.Group):
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(SOFTWARE_VERSION, message=f"{PROGRAM} %(version)s")
 def cli() -> None:
-    """Train a language model on volunteers' computers: make a run, serve it, take it home."""
+    """Train a language model on volunteers' computers: create a run, serve it, export the model."""
 
 
 def run(arguments: Sequence[str]) -> int:

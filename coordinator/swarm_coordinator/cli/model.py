@@ -33,7 +33,7 @@ RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 @RUN_DIR
 @click.argument("out", type=click.Path(path_type=Path))
 def export_command(run_dir: Path, out: Path) -> None:
-    """Write the newest checkpoint of RUN_DIR to OUT, as a folder that `transformers` loads."""
+    """Write the newest checkpoint of RUN_DIR to OUT as a folder that `transformers` loads."""
     folder = RunFolder.open(run_dir)
     manifest = load_manifest(folder)
     _check_out(out)
@@ -80,18 +80,18 @@ def _check_out(out: Path) -> None:
 
 @click.command("reference")
 @RUN_DIR
-@click.option("--steps", type=click.IntRange(1), help="Only the first so many steps.")
+@click.option("--steps", type=click.IntRange(1), help="Stop after this many steps.")
 @click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the steps to this file, in the form of `history --json`.",
+    help="Write the steps to this file, in the format of `history --json`.",
 )
 @click.option("--threads", type=click.IntRange(1), help="Compute threads.")
 def reference_command(
     run_dir: Path, steps: int | None, json_file: Path | None, threads: int | None
 ) -> None:
-    """Train the run in RUN_DIR in this one process, without any swarm."""
+    """Train the run in RUN_DIR in one process and compare its losses with the swarm's."""
     folder = RunFolder.open(run_dir)
     manifest = load_manifest(folder)
     wanted = min(steps or manifest.training.steps, manifest.training.steps)

@@ -76,23 +76,25 @@ _CHANGEABLE = (
     default=DEFAULT_PRESET,
     show_default=True,
     type=click.Choice(list(PRESETS)),
-    help="The model and its training sizes.",
+    help="Preset of model and training sizes.",
 )
 @click.option(
     "--data",
     default="python-stdlib",
     show_default=True,
-    help="A text file, a folder, a JSONL file, ready shards, or python-stdlib.",
+    help="Training data: a text file, a folder, a JSONL file, ready shards, or python-stdlib.",
 )
-@click.option("--stages", type=int, help="Pipeline stages; the preset's number otherwise.")
-@click.option("--steps", type=int, help="Optimizer steps of the whole run.")
-@click.option("--seed", type=int, help="Decides initialisation and data order.")
-@click.option("--tokenizer", type=click.Choice(["bytes", "bpe"]), help="The preset's otherwise.")
+@click.option("--stages", type=int, help="Number of pipeline stages; by default the preset's.")
+@click.option("--steps", type=int, help="Optimizer steps of the run; by default the preset's.")
+@click.option("--seed", type=int, help="Seed of initialisation and data order.")
+@click.option(
+    "--tokenizer", type=click.Choice(["bytes", "bpe"]), help="Tokenizer; by default the preset's."
+)
 @click.option(
     "--codec",
     metavar="auto|NAME|NAME/NAME",
-    help="How tensors cross between stages: none, int8, … for both ways, int8/int4 for activations "
-    "and gradients, or auto: what is fastest here of what costs no visible loss.",
+    help="Codecs between stages: none, int8, … for both directions, int8/int4 for activations and "
+    "gradients, or auto: the fastest pair here whose measured loss is within the limit.",
 )
 @click.option(
     "--set",
@@ -112,7 +114,7 @@ def init_command(
     codec: str | None,
     changes: tuple[str, ...],
 ) -> None:
-    """Make a run: settings, data, key and signed manifest in RUN_DIR."""
+    """Create a run: settings, data, key and signed manifest in RUN_DIR."""
     overrides = dict(parse_override(change) for change in changes)
     for name, value in (
         ("training.steps", steps),
@@ -135,20 +137,23 @@ def init_command(
 
 @click.command("start")
 @RUN_DIR
-@click.option("--port", type=click.IntRange(1, 65_535), help="Listen on this TCP port.")
+@click.option("--port", type=click.IntRange(1, 65_535), help="TCP port to listen on.")
 @click.option(
     "--http",
     "http",
     metavar="HOST:PORT",
-    help='Serve the dashboard there instead of at [http] listen of run.toml; "" for none.',
+    help='Address of the dashboard instead of [http] listen in run.toml; "" for none.',
 )
 @click.option(
     "--standby",
     is_flag=True,
-    help="Wait while another coordinator serves the run, and take over when it ends.",
+    help="Wait while another coordinator serves the run; take over when it stops (PostgreSQL).",
 )
 def start_command(run_dir: Path, port: int | None, http: str | None, standby: bool) -> None:
-    """Serve the run in RUN_DIR and print the invite. Ctrl-C stops it in order."""
+    """Serve the run in RUN_DIR and print the invite.
+
+    Ctrl-C finishes the step, stores a checkpoint and stops.
+    """
     if http:
         parse_address(http)
     folder = RunFolder.open(run_dir)
@@ -330,7 +335,7 @@ def _log_to(path: Path) -> None:
 @click.command("refresh", hidden=True)
 @RUN_DIR
 def refresh_command(run_dir: Path) -> None:
-    """Sign the manifest anew after run.toml was edited; `start` runs this by itself."""
+    """Sign the manifest again after an edit of run.toml; `start` runs this automatically."""
     from swarm_coordinator.run_creation.initialise import refresh_manifest
 
     folder = RunFolder.open(run_dir)
@@ -389,9 +394,9 @@ def _free_port(host: str) -> int:
 
 @click.command("status")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def status_command(run_dir: Path, as_json: bool) -> None:
-    """Say how the run in RUN_DIR stands, whether its coordinator runs or not."""
+    """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
     folder = RunFolder.open(run_dir)
     document = read_status(folder.status)
     running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
@@ -431,9 +436,9 @@ def _lock_holder(folder: RunFolder) -> int | None:
 
 @click.command("history")
 @RUN_DIR
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def history_command(run_dir: Path, as_json: bool) -> None:
-    """Print every applied step of the run in RUN_DIR, also while its coordinator is down."""
+    """Print every applied step of the run in RUN_DIR; needs no running coordinator."""
     found = history(place_of(RunFolder.open(run_dir)))
     if as_json:
         click.echo(json.dumps(steps_document(found.steps)))

@@ -32,14 +32,14 @@ MOST_FOLLOWED = 200
 
 @click.command("simulate")
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--fleet", required=True, metavar="FILE|N", help="Machines: a file, or how many.")
+@click.option("--fleet", required=True, metavar="FILE|N", help="Machines: a file, or their number.")
 @click.option(
     "--trace",
     required=True,
     metavar="FILE|MODEL",
-    help="When they come and go: a recording, or steady, home, spot with parameters.",
+    help="When machines join and leave: a recording, or steady, home or spot with parameters.",
 )
-@click.option("--seed", default=1, show_default=True, help="Decides all that chance decides.")
+@click.option("--seed", default=1, show_default=True, help="Seed of everything random.")
 @click.option(
     "--hours",
     type=click.FloatRange(0.01, 10_000),
@@ -52,34 +52,38 @@ MOST_FOLLOWED = 200
     type=click.Choice([rule.value for rule in RebalancingRule]),
     default=RebalancingRule.THROUGHPUT.value,
     show_default=True,
-    help="How peers are moved.",
+    help="Rule by which peers are moved between stages.",
 )
 @click.option(
     "--period",
     type=click.FloatRange(1, 86_400),
     default=60.0,
     show_default=True,
-    help="Seconds between two looks at who should move.",
+    help="Seconds between two placement decisions.",
 )
 @click.option(
     "--level",
     type=click.Choice(["auto", "fluid", "microbatches"]),
     default="auto",
     show_default=True,
-    help="Follow every microbatch, or let them flow.",
+    help="Simulate every microbatch, or only rates (fluid).",
 )
 @click.option(
-    "--save-trace", type=click.Path(path_type=Path), help="Write down who came and went when."
+    "--save-trace",
+    type=click.Path(path_type=Path),
+    help="Write the joins and departures to this file.",
 )
-@click.option("--json", "out", type=click.Path(path_type=Path), help="Write all figures there.")
+@click.option(
+    "--json", "out", type=click.Path(path_type=Path), help="Write all figures to this file."
+)
 def simulate_command(
     run_dir: Path, fleet: str, trace: str, seed: int, hours: float, rule: str, period: float,
     level: str, save_trace: Path | None, out: Path | None,
 ) -> None:  # fmt: skip
-    """Simulate RUN_DIR with a fleet that comes and goes, on a virtual clock.
+    """Simulate RUN_DIR with a fleet that joins and leaves, on a virtual clock.
 
-    The coordinator's own code decides; machines, lines and people are modelled.
-    docs/simulator.md says what exactly, and shows the files' formats.
+    The coordinator's own code decides; machines, links and users are modelled.
+    docs/simulator.md describes the model and the file formats.
     """
     manifest = load_manifest(RunFolder.open(run_dir))
     machines = fleet_from(fleet, random.Random(f"{seed} fleet"))

@@ -18,7 +18,7 @@ PROGRAM = "swarm-coordinator top"
 def top_command(
     run_dir: Path | None, record: Path | None, replay: Path | None, unicode: bool | None
 ) -> None:
-    """Watch the run in RUN_DIR: health, stages, peers, loss, events. Changes nothing."""
+    """Show the run in RUN_DIR live: health, stages, peers, loss, events. Changes nothing."""
     from swarm_shared.tui.terminal import this_terminal
 
     if (run_dir is None) == (replay is None):

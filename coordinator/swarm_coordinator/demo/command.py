@@ -62,26 +62,42 @@ class DemoOptions:
 
 
 @click.command("demo")
-@click.option("--volunteers", default=4, show_default=True, type=click.IntRange(1, 64))
-@click.option("--stages", default=2, show_default=True, type=click.IntRange(1, 64))
-@click.option("--steps", type=click.IntRange(1), help="Default: what fits three minutes.")
-@click.option("--seed", default=1, show_default=True, type=click.IntRange(0, 2**63 - 1))
-@click.option("--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)))
+@click.option(
+    "--volunteers", default=4, show_default=True, type=click.IntRange(1, 64),
+    help="Number of volunteers.",
+)  # fmt: skip
+@click.option(
+    "--stages", default=2, show_default=True, type=click.IntRange(1, 64),
+    help="Number of pipeline stages.",
+)  # fmt: skip
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Optimizer steps; by default as many as fit three minutes.",
+)
+@click.option(
+    "--seed", default=1, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Seed of initialisation and data order.",
+)  # fmt: skip
+@click.option(
+    "--preset", default="tiny", show_default=True, type=click.Choice(list(PRESETS)),
+    help="Preset of model and training sizes.",
+)  # fmt: skip
 @click.option(
     "--threads", default=1, show_default=True, type=click.IntRange(1, 256),
-    help="Compute threads of each volunteer.",
+    help="Compute threads per volunteer.",
 )  # fmt: skip
 @click.option(
     "--run-dir", type=click.Path(path_type=Path),
-    help=f"Where the run is made; default: ./{DEFAULT_FOLDER}, or the next free name.",
+    help=f"Folder of the run; by default ./{DEFAULT_FOLDER}, or the next free name.",
 )  # fmt: skip
 @click.option(
     "--json", "json_file", type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the result to this file, too.",
+    help="Also write the result to this file.",
 )  # fmt: skip
 @click.option(
     "--keep/--no-keep", default=True, show_default=True,
-    help="Keep the run folder after a run that went well.",
+    help="Keep the run folder after a successful run.",
 )  # fmt: skip
 def demo_command(
     volunteers: int,
@@ -94,7 +110,7 @@ def demo_command(
     json_file: Path | None,
     keep: bool,
 ) -> None:
-    """Train a small model across processes of this machine, and show what came of it."""
+    """Train a small model across processes of this machine and show the result."""
     if volunteers < stages:
         raise UsageError(
             f"{volunteers} volunteer(s) cannot hold {stages} stages, each needs one at least; "

@@ -30,10 +30,10 @@ def view_options(command: Command) -> Command:
     for option in (
         click.option(
             "--unicode/--ascii", "unicode", default=None,
-            help="Draw with Unicode, or with ASCII alone. [default: as the locale says]",
+            help="Draw with Unicode, or with ASCII only.  [default: by the locale]",
         ),
-        click.option("--replay", type=_FILE, help="Show a recording instead of what is now."),
-        click.option("--record", type=_FILE, help="Keep what is seen in this new file."),
+        click.option("--replay", type=_FILE, help="Show a recording instead of the live state."),
+        click.option("--record", type=_FILE, help="Record what is shown to this new file."),
     ):  # fmt: skip
         command = option(command)
     return command
