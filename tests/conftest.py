@@ -1,25 +1,61 @@
 """Runs `async def` tests under trio, each with a time limit so that a dead-lock names its test.
 
-Property tests have no deadline: they run beside other work, and how long an example takes says
-nothing about what it tests.
+Property tests draw new examples in every run, also under CI, where Hypothesis would otherwise
+repeat the same ones. All of them draw from one seed, which the header of the report names. They
+have no deadline: they run beside other work, and how long an example takes says nothing about
+what it tests.
 """
 
 from __future__ import annotations
 
 import inspect
 import resource
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import hypothesis
 import pytest
 import trio
 
-hypothesis.settings.register_profile("shared machine", deadline=None)
+# On top of the profile that Hypothesis loads by itself: under CI that one is derandomized.
+hypothesis.settings.register_profile(
+    "shared machine", deadline=None, derandomize=False, print_blob=True
+)
 hypothesis.settings.load_profile("shared machine")
 
+_WORKER_SEED = "hypothesis_seed"
+"""Key under which pytest-xdist's controller passes the seed to its workers."""
+
 _TEST_SECONDS = 60.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the seed before Hypothesis's own plugin reads the option."""
+    if config.option.hypothesis_seed is None:
+        passed = getattr(config, "workerinput", {}).get(_WORKER_SEED)
+        config.option.hypothesis_seed = passed or str(secrets.randbits(32))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput[_WORKER_SEED] = node.config.option.hypothesis_seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.option.hypothesis_seed
+    return f"hypothesis seed: {seed} (repeat with --hypothesis-seed={seed})"
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Print the seed again beside failures; with `-q` there is no header."""
+    if terminalreporter.stats.get("failed"):
+        terminalreporter.write_line(pytest_report_header(config))
 
 
 @pytest.hookimpl(tryfirst=True)

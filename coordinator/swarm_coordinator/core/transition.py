@@ -175,6 +175,7 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _notice_the_dead(run, now)
+        step_close.give_up_catching_up(run, now)
         roster.forget_revoked(run, now)
     elif isinstance(event, PeerAttached):
         # Whatever the older attachment held is either told again in this Hello or gone.

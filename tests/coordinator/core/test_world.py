@@ -62,6 +62,142 @@ def run_to_the_end(options: Options, seed: int, faults: tuple[Fault, ...] = ()) 
     return world
 
 
+ENDLESS: dict[str, tuple[Options, int, tuple[Fault, ...]]] = {
+    "both peers sync one stage of two": (
+        Options(peers=2, microbatches=1, checkpoint_steps=3, evaluation=0, tied=True),
+        4079381304,
+        (
+            Fault(2.2, "wedge", 1, 60.0),
+            Fault(1.6, "kill", 2, 1.0),
+            Fault(2.2, "pause", 2, 15.0),
+        ),
+    ),
+    "a paused stage is doubled beside an empty one": (
+        Options(stages=3, peers=2, microbatches=3, steps=2, evaluation=0, tied=True),
+        1963581248,
+        (
+            Fault(1.4, "join", 7, 60.0),
+            Fault(2.3, "kill", 10, 7.0),
+            Fault(1.1, "join", 4, 3.0),
+            Fault(3.9, "pause", 5, 3.0),
+            Fault(0.1, "restart", 10, 1.0),
+            Fault(0.4, "differ", 9, 7.0),
+        ),
+    ),
+    "all three stages are lost at once": (
+        Options(stages=3, peers=3, microbatches=6, steps=5, checkpoint_steps=10, evaluation=3),
+        2138062484,
+        (
+            Fault(2.8, "kill", 12, 7.0),
+            Fault(3.0, "kill", 10, 3.0),
+            Fault(9.7, "join", 6, 3.0),
+            Fault(0.7, "pause", 5, 1.0),
+            Fault(0.5, "join", 11, 60.0),
+        ),
+    ),
+    "one stage is lost while another one has averaged": (
+        Options(stages=3, microbatches=3, checkpoint_steps=3, evaluation=3),
+        311264537,
+        (
+            Fault(2.9, "block", 12, 0.3),
+            Fault(3.0, "worker", 2, 7.0),
+            Fault(4.1, "restart", 1, 0.3),
+            Fault(5.2, "kill", 7, 1.0),
+        ),
+    ),
+    "the peer to move sits the step out": (
+        Options(peers=3, microbatches=6, steps=5, checkpoint_steps=10, evaluation=0, staleness=1),
+        1752757246,
+        (
+            Fault(2.8, "block", 10, 7.0),
+            Fault(3.9, "kill", 6, 15.0),
+        ),
+    ),
+    "a peer never applies the step that it missed": (
+        Options(microbatches=6, steps=5, checkpoint_steps=10, evaluation=3, tied=True),
+        2434172114,
+        (
+            Fault(2.7, "crash_between", 2, 7.0),
+            Fault(0.1, "wedge", 5, 7.0),
+            Fault(2.9, "leave", 11, 3.0),
+            Fault(6.1, "leave", 8, 7.0),
+        ),
+    ),
+    "a peer is back with the step that would be rolled back": (
+        Options(peers=3, microbatches=6, steps=5, checkpoint_steps=3, evaluation=1),
+        1179946190,
+        (
+            Fault(2.536974894080248, "revoke", 10, 15.0),
+            Fault(0.084050024902532, "nan", 7, 15.0),
+            Fault(3.761855803083287, "crash", 12, 3.0),
+            Fault(3.6914912815737244, "hang", 8, 60.0),
+            Fault(3.6625348710373467, "small", 3, 1.0),
+            Fault(4.141006590259744, "cut", 10, 15.0),
+            Fault(1.9371567130470435, "restart", 3, 7.0),
+            Fault(0.7627310217533592, "kill", 4, 60.0),
+        ),
+    ),
+    "a compute process sticks before it holds a stage": (
+        Options(
+            stages=3,
+            peers=6,
+            microbatches=6,
+            steps=2,
+            checkpoint_steps=1,
+            evaluation=0,
+            staleness=1,
+        ),
+        17304615,
+        (
+            Fault(0.4, "stick", 9, 15.0),
+            Fault(0.4, "restart", 2, 15.0),
+            Fault(3.9, "leave", 5, 7.0),
+            Fault(0.9, "revoke", 11, 15.0),
+            Fault(6.8, "revoke", 3, 7.0),
+            Fault(3.7, "carrier", 10, 0.3),
+        ),
+    ),
+    "a ban ends before a hung peer reads its refusal": (
+        Options(peers=2, microbatches=1, steps=5, checkpoint_steps=3, evaluation=3, starting=2),
+        423576105,
+        (
+            Fault(10.1, "kill", 9, 3.0),
+            Fault(8.6, "hang", 0, 15.0),
+            Fault(2.5, "revoke", 9, 0.3),
+        ),
+    ),
+    "a hung peer applies a step that was rolled back": (
+        Options(
+            stages=3,
+            peers=3,
+            microbatches=6,
+            steps=2,
+            checkpoint_steps=1,
+            evaluation=1,
+            tied=True,
+            staleness=1,
+        ),
+        2776161753,
+        (
+            Fault(2.539371390268371, "worker", 5, 15.0),
+            Fault(1.977578627737572, "lose", 7, 15.0),
+            Fault(3.9243301442365635, "hang", 2, 60.0),
+            Fault(9.024433468325345, "leave", 6, 3.0),
+        ),
+    ),
+    "the run ends as a peer that missed the last step is back": (
+        Options(peers=6, microbatches=3, evaluation=1, starting=2),
+        1337902662,
+        (
+            Fault(3.86, "slow", 10, 3.0),
+            Fault(3.17, "crash_between", 4, 0.3),
+            Fault(1.94, "cut", 10, 7.0),
+        ),
+    ),
+}
+"""Worlds that did not end, or broke a check of the simulator, each for a reason of its own."""
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -88,6 +224,11 @@ def test_whatever_happens_every_microbatch_counts_once_and_the_run_ends(
     options: Options, seed: int, faults: tuple[Fault, ...]
 ) -> None:
     run_to_the_end(options, seed, faults)
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_world_that_once_did_not_end_ends(name: str) -> None:
+    run_to_the_end(*ENDLESS[name])
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

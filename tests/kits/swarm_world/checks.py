@@ -65,6 +65,9 @@ def check_send(world: World, command: Send) -> None:
         last = world.store.applied.get(message.step)
         peer = run.peers.get(command.peer)
         stage = peer.stage if peer is not None else None
+        holding = world.peers[command.peer].holding
+        if run.phase is RunPhase.FINISHED and holding is not None:
+            stage = StageIndex(holding.stage)  # the same event has ended the run
         if last is None or stage is None or last.attempt_of(stage) != message.attempt:
             raise Violation(f"{message} is sent before it is durable")
     elif isinstance(message, Lease):
@@ -175,16 +178,27 @@ def check_applied(world: World, record: AppliedStep) -> None:
 
 
 def check_replicas(world: World, peer: PeerBase) -> None:
-    """All who reach a version hold the same: the same steps, by the same attempts."""
+    """All who reach a version hold the same: the same steps, by the same attempts.
+
+    A peer that the run does not count on may still apply a step that was given up: it was sent
+    the Apply before the roll-back, and hung.
+    """
     holding = peer.holding
     assert holding is not None
     steps = [step for step, _ in holding.params]
     if steps != list(range(1, holding.version + 1)):
         raise Violation(f"{peer.id} applied the steps {steps}")
     stage = StageIndex(holding.stage)
-    attempts = [world.store.applied[step].attempt_of(stage) for step in steps]
-    if [attempt for _, attempt in holding.params] != attempts:
-        raise Violation(f"{peer.id} applied {holding.params}, the run {attempts}")
+    histories = [world.store.applied]
+    member = world.run_state.peers.get(peer.id) if world.run_state is not None else None
+    if member is None or member.phase is not PeerPhase.READY:
+        histories += world.store.given_up
+    applied = [
+        tuple((s, history[s].attempt_of(stage)) for s in steps if s in history)
+        for history in histories
+    ]
+    if holding.params not in applied:
+        raise Violation(f"{peer.id} applied {holding.params}, the run {applied}")
 
 
 def check_state(world: World) -> None:

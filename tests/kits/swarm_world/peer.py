@@ -127,11 +127,12 @@ class SimPeer(Averaging, Computing):
     def stick(self, _seconds: float) -> None:
         """Its compute process answers nothing any more; the daemon ends it after a while."""
         self.stuck = True
-        holding = self.holding
 
         def end() -> None:
             self.stuck = False
-            if self.holding is holding:
+            # The process ends with whatever it holds by now: what it swallowed keeps its place in
+            # the queue of that holding, also of one that it got after it had stuck.
+            if self.holding is not None:
                 self.worker(0.0)
 
         self.later(6.0, end)
@@ -267,7 +268,11 @@ class SimPeer(Averaging, Computing):
         elif isinstance(message, Goodbye | Refused):
             self.gone = isinstance(message, Refused) or message.finished or self.leaving
             if isinstance(message, Refused) and message.code == "admission":
-                self._defy()
+                if self.id in self.world.banned:
+                    self._defy()
+                else:
+                    # The ban ended while the refusal was under way, or this peer hung.
+                    self.world.start_again(self)
 
     def _defy(self) -> None:
         """Refused, and no gentleman: it goes on sending work to those that it knows."""

@@ -74,6 +74,8 @@ class SimStore:
     finished: int | None = None
     base: int = 0
     rolled_back: bool = False
+    given_up: list[dict[int, AppliedStep]] = field(default_factory=list)
+    """Histories that the run has rolled back from."""
 
     @property
     def version(self) -> int:
@@ -91,6 +93,7 @@ class SimStore:
             self.finished = record.version
         elif isinstance(record, RolledBack):
             self.base, self.rolled_back = record.version, True
+            self.given_up.append(dict(self.applied))
             for table in (self.applied, self.checkpoints):
                 for number in [n for n in table if n > record.version]:
                     del table[number]
@@ -371,6 +374,10 @@ class World(Network):
     def _unban(self, peer: SimPeer) -> None:
         del self.banned[peer.id]
         self.deliver(PeersReinstated((peer.id,)))
+        self.start_again(peer)
+
+    def start_again(self, peer: SimPeer) -> None:
+        """Its user starts a peer again that was refused and may take part now."""
         if peer.alive and peer.gone and not peer.leaving:
             peer.kill()
         if not peer.alive and not peer.leaving:

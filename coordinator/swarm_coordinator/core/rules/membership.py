@@ -18,7 +18,7 @@ from swarm_coordinator.core.state.run import (
 from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import Generation, PeerId, StageIndex, Version
-from swarm_shared.protocol import Apply, Goodbye, NotFinite, Refused, Welcome
+from swarm_shared.protocol import Apply, Goodbye, NotFinite, Refused, StageRow, Welcome
 from swarm_shared.scheduling.placement import most_underserved_stage
 
 
@@ -109,7 +109,7 @@ def _send_missed_apply(
     assert last is not None
     assert stage is not None
     peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
-    peer.source_asked, peer.catching_up = True, last.step
+    peer.source_asked, peer.catching_up, peer.asked_at = True, last.step, now
     state_transfer.hold(run, peer, now)
     run.send(
         peer.peer,
@@ -144,10 +144,12 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     if wanted is not None and not 0 <= wanted < len(rows):
         refuse(run, peer, f"there is no stage {wanted}; the run has stages 0 to {len(rows) - 1}")
         return
+    if wanted is not None:
+        rows = (rows[wanted],)
+    else:
+        rows = _deserted(run, rows, peer.memory_bytes) or rows
     try:
-        stage = most_underserved_stage(
-            rows if wanted is None else (rows[wanted],), peer.memory_bytes
-        )
+        stage = most_underserved_stage(rows, peer.memory_bytes)
     except CapacityError as error:
         refuse(run, peer, str(error))
         return
@@ -158,6 +160,20 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
     else:
         reason = f"stage {proposal} was taken meanwhile; stage {stage} needs a peer more"
     assign(run, peer, stage, reason, now)
+
+
+def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:
+    """Stages that fit and have no peer that stays, not even a paused one.
+
+    `rows` do not count paused peers. A paused peer still holds its stage and resumes; a stage
+    without any peer needs the joining peer first.
+    """
+    return tuple(
+        row
+        for row in rows
+        if row.memory_bytes <= memory_bytes
+        and all(peer.leaving for peer in run.peers.bound_for(row.stage))
+    )
 
 
 def refuse(run: RunState, peer: PeerState, reason: str) -> None:

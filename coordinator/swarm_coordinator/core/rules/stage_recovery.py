@@ -10,7 +10,7 @@ from collections.abc import Collection
 from swarm_coordinator.core.events import Persist, RolledBack
 from swarm_coordinator.core.rules import membership, round_membership, state_transfer
 from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState
-from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.base.types import StageIndex, Step, Version
 
 REATTACH_GRACE_SECONDS = 10.0
 """How long a stage may be without any peer before the run falls back to a checkpoint: peers that
@@ -33,7 +33,8 @@ def recover_lost_stages(run: RunState, now: float) -> None:
         return
     _tell(run, unheld)
     run.lost_since = {stage: run.lost_since.get(stage, now) for stage in sorted(unheld)}
-    overdue = [stage for stage in run.lost_since if _overdue(run, stage, now)]
+    returning = {p.stage for p in run.peers.syncing.values() if _catches_up(run, p)}
+    overdue = [s for s in run.lost_since if s not in returning and _overdue(run, s, now)]
     if not overdue:
         return
     for stage_index in overdue:
@@ -67,21 +68,41 @@ def _overdue(run: RunState, stage: StageIndex, now: float) -> bool:
 
 
 def _staff(run: RunState, stage: StageIndex, now: float) -> None:
-    """Move a peer to a stage that nobody holds, from the stage that can spare one best."""
+    """Move a peer to a stage that nobody holds, from the stage that can spare one best.
+
+    A stage can spare a peer when another one stays there. It need not hold the stage: a peer that
+    still downloads, or sits this step out, can wait for a state that never comes while this stage
+    is empty, and moving it costs nothing.
+    """
     if any(p.stage == stage and not p.leaving for p in run.peers.values()):
         return
     needed = run.manifest.stages[stage].memory_bytes
-    donors: list[tuple[int, str, PeerState]] = []
-    for other in run.stage_indices:
-        staying = [p for p in run.ready_peers(other) if not p.leaving and not p.paused]
+    staying: dict[StageIndex, list[PeerState]] = {}
+    for peer in run.peers.values():
+        if peer.stage is not None and not peer.leaving and not peer.paused:
+            staying.setdefault(peer.stage, []).append(peer)
+    donors: list[tuple[int, bool, str, PeerState]] = []
+    for there in staying.values():
+        holders = [p for p in there if _holds(run, p)]
         donors.extend(
-            (len(staying), peer.peer, peer)
-            for peer in staying
-            if len(staying) > 1 and peer.wanted_stage is None and peer.memory_bytes >= needed
+            (len(there), not _holds(run, peer), peer.peer, peer)
+            for peer in (there if len(there) > 1 else ())
+            # The last copy of a stage's state is not given up for another stage.
+            if holders != [peer] and peer.wanted_stage is None and peer.memory_bytes >= needed
         )
     if donors:
-        _, _, peer = max(donors, key=lambda donor: donor[:2])
+        peer = max(donors, key=lambda donor: donor[:3])[-1]
         membership.move(run, peer, stage, "nobody holds this stage any more", now)
+
+
+def _holds(run: RunState, peer: PeerState) -> bool:
+    """Whether it has its stage's state at the run's version, or is about to."""
+    return run.holds_current(peer) or _catches_up(run, peer)
+
+
+def _catches_up(run: RunState, peer: PeerState) -> bool:
+    """Whether it is back with the averaged step that leads to the run's version."""
+    return peer.catching_up == Step(run.version)
 
 
 def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:

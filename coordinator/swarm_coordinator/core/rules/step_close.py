@@ -141,6 +141,9 @@ def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     step = run.step
+    if peer.catching_up == message.step and not message.ok:
+        _cannot_apply(run, peer, message, now)
+        return
     if step is None or peer.stage is None or message.step != step.step:
         return
     if message.attempt != step.attempts.get(peer.stage):
@@ -183,10 +186,9 @@ def go_on(run: RunState, now: float) -> None:
 
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     """The step is decided and this member cannot take it: the others go on, it is synced anew."""
-    step = run.step
-    assert step is not None
-    run.mark(peer, Rejection.NOT_APPLIED, f"it could not apply step {step.step}: {message.reason}")
-    membership.resync(run, peer, f"it could not apply step {step.step}", now)
+    reason = f"it could not apply step {message.step}"
+    run.mark(peer, Rejection.NOT_APPLIED, f"{reason}: {message.reason}")
+    membership.resync(run, peer, reason, now)
     go_on(run, now)
 
 
@@ -261,6 +263,14 @@ def time_out(run: RunState, now: float) -> None:
     step.timeouts += bool(late)
     for found in late:
         _go_on_without_the_silent(run, found, now)
+
+
+def give_up_catching_up(run: RunState, now: float) -> None:
+    """Sync a peer anew that has not applied a missed step within the time of an ordinary apply."""
+    limit = run.manifest.limits.lease_seconds
+    for peer in list(run.peers.syncing.values()):
+        if peer.catching_up is not None and now - peer.asked_at > limit:
+            membership.resync(run, peer, f"it did not apply step {peer.catching_up} in time", now)
 
 
 def _go_on_without_the_silent(run: RunState, late: Round, now: float) -> None:

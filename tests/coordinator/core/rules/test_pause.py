@@ -109,6 +109,32 @@ def test_a_newcomer_is_sent_where_everybody_pauses() -> None:
     assert bench.run.peers[PeerId("new")].stage == 1
 
 
+def test_a_newcomer_is_sent_where_there_is_nobody_before_it_doubles_a_paused_peer() -> None:
+    bench = trained("a0", "a1")
+    bench.pause("a0")
+    bench.lose("a1")
+    bench.attach("new")
+    bench.say("new", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("new")].stage == 1
+    bench.attach("next")
+    bench.say("next", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("next")].stage == 0
+
+
+def test_a_newcomer_too_small_for_the_empty_stage_still_helps_where_everybody_pauses() -> None:
+    bench = Bench()
+    wide = bench.manifest.stages[1].model_copy(update={"memory_bytes": 900})
+    bench.run.manifest = bench.manifest.model_copy(
+        update={"stages": (bench.manifest.stages[0], wide)}
+    )
+    bench.join_all("a0", "a1")
+    bench.pause("a0")
+    bench.lose("a1")
+    bench.attach("new", memory_bytes=899)
+    bench.say("new", StageRequest(stage=StageIndex(1)))
+    assert bench.run.peers[PeerId("new")].stage == 0
+
+
 def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_step() -> None:
     bench = trained("a0", "b0", "a1")
     bench.resolve_all()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.rules.status_view import status_of
+from swarm_coordinator.core.rules.step_close import MAXIMUM_BLAME
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     Applied,
+    Apply,
     AssignStage,
     Lease,
     Mask,
     MaskRequest,
     Ready,
+    RoundReport,
     SaveSnapshot,
     StageRequest,
     SyncFailed,
@@ -175,6 +180,154 @@ def test_a_stage_that_nobody_holds_gets_a_peer_from_the_stage_that_can_spare_one
     bench.ready("x")
     bench.ready("z")
     assert bench.run.phase is RunPhase.COLLECT
+
+
+def stages_of(bench: Bench) -> dict[str, int | None]:
+    return {peer.peer: peer.stage for peer in bench.run.peers.values()}
+
+
+def newcomer(bench: Bench, name: str, **hello: Any) -> None:
+    bench.attach(name, **hello)
+    bench.say(name, StageRequest(stage=StageIndex(0)))
+
+
+def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages() -> None:
+    bench = Bench()
+    bench.join_all("a0", "a1")
+    bench.one_step()
+    bench.lose("a0")
+    newcomer(bench, "x")
+    newcomer(bench, "y")
+    assert stages_of(bench) == {"a1": 1, "x": 0, "y": 0}
+    bench.lose("a1")
+    commands = bench.tick(11.0)
+    assert stages_of(bench) == {"x": 0, "y": 1}
+    assert [r.version for r in bench.records(RolledBack, commands)] == [0]
+    bench.ready("x")
+    bench.ready("y")
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_peer_that_downloads_goes_to_an_empty_stage_before_the_last_holder_does(
+    stored: bool,
+) -> None:
+    bench = Bench(checkpoint_steps=1 if stored else 100)
+    newcomer(bench, "z")
+    bench.ready("z")
+    bench.join("a1", 1)
+    bench.one_step()
+    if stored:
+        bench.checkpoint()
+    newcomer(bench, "y")
+    assert stages_of(bench) == {"z": 0, "a1": 1, "y": 0}
+    bench.lose("a1")
+    commands = bench.tick(11.0)
+    assert stages_of(bench) == {"z": 0, "y": 1}
+    assert bool(bench.records(RolledBack, commands)) != stored
+    assert (bench.run.peers[PeerId("z")].phase is PeerPhase.READY) is stored
+
+
+def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None:
+    bench = Bench(microbatches=1)
+    newcomer(bench, "x")
+    bench.ready("x")
+    bench.join("a1", 1)
+    newcomer(bench, "y")
+    bench.ready("y")
+    assert stages_of(bench) == {"x": 0, "a1": 1, "y": 0}
+    bench.fill()
+    for _ in range(MAXIMUM_BLAME):
+        bench.tick(6.0)
+        bench.failed("x", culprit=PeerId("y"))
+    assert bench.step().excluded == {"y"}
+    bench.lose("a1")
+    bench.tick(11.0)
+    assert stages_of(bench) == {"x": 0, "y": 1}
+    bench.ready("y")
+    assert not bench.run.unheld()
+
+
+def test_who_chose_its_stage_or_has_paused_or_leaves_is_not_moved() -> None:
+    bench = Bench()
+    bench.join_all("a0", "b0", "a1")
+    bench.one_step()
+    newcomer(bench, "x")
+    bench.pause("x")
+    assert stages_of(bench)["x"] == 1
+    bench.lose("a0")
+    bench.lose("b0")
+    bench.lose("a1")
+    newcomer(bench, "small", memory_bytes=99)
+    bench.tick(30.0)
+    assert stages_of(bench) == {"x": 1}
+    newcomer(bench, "y")
+    bench.tick(1.0)
+    assert stages_of(bench) == {"x": 1, "y": 0}
+
+
+def lost_and_back() -> Bench:
+    """Version 3 after a restart; stage 1 overdue, and its peer back with step 3 averaged."""
+    bench = Bench.restarted(3, checkpoint=2)
+    bench.attach("a0", stage=0, version=3)
+    bench.tick(30.0)
+    commands = bench.attach("a1", stage=1, version=2, averaged_attempt=7)
+    assert bench.sent("a1", Apply, commands)
+    return bench
+
+
+def test_a_peer_that_is_back_with_the_last_step_averaged_saves_the_run_from_going_back() -> None:
+    bench = lost_and_back()
+    bench.tick(5.0)
+    assert not bench.records(RolledBack)
+    bench.say("a1", Applied(step=Step(3), digest="d", norm=1.0))
+    bench.tick(1.0)
+    assert bench.run.phase is RunPhase.COLLECT
+    assert (bench.run.version, bench.records(RolledBack)) == (3, [])
+
+
+def test_a_peer_that_never_applies_the_step_that_it_missed_is_synced_anew() -> None:
+    bench = lost_and_back()
+    seconds = bench.manifest.limits.lease_seconds
+    bench.tick(seconds - 1.0)
+    assert not bench.records(RolledBack)
+    commands = bench.tick(2.0)
+    assert [r.version for r in bench.records(RolledBack, commands)] == [2]
+    assert {m.version for m in bench.sent("a1", AssignStage, commands)} == {2}
+    bench.ready("a0")
+    bench.ready("a1")
+    assert bench.run.phase is RunPhase.COLLECT
+
+
+def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once() -> None:
+    bench = lost_and_back()
+    report = RoundReport(step=Step(3), attempt=7, ok=False, reset=True, reason="no memory")
+    commands = bench.say("a1", report)
+    assert [r.version for r in bench.records(RolledBack, commands)] == [2]
+    assert bench.sent("a1", AssignStage, commands)
+    assert "could not apply step 3" in bench.run.marks[PeerId("a1")].reason
+
+
+def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left() -> None:
+    """Its stage goes on without it meanwhile, and then has only it."""
+    bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
+    bench.attach("a0", stage=0, version=3)
+    bench.attach("a1", stage=1, version=3)
+    bench.attach("b1", stage=1, version=2, averaged_attempt=7)
+    bench.checkpoint()
+    bench.fill()
+    bench.tick(bench.manifest.limits.join_hold_seconds)
+    bench.average_all()
+    for peer in bench.closing():
+        bench.apply(peer)
+    bench.checkpoint()
+    assert (bench.run.version, bench.run.peers[PeerId("b1")].catching_up) == (4, 3)
+    bench.lose("a1")
+    commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
+    [assigned] = bench.sent("b1", AssignStage, commands)
+    assert (assigned.stage, assigned.version) == (1, 4)
+    bench.ready("b1")
+    assert not bench.run.unheld()
 
 
 def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
