@@ -24,7 +24,7 @@ from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import RunData
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.run_summary import table
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.storage.history import HistoryStep
@@ -136,7 +136,7 @@ def relative(losses: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def of_the_swarm(run_dir: Path) -> Measured:
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children)
         invite = swarm.start_coordinator()
         for stage in range(STAGES):

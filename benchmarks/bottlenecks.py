@@ -30,7 +30,7 @@ from benchmarks.quality import (
     small_run,
 )
 from swarm_shared.run.codec_sizes import ActivationCodec
-from swarm_shared.run.manifest import narrowed
+from swarm_shared.run.manifest import with_bottlenecks
 
 WAYS: tuple[tuple[int, ActivationCodec], ...] = (
     (0, "none"),
@@ -65,7 +65,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
     for seed in seeds:
         for size, codec in WAYS:
             model = manifest.model.model_copy(update={"bottleneck_size": size})
-            model = narrowed(model, manifest.stages)
+            model = with_bottlenecks(model, manifest.stages)
             one = one_of(manifest.model_copy(update={"model": model}), seed, codec, codec)
             losses[size, codec].append(final_loss(one, train, heldout))
             bytes_of[size, codec] = one.activation_bytes + one.gradient_bytes

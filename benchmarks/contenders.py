@@ -13,7 +13,12 @@ from pathlib import Path
 
 from benchmarks.run_data import TimedStep, read_steps
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Children, failure_text, module_command, run_to_end
+from swarm_coordinator.demo.subprocesses import (
+    Subprocesses,
+    failure_text,
+    module_command,
+    run_to_end,
+)
 from swarm_shared.base.errors import SwarmError
 
 LIMIT_SECONDS = 3600.0
@@ -77,7 +82,7 @@ def _torch_pipeline(
 ) -> Sequence[TimedStep]:
     out = work / "steps.jsonl"
     threads = str(contender.compute_threads)
-    with Children() as children:
+    with Subprocesses() as children:
         for rank in range(contender.stages):
             words = [str(run_dir), "--rank", str(rank), "--steps", str(steps)]
             words += ["--threads", threads, "--store", str(work / "store"), "--out", str(out)]
@@ -98,12 +103,12 @@ def _swarm(contender: Contender, template: Path, work: Path) -> Sequence[TimedSt
     """The run's own number of steps, so that it ends as any run does."""
     run_dir = work / "run"
     shutil.copytree(template, run_dir)
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children, contender.compute_threads)
         invite = swarm.start_coordinator()
         # Who holds which stage is given, so that every repetition measures the same swarm.
         for peer in range(contender.processes):
             swarm.start_volunteer(invite, stage=peer % contender.stages)
         finished = swarm.watch(lambda seen, status: None)
-        swarm.wait_for_goodbye()
+        swarm.wait_for_exit()
     return [TimedStep(step.step, step.loss, step.tokens, step.seconds) for step in finished.steps]

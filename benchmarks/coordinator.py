@@ -43,12 +43,12 @@ from benchmarks.coordinator_volunteers import SimulatedVolunteer, World, beat_fo
 from benchmarks.dedicated_clock import DedicatedCoreClock
 from benchmarks.loop_holds import LoopHolds
 from benchmarks.machine import describe_machine
-from swarm_coordinator.core.events import Command, Event, HeartbeatsHeard
+from swarm_coordinator.core.events import Command, Event, HeartbeatsReceived
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.durability.run_files import load_identity, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock
@@ -100,8 +100,8 @@ class Latencies:
         if self.holds is not None:
             self.holds.does(type(event).__name__)
         moment = self._clock()
-        if isinstance(event, HeartbeatsHeard):
-            for beat in event.beats:
+        if isinstance(event, HeartbeatsReceived):
+            for beat in event.heartbeats:
                 for link in beat.message.changed_links:
                     if link.protocol == STAMP_PROTOCOL:
                         self.found.append((moment, moment - link.sent / 1e9, "heartbeat"))
@@ -147,7 +147,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
         invites.append(invite)
         ready.set()
 
-    service = Service(
+    service = CoordinatorContext(
         folder=run_folder, settings=load_settings(run_folder), manifest=manifest,
         identity=load_identity(run_folder), store=store, report=lambda line: None,
         clock=clock, on_serving=serves,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from swarm_client.volunteer.heartbeat import Present, Telling
+from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import STAGE_PROTOCOL, Heartbeat, LinkBytes, LinkPath, PathKind, encode
@@ -36,22 +36,22 @@ class Heart:
         return number if number < BEATS else 1 + (number - 1) % (BEATS - 1)
 
 
-def hearts(members: int, beat_seconds: float) -> list[Heart]:
+def hearts(members: int, heartbeat_seconds: float) -> list[Heart]:
     rng = random.Random(1)
     remotes = [Identity.generate().peer_id for _ in range(REMOTES)]
-    return [_heart(rng, remotes, members, beat_seconds) for _ in range(HEARTS)]
+    return [_heart(rng, remotes, members, heartbeat_seconds) for _ in range(HEARTS)]
 
 
 def _heart(
-    rng: random.Random, remotes: list[PeerId], members: int, beat_seconds: float
+    rng: random.Random, remotes: list[PeerId], members: int, heartbeat_seconds: float
 ) -> Heart:  # fmt: skip
-    telling, rate = Telling(beat_seconds), rng.uniform(1.0, 1.2)
+    telling, rate = HeartbeatDelta(heartbeat_seconds), rng.uniform(1.0, 1.2)
     sent = [0] * REMOTES
     beats = []
     for _ in range(BEATS):
         sent = [count + rng.randrange(10_000, 1_000_000) for count in sent]
         rate *= rng.uniform(0.98, 1.02)
-        present = Present(
+        present = HeartbeatSnapshot(
             microbatches_per_second=rate,
             queued=rng.randrange(4),
             up_bytes_per_second=rng.uniform(2.4e6, 2.6e6),
@@ -68,7 +68,7 @@ def _heart(
             ),
             paused=False,
             computed=2,
-            busy_seconds=rng.uniform(0.7, 0.9) * beat_seconds,
+            busy_seconds=rng.uniform(0.7, 0.9) * heartbeat_seconds,
         )  # fmt: skip
         beats.append(telling.heartbeat(present, members))
     return Heart(tuple(beats), tuple(encode(beat) for beat in beats))

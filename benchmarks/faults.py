@@ -33,10 +33,10 @@ import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
 from benchmarks.run_data import PLAIN_BORDERS
-from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.run_summary import table
-from swarm_coordinator.demo.subprocesses import Child, Children, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 
 RESULTS = Path(__file__).parent / "results"
@@ -108,7 +108,7 @@ class Swarm:
                 ready[peer["stage"]] += 1
         return min(ready.values())
 
-    def ready(self, stage: int) -> list[Child]:
+    def ready(self, stage: int) -> list[Subprocess]:
         names = [
             peer["name"]
             for peer in self.swarm.status().get("peers", [])
@@ -189,21 +189,21 @@ class Swarm:
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "faults.json")
 def main(kills: int, every: float, repetitions: int, out: Path) -> None:
     """Measure what killed, frozen and leaving peers and a killed coordinator cost."""
-    with work_folder("faults") as work, Children() as children:
+    with work_folder("faults") as work, Subprocesses() as children:
         document = measure(work, children, kills, every, repetitions)
     write_result(out, document)
     click.echo(f"\n{render(document)}\n\nwritten to {out}")
 
 
 def measure(
-    work: Path, children: Children, kills: int, every: float, repetitions: int
+    work: Path, children: Subprocesses, kills: int, every: float, repetitions: int
 ) -> dict[str, Any]:
     run_dir = work / "run"
     initialise_run(run_dir, "tiny", stages=STAGES, overrides=SETTINGS)
     plan = work / "plan.json"
     slow = {
-        "id": "slow", "peer": ANYBODY, "phase": Phase.FORWARD, "action": Action.DELAY,
-        "seconds": SLOW_SECONDS, "again": True,
+        "id": "slow", "peer": ANY_PEER, "phase": FaultPoint.FORWARD, "action": FaultAction.DELAY,
+        "seconds": SLOW_SECONDS, "repeats": True,
     }  # fmt: skip
     plan.write_text(json.dumps({"faults": [slow]}))
     bench = Swarm(LocalSwarm(run_dir, children, environment={PLAN_VARIABLE: str(plan)}))
@@ -250,7 +250,7 @@ def kill_again_and_again(
     for number in range(kills):
         victim = bench.ready(number % STAGES)[0]
         bench.dead.add(victim.name)
-        bench.swarm.excuse(victim)
+        bench.swarm.expect_exit(victim)
         victim.kill()
         killed_at = time.monotonic()
         recoveries.append(bench.recovered(killed_at, full_rate))
@@ -272,7 +272,7 @@ def single_fault(bench: Swarm, name: str, full_rate: float) -> dict[str, float |
     bench.watch(60.0, until=lambda: bench.capacity() >= PEERS_PER_STAGE)
     bench.watch(WINDOW_SECONDS)
     victim = bench.ready(1)[0]
-    bench.swarm.excuse(victim)
+    bench.swarm.expect_exit(victim)
     daemon = psutil.Process(victim.pid)
     everybody = [daemon, *daemon.children(recursive=True)]
     wall, began = time.time(), time.monotonic()
@@ -297,7 +297,7 @@ def restart_coordinator(bench: Swarm, full_rate: float) -> dict[str, float | Non
     bench.watch(60.0, until=lambda: bench.capacity() >= PEERS_PER_STAGE)
     bench.watch(WINDOW_SECONDS)
     assert bench.swarm.coordinator is not None
-    bench.swarm.excuse(bench.swarm.coordinator)
+    bench.swarm.expect_exit(bench.swarm.coordinator)
     began = time.monotonic()
     bench.swarm.coordinator.kill()
     bench.swarm.start_coordinator()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kits.network_lab import Lab, Nat
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Children, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 
 PRESET = "tiny"
@@ -27,7 +27,7 @@ def make_template(folder: Path) -> None:
 def seconds_to_first_receipt(template: Path, work: Path, nat: Nat) -> float:
     run_dir = work / "run"
     shutil.copytree(template, run_dir)
-    with Lab() as lab, Children() as children:
+    with Lab() as lab, Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children, prefix=lab.public_host("organiser").prefix)
         invite = swarm.start_coordinator()
         hosts = [lab.home(f"home{index}", nat)[1] for index in range(2)]

@@ -17,9 +17,9 @@ from typing import Any
 
 from kits.network_lab.commanded_process import obey, say
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
-from swarm_client.averaging.protocol.messages import Configure
-from swarm_client.averaging.worker.hivemind_imports import Hivemind, open_door
-from swarm_client.averaging.worker.location import Location
+from swarm_client.averaging.protocol.messages import ConfigureAveraging
+from swarm_client.averaging.worker.hivemind_imports import Hivemind, load_hivemind
+from swarm_client.averaging.worker.location import P2pdLocation
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
 from swarm_shared.base.errors import SwarmError
@@ -48,7 +48,7 @@ class Program:
         self._hivemind = hivemind
         self._p2p = p2p
         self._streams = P2pdStreams(hivemind, p2p, IncomingHub())
-        self._location = Location(hivemind, p2p, self._streams, relays)
+        self._location = P2pdLocation(hivemind, p2p, self._streams, relays)
 
     async def do(self, what: str, arguments: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = await getattr(self, f"do_{what}")(**arguments)
@@ -85,12 +85,14 @@ async def standard_input() -> AsyncIterator[bytes]:
 
 async def main(folder: Path, relays: tuple[str, ...]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    hivemind = open_door()
+    hivemind = load_hivemind()
     key = folder / "p2pd.key"
     ensure_identity(key)
     # A socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="p2pd-") as sockets:
-        settings = Configure(identity_path=str(key), socket_folder=sockets, trusted_relays=relays)
+        settings = ConfigureAveraging(
+            identity_path=str(key), socket_folder=sockets, trusted_relays=relays
+        )
         async with running_p2pd(hivemind, settings, sys.stderr) as (p2p, _):
             program = Program(hivemind, p2p, relays)
             await p2p.add_binary_stream_handler(SINK, sink)

@@ -28,12 +28,12 @@ from benchmarks.machine import describe_machine
 from benchmarks.run_data import PLAIN_BORDERS
 from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.simulator.fleet import GIBIBYTE, Hardware
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
-from swarm_coordinator.simulator.trace import Change
+from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.run.manifest import Manifest
 
@@ -82,7 +82,7 @@ def pace_of(manifest: Manifest, stage: int, seconds: float) -> float:
 
 def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
     """Seconds of each step, with real processes."""
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(folder / "run", children)
         invite = swarm.start_coordinator()
         for stage, peers in enumerate(case.seconds):
@@ -90,7 +90,7 @@ def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
                 swarm.environment = {PACE_VARIABLE: repr(pace_of(manifest, stage, seconds))}
                 swarm.start_volunteer(invite, stage)
         history = swarm.watch(lambda *_: None)
-        swarm.wait_for_goodbye()
+        swarm.wait_for_exit()
     return [step.seconds for step in history.steps]
 
 
@@ -109,12 +109,12 @@ def predicted(manifest: Manifest, case: Case) -> list[float]:
                     latency_seconds=LOOPBACK_SECONDS,
                 )
             )  # fmt: skip
-    changes = [Change(0.1 * number, "join", name) for number, name in enumerate(wanted)]
-    options = SwarmOptions(tick_seconds=0.25, beat_seconds=1.0, wanted_stages=wanted)
+    changes = [TraceEvent(0.1 * number, "join", name) for number, name in enumerate(wanted)]
+    options = SwarmOptions(tick_seconds=0.25, heartbeat_seconds=1.0, wanted_stages=wanted)
     swarm = Swarm(manifest, fleet, changes, options, 1, MicrobatchPlane)
     steps = manifest.training.steps
-    while len(swarm.applied) < steps and swarm.agenda.now < 36_000:
-        swarm.agenda.run_until(swarm.agenda.now + 60)
+    while len(swarm.applied) < steps and swarm.event_heap.now < 36_000:
+        swarm.event_heap.run_until(swarm.event_heap.now + 60)
     return [step.seconds for step in swarm.applied[:steps]]
 
 

@@ -35,7 +35,7 @@ from swarm_coordinator.offline.reference import StepRecord, evaluate, train_refe
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.codecs import quality as shipped
-from swarm_shared.codecs.choice import Pair
+from swarm_shared.codecs.choice import CodecPair
 from swarm_shared.codecs.choice import pair_name as name_of
 from swarm_shared.codecs.quality import QualityTable
 from swarm_shared.data.sampler import heldout_microbatch, microbatch
@@ -194,7 +194,7 @@ def package_table(document: Mapping[str, Any]) -> QualityTable:
         seeds=len(document["seeds"]),
         noise_relative=document["noise"] / statistics.mean(baseline),
         pairs={
-            name: Pair.model_validate({field: one[field] for field in Pair.model_fields})
+            name: CodecPair.model_validate({field: one[field] for field in CodecPair.model_fields})
             for name, one in pairs.items()
         },
     )

@@ -38,7 +38,7 @@ from swarm_coordinator.simulator.fleet import (
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.report import outcome_document
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
-from swarm_coordinator.simulator.trace import Change
+from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import MovePolicy
@@ -69,7 +69,7 @@ are the other way round for a model as small as this one."""
 
 FIRST_MINUTE = 60.0
 
-MakeChanges = Callable[[int, float], list[Change]]
+MakeChanges = Callable[[int, float], list[TraceEvent]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +94,19 @@ def manifest_for(scenario: Scenario) -> Manifest:
 # ---------------------------------------------------------------- coming and going
 
 
-def window(changes: Sequence[Change], begin_seconds: float, hours: float) -> list[Change]:
+def window(changes: Sequence[TraceEvent], begin_seconds: float, hours: float) -> list[TraceEvent]:
     """A part of a trace from its own second 0; who is there by then comes in the first minute."""
     end_seconds = begin_seconds + 3600 * hours
     present: list[str] = []
-    found: list[Change] = []
+    found: list[TraceEvent] = []
     for change in changes:
         if change.seconds < begin_seconds:
             (present.append if change.kind == "join" else present.remove)(change.name)
         elif change.seconds < end_seconds:
             shifted = change.seconds - begin_seconds
-            found.append(Change(max(FIRST_MINUTE, shifted), change.kind, change.name))
+            found.append(TraceEvent(max(FIRST_MINUTE, shifted), change.kind, change.name))
     early = [
-        Change(FIRST_MINUTE * number / max(1, len(present)), "join", name)
+        TraceEvent(FIRST_MINUTE * number / max(1, len(present)), "join", name)
         for number, name in enumerate(present)
     ]
     return early + found
@@ -115,7 +115,7 @@ def window(changes: Sequence[Change], begin_seconds: float, hours: float) -> lis
 def of_recording(
     form: str, path: Path, users: int | None = None, end_hours: float | None = None
 ) -> MakeChanges:
-    def changes(seed: int, hours: float) -> list[Change]:
+    def changes(seed: int, hours: float) -> list[TraceEvent]:
         whole = convert(form, path, seed, users=users)
         last = 3600 * end_hours if end_hours is not None else whole[-1].seconds
         begin = max(0.0, last - 3600 * hours) * (seed - 1) / 9
@@ -125,7 +125,7 @@ def of_recording(
 
 
 def of_model(model: str, machines: int) -> MakeChanges:
-    def changes(seed: int, hours: float) -> list[Change]:
+    def changes(seed: int, hours: float) -> list[TraceEvent]:
         names = [f"machine-{number}" for number in range(machines)]
         return churn_model(model).changes(names, hours, random.Random(f"{seed} {model}"))
 
@@ -169,7 +169,7 @@ def simulated(
     if scenario.fleet is not None:
         fleet = make_fleet(scenario.fleet, machines, random.Random(f"{seed} fleet"))
     moves = RebalancingSettings(rule, MovePolicy(period_seconds=period_seconds))
-    options = SwarmOptions(moves=moves, beat_seconds=15.0)
+    options = SwarmOptions(moves=moves, heartbeat_seconds=15.0)
     with collect_rarely():
         swarm = Swarm(manifest_for(scenario), fleet, changes, options, seed, FluidPlane)
         swarm.simulate(hours)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 
-from swarm_coordinator.simulator.trace import Change, write_trace
+from swarm_coordinator.simulator.trace import TraceEvent, write_trace
 from swarm_shared.base.errors import DataError
 
 FORMATS = ("events", "counts", "hours", "gaps", "sessions")
@@ -32,7 +32,7 @@ WEEK_SECONDS = 7 * 24 * HOUR_SECONDS
 
 def convert(
     form: str, path: Path, seed: int, hours: float = math.inf, users: int | None = None
-) -> list[Change]:
+) -> list[TraceEvent]:
     """A recording's changes, from second 0 and for so many hours; of so many users, if told."""
     text = path.read_text(encoding="utf-8")
     rng = random.Random(seed)
@@ -55,22 +55,22 @@ def convert(
     found.sort(key=lambda change: change.seconds)
     began = found[0].seconds
     return [
-        Change(change.seconds - began, change.kind, change.name)
+        TraceEvent(change.seconds - began, change.kind, change.name)
         for change in found
         if change.seconds - began <= hours * HOUR_SECONDS
     ]
 
 
-def _events(text: str) -> Iterator[Change]:
+def _events(text: str) -> Iterator[TraceEvent]:
     present: set[str] = set()
     for milliseconds, kind, name in csv.reader(text.splitlines()):
         seconds = float(milliseconds) / 1000
         if kind == "add" and name not in present:
             present.add(name)
-            yield Change(seconds, "join", name)
+            yield TraceEvent(seconds, "join", name)
         elif kind == "remove" and name in present:
             present.remove(name)
-            yield Change(seconds, "crash", name)
+            yield TraceEvent(seconds, "crash", name)
 
 
 def _count_rows(text: str) -> Iterator[tuple[float, int]]:
@@ -93,7 +93,7 @@ def _gap_rows(text: str) -> Iterator[tuple[float, int]]:
         yield index * gap_seconds, int(count)
 
 
-def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Iterator[Change]:
+def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Iterator[TraceEvent]:
     """Machines so that there are as many as was counted; who goes is drawn."""
     present: list[str] = []
     made, seconds = 0, -math.inf
@@ -103,12 +103,12 @@ def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Itera
         while len(present) < count:
             made += 1
             present.append(f"machine-{made}")
-            yield Change(seconds, "join", present[-1])
+            yield TraceEvent(seconds, "join", present[-1])
         while len(present) > count:
-            yield Change(seconds, "crash", present.pop(rng.randrange(len(present))))
+            yield TraceEvent(seconds, "crash", present.pop(rng.randrange(len(present))))
 
 
-def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Change]:
+def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[TraceEvent]:
     """Every user's recorded weeks, one of them drawn, laid over each other from their start."""
     weeks: dict[str, list[tuple[int, list[float]]]] = {}
     for line in text.splitlines():
@@ -123,9 +123,9 @@ def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Chan
         online, seconds = state == 1, 0.0
         for length in lengths:
             if online:
-                yield Change(seconds, "join", user)
+                yield TraceEvent(seconds, "join", user)
                 if seconds + length < WEEK_SECONDS:
-                    yield Change(seconds + length, "crash", user)
+                    yield TraceEvent(seconds + length, "crash", user)
                 else:
                     break
             seconds += length

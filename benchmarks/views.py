@@ -34,13 +34,13 @@ import psutil
 
 from benchmarks.faults import SETTINGS, SLOW_SECONDS
 from benchmarks.outcome import result_head, work_folder, write_result
-from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase
+from swarm_client.fault_injection.faults import ANY_PEER, PLAN_VARIABLE, FaultAction, FaultPoint
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
-    Children,
+    Subprocesses,
     module_command,
     wait_until,
 )
@@ -149,11 +149,11 @@ def running(work: Path) -> Iterator[LocalSwarm]:
     overrides = {**SETTINGS, "run.name": "views", "limits.starting_peers_per_stage": 1}
     initialise_run(run_dir, "tiny", stages=2, overrides=overrides)
     slow = {
-        "id": "slow", "peer": ANYBODY, "phase": Phase.FORWARD, "action": Action.DELAY,
-        "seconds": SLOW_SECONDS, "again": True,
+        "id": "slow", "peer": ANY_PEER, "phase": FaultPoint.FORWARD, "action": FaultAction.DELAY,
+        "seconds": SLOW_SECONDS, "repeats": True,
     }  # fmt: skip
     plan.write_text(json.dumps({"faults": [slow]}))
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children, environment={PLAN_VARIABLE: str(plan)})
         invite = swarm.start_coordinator()
         for stage in (0, 1):

@@ -27,12 +27,12 @@ import psutil
 
 from benchmarks.outcome import result_head, work_folder, write_result
 from swarm_client.control.client import ask
-from swarm_client.governor.governor import LOOK_SECONDS
+from swarm_client.governor.governor import TICK_SECONDS
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.preferences import Preferences
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.run_summary import table
-from swarm_coordinator.demo.subprocesses import Children, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocesses, wait_until
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.base.errors import SwarmError
 
@@ -78,7 +78,7 @@ class Volunteer:
         os.close(self._program)
 
     def status(self) -> dict[str, Any]:
-        return ask(self._socket, "status") if self._socket.exists() else {"word": "starting"}
+        return ask(self._socket, "status") if self._socket.exists() else {"state": "starting"}
 
     def types(self) -> None:
         os.write(self._screen, b"x\n")
@@ -94,7 +94,7 @@ class Volunteer:
         return float(times.user + times.system)
 
     def is_computing(self) -> bool:
-        if self.status()["word"] != "contributing":
+        if self.status()["state"] != "contributing":
             return False
         before = self.computed_seconds()
         time.sleep(0.2)
@@ -111,7 +111,7 @@ class Volunteer:
                 seconds, worked_at = used, now
             if shown_at is None:
                 status = self.status()
-                if status["word"] == "paused":
+                if status["state"] == "paused":
                     shown_at, reason = time.monotonic(), status["reason"]
             time.sleep(POLL_SECONDS)
         if shown_at is None:
@@ -128,13 +128,13 @@ class Volunteer:
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "yielding.json")
 def main(repetitions: int, out: Path) -> None:
     """Measure how soon a volunteer yields to somebody who comes back to the machine."""
-    with work_folder("yielding") as work, Children() as children:
+    with work_folder("yielding") as work, Subprocesses() as children:
         document = measure(work, children, repetitions)
     write_result(out, document)
     click.echo(f"\n{render(document)}\n\nwritten to {out}")
 
 
-def measure(work: Path, children: Children, repetitions: int) -> dict[str, Any]:
+def measure(work: Path, children: Subprocesses, repetitions: int) -> dict[str, Any]:
     looking = looking_share(work)
     run_dir = work / "run"
     initialise_run(run_dir, "tiny", stages=1, overrides=SETTINGS)
@@ -152,7 +152,7 @@ def measure(work: Path, children: Children, repetitions: int) -> dict[str, Any]:
         for number in range(repetitions):
             wait_until(volunteer.is_computing, children, PATIENCE_SECONDS, "it to compute")
             # The governor looks at its own times; a key comes at any.
-            time.sleep(pauses.uniform(0, 2 * LOOK_SECONDS))
+            time.sleep(pauses.uniform(0, 2 * TICK_SECONDS))
             found.append(volunteer.yields())
             click.echo(
                 f"{number + 1}: reason after {found[-1]['reason_seconds']:.2f} s, last work after "
@@ -185,7 +185,7 @@ def looking_share(home: Path) -> float:
     probes.read(preferences, ("cpu",), {})
     began, used = time.monotonic(), os.times()
     for _ in range(LOOKS):
-        time.sleep(LOOK_SECONDS)
+        time.sleep(TICK_SECONDS)
         probes.read(preferences, ("cpu",), {})
     now = os.times()
     spent = sum(now[:4]) - sum(used[:4])

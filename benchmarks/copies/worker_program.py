@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.copies.counting import Copied, Counter
 from benchmarks.counts.world import manifest as large_manifest
 from swarm_client.stage.handle.worker_handle import open_worker
-from swarm_client.stage.protocol.slot_sizes import stage_sizes
+from swarm_client.stage.protocol.slot_sizes import slot_sizes
 from swarm_client.stage.worker.payloads import PayloadCodec
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.manifest import Manifest, StageRange
@@ -82,7 +82,7 @@ async def worker(size: int) -> None:
 
 
 def _slot_copies(run: Manifest, size: int) -> dict[str, Any]:
-    codec = PayloadCodec(run, stage_sizes(run, STAGE), is_first=False, is_last=False)
+    codec = PayloadCodec(run, slot_sizes(run, STAGE), is_first=False, is_last=False)
     slot = memoryview(bytearray(size))
     with TorchCopies() as read:
         held = codec.read_input(slot)

@@ -25,10 +25,10 @@ from swarm_shared.protocol import (
     Close,
     Forward,
     Heartbeat,
+    LeaderboardEntry,
     LeaseResult,
     LinkBytes,
     LinkPath,
-    NewsRow,
     PathKind,
     Receipts,
     Reduction,
@@ -126,10 +126,10 @@ def _closing() -> dict[str, FrozenModel]:
 
 def _for_everybody() -> dict[str, FrozenModel]:
     everybody = tuple(record(number) for number in range(STAGES * PEERS_PER_STAGE))
-    row = NewsRow(peer=identity(1).peer_id, name="a volunteer", tokens=10**9, credit=2.5e8)
+    row = LeaderboardEntry(peer=identity(1).peer_id, name="a volunteer", tokens=10**9, credit=2.5e8)
     return {
         f"roster of {len(everybody)}": Roster(serial=7, peers=everybody),
-        "roster change of one": RosterChange(serial=8, since=7, changed=everybody[:1], gone=()),
+        "roster change of one": RosterChange(serial=8, since=7, changed=everybody[:1], removed=()),
         "news, ten in the leaderboard": RunNews(
             version=Version(1), loss=7.0012, tokens_per_second=12_345.6, leaderboard=(row,) * 10
         ),

@@ -21,9 +21,9 @@ from benchmarks.counts.world import (
 )
 from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_coordinator.core.events import (
-    Beat,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     LeaseResolved,
+    PeerHeartbeat,
     ReceiptsVerified,
     Tick,
 )
@@ -58,8 +58,8 @@ def _heartbeat_heard() -> Callable[[], object]:
 
     def work() -> None:
         message = parse(client_messages, said)
-        beat = Beat(world.session(5), identity(5).peer_id, message)  # type: ignore[arg-type]
-        world.event(HeartbeatsHeard((beat,)))
+        beat = PeerHeartbeat(world.session(5), identity(5).peer_id, message)  # type: ignore[arg-type]
+        world.event(HeartbeatsReceived((beat,)))
 
     return work
 
@@ -148,8 +148,8 @@ def _route() -> Callable[[], object]:
     table.update(peers)
     for position, peer in enumerate(peers):
         table.observe(peer, Observation(0.5 + 0.01 * position, 0.3, 0.2, 2), 0.0)
-    in_hand = {peer: position % 4 for position, peer in enumerate(peers)}
-    return lambda: table.choose(0.0, in_hand)
+    in_flight = {peer: position % 4 for position, peer in enumerate(peers)}
+    return lambda: table.choose(0.0, in_flight)
 
 
 def _stage_headers() -> Callable[[], object]:

@@ -13,7 +13,7 @@ from swarm_coordinator.core.events import (
     PeerAttached,
     Restored,
     Send,
-    Session,
+    SessionNumber,
 )
 from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin, transition
@@ -156,8 +156,8 @@ class MidStep:
                 self.leases.append((command.peer, command.message))
         return commands
 
-    def session(self, number: int) -> Session:
-        return Session(number + 1)
+    def session(self, number: int) -> SessionNumber:
+        return SessionNumber(number + 1)
 
     def _join(self, number: int) -> None:
         peer, stage = identity(number).peer_id, StageIndex(number % STAGES)

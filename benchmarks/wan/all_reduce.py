@@ -35,7 +35,7 @@ from benchmarks.wan.templates import parameter_counts
 from kits.network_lab import LabError
 from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_shared.run.codec_sizes import AverageCodec
 
@@ -112,7 +112,7 @@ def _measure(
         },
     )  # fmt: skip
     recorder = prefix_of(RECORDER, records)
-    with Children() as children:
+    with Subprocesses() as children:
         local = LocalSwarm(place / "run", children)
         if equal:
             local.environment[EQUAL_SHARES_VARIABLE] = "1"
@@ -124,7 +124,7 @@ def _measure(
                 _limit_upload(local.home(f"volunteer-{n}"), line)
             local.start_volunteer(invite, stage=0)
         local.watch(lambda seen, status: None)
-        local.wait_for_goodbye()
+        local.wait_for_exit()
     network.end_programs()
     events = [json.loads(one.read_text()) for one in records.glob("*.json")]
     shutil.rmtree(place)

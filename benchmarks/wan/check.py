@@ -149,5 +149,5 @@ def _iperf_server(network: Network) -> Iterator[None]:
     try:
         yield
     finally:
-        network.children.excused.append(server)
+        network.children.exit_expected.append(server)
         server.kill()

@@ -17,7 +17,7 @@ from benchmarks.wan.field import COORDINATOR, TRAINER, Field, wait_for, wait_for
 from swarm_client.pipeline.equal_shares import EQUAL_SHARES_VARIABLE
 from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Children, module_command
+from swarm_coordinator.demo.subprocesses import Subprocesses, module_command
 from swarm_shared.run.codec_sizes import ActivationCodec
 
 
@@ -50,7 +50,7 @@ def swarm(
     """Ours: the programs that organisers and volunteers start, these with a prefix before them."""
     run_dir = work / "run"
     shutil.copytree(field.run_folder(codec=codec, staleness=staleness), run_dir)
-    with Children() as children:
+    with Subprocesses() as children:
         local = LocalSwarm(run_dir, children)
         local.prefix = field.network.hosts[COORDINATOR].prefix
         invite = local.start_coordinator()
@@ -61,7 +61,7 @@ def swarm(
                 local.environment[EQUAL_SHARES_VARIABLE] = "1"
             local.start_volunteer(invite, stage=member.stage)
         finished = local.watch(lambda seen, status: None)
-        local.wait_for_goodbye()
+        local.wait_for_exit()
     # Bytes of the links are written last of all.
     told = local.history() or finished
     steps = [
@@ -79,7 +79,7 @@ def torch_single(field: Field, work: Path) -> Outcome:
     words = [str(field.run_folder()), "--steps", str(field.steps)]
     words += ["--threads", "2", "--out", str(out)]
     fleet = sum(member.flops_per_second for member in field.members)
-    with Children() as children:
+    with Subprocesses() as children:
         children.start(
             "torch", module_command("benchmarks.torch_single", *words), work / "torch.out",
             {**field.environment(fleet), "OMP_NUM_THREADS": "2"},
@@ -93,7 +93,7 @@ def pipeline(field: Field, work: Path, chunks: int = 1) -> Outcome:
     out = work / "steps.jsonl"
     template = field.run_folder(chunks)
     taken = [0] * field.stages
-    with Children() as children:
+    with Subprocesses() as children:
         for member in field.members:
             # Machines of one stage are in different pipelines.
             rank = taken[member.stage] * field.stages + member.stage
@@ -119,7 +119,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
     out = work / "steps.jsonl"
     template = str(field.run_folder())
     precision = "--fp16" if fp16 else "--fp32"
-    with Children() as children:
+    with Subprocesses() as children:
         for member in field.members:
             host = field.host(member)
             words = [template, "--stage", str(member.stage), "--address", host.ipv4]
@@ -130,7 +130,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
                 f"server {member.stage}", (*host.prefix, *command),
                 work / f"server-{member.stage}.out", field.environment(member.flops_per_second),
             )  # fmt: skip
-            children.excused.append(server)
+            children.exit_expected.append(server)
         host = field.network.hosts[TRAINER]
         words = [template, "--address", host.ipv4, "--folder", str(work)]
         words += ["--steps", str(field.steps), "--out", str(out)]
@@ -145,7 +145,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
 def data_parallel(field: Field, work: Path) -> Outcome:
     """The whole model on every machine, averaged by hivemind.Optimizer."""
     out = work / "steps.jsonl"
-    with Children() as children:
+    with Subprocesses() as children:
         started = []
         for index, member in enumerate(field.members):
             host = field.host(member)
@@ -159,7 +159,7 @@ def data_parallel(field: Field, work: Path) -> Outcome:
                     field.environment(member.flops_per_second),
                 )
             )  # fmt: skip
-        children.excused.extend(started[1:])
+        children.exit_expected.extend(started[1:])
         wait_for(started[0], children, "the first member")
     return Outcome(read_steps(out))
 

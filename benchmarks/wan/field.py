@@ -10,7 +10,7 @@ from benchmarks.wan.network import Network
 from benchmarks.wan.templates import Templates
 from kits.network_lab import Host
 from swarm_client.stage.worker.pace import PACE_VARIABLE
-from swarm_coordinator.demo.subprocesses import Child, Children, failure_text, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, failure_text, wait_until
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.codec_sizes import ActivationCodec
 
@@ -57,7 +57,7 @@ class Field:
         }  # fmt: skip
 
 
-def wait_for_all(children: Children, what: str) -> None:
+def wait_for_all(children: Subprocesses, what: str) -> None:
     """SwarmError with the last words of whoever failed, or when it takes too long."""
     if children.wait(LIMIT_SECONDS):
         raise SwarmError(f"{what} had not ended after {LIMIT_SECONDS:.0f} seconds")
@@ -65,6 +65,6 @@ def wait_for_all(children: Children, what: str) -> None:
         raise SwarmError(failure_text(failed[0]))
 
 
-def wait_for(child: Child, children: Children, what: str) -> None:
+def wait_for(child: Subprocess, children: Subprocesses, what: str) -> None:
     """One of them has ended as it should. SwarmError as above."""
     wait_until(lambda: child.exit_code() == 0, children, LIMIT_SECONDS, what)

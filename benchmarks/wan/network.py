@@ -29,7 +29,7 @@ import psutil
 from benchmarks.wan.forwarder import DEVICE, READY
 from benchmarks.wan.mixes import Link
 from kits.network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
-from swarm_coordinator.demo.subprocesses import Child, Children, last_lines, module_command
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, module_command
 
 YARDSTICK = "yardstick"
 """A machine without limits or delay, which the lines are measured against."""
@@ -64,7 +64,7 @@ def why_no_network() -> str | None:
     return None
 
 
-def shape_of(bytes_per_second: float) -> Shape:
+def step_shape(bytes_per_second: float) -> Shape:
     burst = max(SMALLEST_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
     return Shape(bytes_per_second, burst, QUEUE_SECONDS)
 
@@ -87,7 +87,7 @@ class Sample:
 
 class Network:
     def __init__(self, lab: Lab, links: Mapping[str, Link], folder: Path, seed: int) -> None:
-        self.children: Children = lab.children
+        self.children: Subprocesses = lab.children
         self.links = dict(links)
         self._core = lab.internet.namespace
         self.folder = folder
@@ -99,7 +99,7 @@ class Network:
         lossy = any(link.loss_percent for link in links.values())
         for name, host in self.hosts.items():
             link = links[name]
-            host.shape(shape_of(link.up_bytes_per_second), shape_of(link.down_bytes_per_second))
+            host.shape(step_shape(link.up_bytes_per_second), step_shape(link.down_bytes_per_second))
             if lossy:
                 host.namespace.ip("link set eth0 gso_max_segs 1")
 
@@ -130,7 +130,7 @@ class Network:
         counts: dict[str, Any] = json.loads(self._forwarder.last_lines(1)[0])
         return counts
 
-    def _start_forwarder(self, seed: int) -> Child:
+    def _start_forwarder(self, seed: int) -> Subprocess:
         machines = {
             host.ipv4: (link.rtt_ms / 2000, link.jitter_ms / 1000, link.loss_percent / 100)
             for host, link in ((self.hosts[name], link) for name, link in self.links.items())

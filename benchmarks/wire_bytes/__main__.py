@@ -21,7 +21,7 @@ from benchmarks.wire_bytes.accounting import Boundary, boundaries, kinds
 from benchmarks.wire_bytes.gossip import Gossip
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.run_summary import table
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.storage.history import History
@@ -55,7 +55,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
         "network.listen_host": "127.0.0.1", "limits.starting_peers_per_stage": 1,
         **PLAIN_BORDERS,
     })  # fmt: skip
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children)
         swarm.prefix = prefix_of("benchmarks.wire_bytes.instrument", counts)
         invite = swarm.start_coordinator()
@@ -63,7 +63,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
             swarm.start_volunteer(invite, stage=stage).name: stage for stage in range(stages)
         }
         finished = swarm.watch(lambda seen, status: gossip.sample())
-        left = swarm.wait_for_goodbye()
+        left = swarm.wait_for_exit()
     if left:
         raise SwarmError(f"{', '.join(child.name for child in left)} did not end in peace")
     processes = [json.loads(path.read_text()) for path in sorted(counts.glob("*.json"))]

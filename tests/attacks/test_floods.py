@@ -29,11 +29,11 @@ from kits.attack.raw import (  # fmt: skip
 )
 from kits.attack.victim import ECHO, HELLO, MEGABYTE, Victim, a_victim
 from swarm_shared.identity.keys import Identity
-from swarm_shared.network.inbound import STRANGERS_STREAMS
+from swarm_shared.network.inbound import MAX_UNKNOWN_PEER_STREAMS
 from swarm_shared.network.libp2p.host import (
     MAX_CONNECTIONS_PER_ADDRESS,
     MAX_PENDING_PER_ADDRESS,
-    MAX_STRANGERS_PER_ADDRESS,
+    MAX_UNKNOWN_PER_ADDRESS,
 )
 
 pytestmark = [pytest.mark.attacks, pytest.mark.timeout(240)]
@@ -42,7 +42,8 @@ ENDINGS = (Exception,)
 """However the victim hangs up, an attacker sees one of many errors."""
 
 MOST_MEGABYTES = 200.0
-"""MAX_STRANGERS_PER_ADDRESS × STRANGERS_STREAMS × (a window and a hello's header) is 192 MB."""
+"""MAX_UNKNOWN_PER_ADDRESS × MAX_UNKNOWN_PEER_STREAMS × (a window and a hello's header) is 192
+MB."""
 MOST_SECONDS = 30.0
 """For an honest newcomer, on a machine that the attackers share."""
 
@@ -305,7 +306,7 @@ async def test_circuits_without_end() -> None:
 def test_what_is_allowed_to_strangers_is_little() -> None:
     """The sum that MOST_MEGABYTES stands for."""
     per_stream = 256 * 1024 + 512 * 1024
-    most = MAX_STRANGERS_PER_ADDRESS * STRANGERS_STREAMS * per_stream
+    most = MAX_UNKNOWN_PER_ADDRESS * MAX_UNKNOWN_PEER_STREAMS * per_stream
     assert most / MEGABYTE <= MOST_MEGABYTES
 
 

@@ -14,7 +14,7 @@ import trio
 
 from kits.attack.insider import Insider, attached
 from kits.attack.raw import Target, connect, multistream, muxed
-from swarm_coordinator.demo.subprocesses import Child
+from swarm_coordinator.demo.subprocesses import Subprocess
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
@@ -49,7 +49,7 @@ COORDINATORS_MEGABYTES, VOLUNTEERS_MEGABYTES = 250.0, 250.0
 class Memory:
     """How much the processes have grown, children included, looked at all the time."""
 
-    def __init__(self, children: list[Child]) -> None:
+    def __init__(self, children: list[Subprocess]) -> None:
         self._children = children
         self._before = [self._of(child) for child in children]
         self.grown = [0.0 for _ in children]
@@ -60,7 +60,7 @@ class Memory:
             self.grown[index] = max(self.grown[index], grown)
 
     @staticmethod
-    def _of(child: Child) -> float:
+    def _of(child: Subprocess) -> float:
         try:
             process = psutil.Process(child.pid)
             return process.memory_info().rss / MEGABYTE
@@ -69,7 +69,7 @@ class Memory:
 
 
 @contextmanager
-def watched(children: list[Child]) -> Iterator[Memory]:
+def watched(children: list[Subprocess]) -> Iterator[Memory]:
     memory, over = Memory(children), threading.Event()
 
     def watch() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kits.coordinator import postgresql as postgresql_kit
-from swarm_coordinator.storage.location import Place
+from swarm_coordinator.storage.location import DatabaseLocation
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +19,7 @@ def postgresql() -> Iterator[postgresql_kit.Server]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Place]:
+def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], DatabaseLocation]:
     """Each call another one."""
     if request.param == "sqlite":
         numbers = count(1)
@@ -29,5 +29,5 @@ def new_place(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Pl
 
 
 @pytest.fixture
-def place(new_place: Callable[[], Place]) -> Place:
+def place(new_place: Callable[[], DatabaseLocation]) -> DatabaseLocation:
     return new_place()

@@ -33,7 +33,7 @@ from swarm_client.averaging.all_reduce.codec import (
     decode_piece,
     exponent_is_valid,
     payload_bytes,
-    payload_is_whole,
+    payload_is_valid,
 )
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_client.averaging.all_reduce.routes import Route
@@ -67,8 +67,8 @@ from swarm_shared.identity.credentials import (
 )
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity, public_key_of
+from swarm_shared.identity.probe_pass import check_probe_pass, sign_probe_pass
 from swarm_shared.identity.signing import open_envelope, seal
-from swarm_shared.identity.visitor_pass import check_visitor_pass, sign_visitor_pass
 from swarm_shared.network.addresses.binary import unpack_address
 from swarm_shared.network.addresses.dial_order import (
     Interfaces,
@@ -327,7 +327,7 @@ def open_any_envelope(data: bytes) -> None:
 
 def open_pass(data: bytes) -> None:
     text = data.decode(errors="replace")
-    check_visitor_pass(text, RUN, ORGANISER.peer_id, NOW, PEER.peer_id)
+    check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, PEER.peer_id)
 
 
 def decode_invite(data: bytes) -> None:
@@ -363,7 +363,7 @@ INVITE = Invite(
 
 
 def decode_greeting(data: bytes) -> None:
-    hello = frames.Hello.decode(data)
+    hello = frames.StreamHello.decode(data)
     # The sixth byte means nothing.
     assert hello.encode() == data[:5] + b"\0" + data[6:]
 
@@ -373,10 +373,10 @@ def decode_averaging(data: bytes) -> None:
         return
     header = frames.Header.decode(data[: frames.HEADER_BYTES])
     rest = data[frames.HEADER_BYTES :]
-    if header.kind is frames.Kind.ABORT:
+    if header.kind is frames.FrameKind.ABORT:
         abort = frames.Abort.decode(rest, members=3)
         assert abort.reason.isprintable()
-    elif header.kind is frames.Kind.PIECE:
+    elif header.kind is frames.FrameKind.PIECE:
         for codec in AVERAGE_CODECS:
             if codec == "exact":
                 elements, payload = header.piece % 2000, memoryview(rest)
@@ -384,7 +384,7 @@ def decode_averaging(data: bytes) -> None:
                 lengths = range(len(rest) + 1)
                 elements = max(n for n in lengths if payload_bytes(n, codec) <= len(rest))
                 payload = memoryview(rest)[: payload_bytes(elements, codec)]
-            whole = elements > 0 and payload_is_whole(payload, elements, codec)
+            whole = elements > 0 and payload_is_valid(payload, elements, codec)
             if whole and exponent_is_valid(header.exponent, codec):
                 piece = decode_piece(header.exponent, payload, codec, elements)
                 assert piece.shape == (elements,)
@@ -478,7 +478,7 @@ TARGETS: dict[str, Target] = {
     ),
     "bridge_heads": Target(
         partial(head_of, bridge.arrivals),
-        encoded(bridge.Arrival(sender=PEER.peer_id, route=Route.HOST)),
+        encoded(bridge.StreamArrived(sender=PEER.peer_id, route=Route.HOST)),
         (ValueError,),
         JSON_WORDS,
     ),
@@ -533,22 +533,23 @@ TARGETS: dict[str, Target] = {
     "owner_binding": Target(
         lambda data: void(open_owner_binding(data, PEER.peer_id)), (OWNED, BINDING)
     ),
-    "visitor_pass": Target(
+    "probe_pass": Target(
         open_pass,
-        (sign_visitor_pass(ORGANISER, PEER.peer_id, RUN, NOW).encode(), b"AAAA"),
+        (sign_probe_pass(ORGANISER, PEER.peer_id, RUN, NOW).encode(), b"AAAA"),
         (AdmissionError,),
     ),
     "invite": Target(decode_invite, (INVITE.encode().encode(), b"swarm1"), (InviteError,)),
     "averaging_greeting": Target(
-        decode_greeting, (frames.Hello(1, b"t" * 32, b"d" * 32).encode(),)
+        decode_greeting, (frames.StreamHello(1, b"t" * 32, b"d" * 32).encode(),)
     ),
     "averaging_frames": Target(
         decode_averaging,
         (
-            frames.Header(frames.Kind.PIECE, 1, b"t" * 8, 0, 3, 4).encode() + b"\x00\x3c\x00\x3c",
-            frames.Header(frames.Kind.PIECE, 1, b"t" * 8, 0, 0, 7).encode()
+            frames.Header(frames.FrameKind.PIECE, 1, b"t" * 8, 0, 3, 4).encode() +
+            b"\x00\x3c\x00\x3c",
+            frames.Header(frames.FrameKind.PIECE, 1, b"t" * 8, 0, 0, 7).encode()
             + b"\x00\x00\x00\x3c\x01\x7f\x80",
-            frames.Header(frames.Kind.ABORT, 1, b"t" * 8).encode()
+            frames.Header(frames.FrameKind.ABORT, 1, b"t" * 8).encode()
             + frames.Abort(next(iter(RoundFailure)), None, "why").encode(),
         ),
     ),

@@ -15,16 +15,18 @@ from swarm_client.cli.main import main
 from swarm_client.machine.sd_notify import VARIABLE, Notifier
 from swarm_client.service import systemd
 from swarm_client.service.steps import MakeLink, Remove, WriteFile, carry_out
-from swarm_client.service.steps import Run as RunStep
+from swarm_client.service.steps import RunCommand as RunStep
 from swarm_shared.base.errors import DaemonError, StorageError
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="systemd's part")
 
-Run = Callable[..., tuple[int, str]]
+RunCommand = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+def run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> RunCommand:
     home = tmp_path / "home"
     home.mkdir()
     (tmp_path / "bin").mkdir()
@@ -51,7 +53,7 @@ def unit(tmp_path: Path) -> Path:
     return tmp_path / "home" / ".config" / "systemd" / "user" / systemd.UNIT
 
 
-def test_a_service_is_installed_seen_and_removed(run: Run, tmp_path: Path) -> None:
+def test_a_service_is_installed_seen_and_removed(run: RunCommand, tmp_path: Path) -> None:
     assert "not installed" in run("status")[1]
     code, _ = run("install", "--no-start", "--home", str(tmp_path / "my own"))
     assert code == 0
@@ -69,7 +71,7 @@ def test_a_service_is_installed_seen_and_removed(run: Run, tmp_path: Path) -> No
     assert run("uninstall")[0] == 0
 
 
-def test_a_dry_run_shows_every_file_and_writes_none(run: Run, tmp_path: Path) -> None:
+def test_a_dry_run_shows_every_file_and_writes_none(run: RunCommand, tmp_path: Path) -> None:
     code, text = run("install", "--no-start", "--dry-run")
     assert code == 0
     assert f"would write {unit(tmp_path)}" in text
@@ -83,7 +85,7 @@ def test_a_dry_run_shows_every_file_and_writes_none(run: Run, tmp_path: Path) ->
 
 
 def test_without_systemd_nothing_is_changed_and_other_ways_are_named(
-    run: Run, tmp_path: Path
+    run: RunCommand, tmp_path: Path
 ) -> None:
     code, text = run("install")
     assert code == 13
@@ -93,7 +95,7 @@ def test_without_systemd_nothing_is_changed_and_other_ways_are_named(
 
 
 def test_the_machines_service_takes_root_and_a_program_that_services_can_see(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for words in (("install",), ("uninstall",), ("uninstall", "--purge")):
@@ -111,7 +113,7 @@ def test_the_machines_service_takes_root_and_a_program_that_services_can_see(
 
 
 def test_elsewhere_than_on_linux_and_macos_it_says_what_there_is(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: RunCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "freebsd14")
     code, text = run("install")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from swarm_client.service import launchd, systemd
-from swarm_client.service.steps import Remove, Run, WriteFile
+from swarm_client.service.steps import Remove, RunCommand, WriteFile
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = ROOT / "client" / "swarm_client" / "service"
@@ -127,10 +127,10 @@ def test_an_agent_goes_before_its_file_does() -> None:
     path = launchd.agent_path(Path("/Users/ann"))
     assert path == Path("/Users/ann/Library/LaunchAgents/org.swarmtrain.client.plist")
     stop, remove = launchd.uninstall(path, 501)
-    assert isinstance(stop, Run)
+    assert isinstance(stop, RunCommand)
     assert tuple(stop.words) == ("launchctl", "bootout", "gui/501/org.swarmtrain.client")
     assert remove == Remove(path)
     _, write, start = launchd.install(path, "text", 501)
     assert write == WriteFile(path, "text")
-    assert isinstance(start, Run)
+    assert isinstance(start, RunCommand)
     assert tuple(start.words) == ("launchctl", "bootstrap", "gui/501", str(path))

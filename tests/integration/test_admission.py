@@ -53,7 +53,7 @@ def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(
     wait_until(
         lambda: banned in linked_with(swarm, other), swarm.children, 30.0, "a link between the two"
     )
-    swarm.excuse(bad)
+    swarm.expect_exit(bad)
     began = time.monotonic()
     said = order("ban", run.folder.path, banned[-8:], "--reason", "it was seen cheating")
     assert said.strip().splitlines()[-1] == (
@@ -77,7 +77,7 @@ def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(
     ]
 
     swarm.watch(lambda *_: None)
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert good.exit_code() == 0
     run.assert_equals_reference()
     seen = swarm.history()
@@ -95,7 +95,7 @@ def test_the_others_stop_serving_a_banned_volunteer_that_does_not_go(make_run) -
     bad = swarm.start_volunteer(invite, stage=1)
     run.wait_for_version(2)
     banned = peer_of(bad.last_lines(200))
-    swarm.excuse(bad)
+    swarm.expect_exit(bad)
     bad.signal(signal.SIGSTOP)
     try:
         order("ban", run.folder.path, banned)
@@ -111,6 +111,6 @@ def test_the_others_stop_serving_a_banned_volunteer_that_does_not_go(make_run) -
         bad.signal(signal.SIGCONT)
     assert bad.wait(60) == AdmissionError.exit_code
     swarm.watch(lambda *_: None)
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert (first.exit_code(), second.exit_code()) == (0, 0)
     run.assert_equals_reference()

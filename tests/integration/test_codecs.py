@@ -57,7 +57,7 @@ def test_a_lossy_run_equals_the_reference_though_one_is_killed_and_another_joins
     swarm.start_volunteer(invite)
     history = swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert sum(c.microbatches for c in history.contributions) == 12 * 12 * 2
     run.assert_equals_reference()
 
@@ -80,7 +80,7 @@ def test_a_run_with_bottlenecks_equals_the_reference_though_one_is_killed_and_an
     swarm.start_volunteer(invite)
     history = swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert sum(c.microbatches for c in history.contributions) == 8 * 12 * 3
     run.assert_equals_reference()
 
@@ -94,7 +94,7 @@ def test_with_int8_averages_replicas_are_equal_and_the_run_is_near_its_reference
         swarm.start_volunteer(invite, stage=number % 2)
     swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     rejected = swarm.status()["figures"]["rejected"]
     assert rejected["other average"] == rejected["other parameters"] == 0
     # In float32 both are below 1e-5.

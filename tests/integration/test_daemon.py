@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from swarm_client.daemon.sleep_watch import AWAY_SECONDS
-from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
@@ -97,7 +97,7 @@ def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_s
         assert "paused until" in bob.does("pause", "--for", "1h")
         wait_until(lambda: shown()["paused"], swarm.children, PATIENCE_SECONDS, "the pause")
         paused = bob.sees()
-        assert (paused["word"], paused["reason"]) == ("paused", "paused_by_user")
+        assert (paused["state"], paused["reason"]) == ("paused", "paused_by_user")
         version = run.version()
         run.wait_for_version(version + 3)
         later = bob.sees()
@@ -111,9 +111,9 @@ def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_s
         # Finished, the daemon stays and can take the run up again.
         bob.does("finish")
         stopped = bob.sees()
-        assert (stopped["word"], stopped["run"]) == ("stopped", None)
+        assert (stopped["state"], stopped["run"]) == ("stopped", None)
         assert "going on with run" in bob.does("resume")
-        until(lambda s: s["word"] in ("contributing", "queued"), "the run to be taken up again")
+        until(lambda s: s["state"] in ("contributing", "queued"), "the run to be taken up again")
 
         bob.does("leave")
         [known] = json.loads(bob.does("runs", "--json"))["runs"]
@@ -125,7 +125,7 @@ def test_a_daemon_is_paused_resumed_finished_and_left_and_the_run_computes_the_s
         assert not (bob.home / "control.sock").exists()
 
         swarm.watch(lambda *_: None)
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()
 
 
@@ -185,14 +185,14 @@ def test_two_devices_of_one_machine_are_two_members_that_one_daemon_looks_after(
             swarm.children, PATIENCE_SECONDS, "both to pause",
         )  # fmt: skip
         paused = bob.sees()
-        assert (paused["word"], paused["reason"]) == ("paused", "paused_by_user")
+        assert (paused["state"], paused["reason"]) == ("paused", "paused_by_user")
         assert {device["phase"] for device in paused["devices"]} == {"paused"}
         bob.does("resume")
         version = run.version()
         run.wait_for_version(version + 2)
 
         bob.does("finish")
-        assert bob.sees()["word"] == "stopped"
+        assert bob.sees()["state"] == "stopped"
         assert swarm.status()["peers"] == []
         before = [device["peer"] for device in seen["devices"]]
         bob.does("resume")
@@ -248,7 +248,7 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
             now = seen["contribution"]
             more = now["microbatches"] > given["microbatches"]
             # One step more could be the end of what was under way when it was stopped.
-            return seen["word"] == "contributing" and more and now["steps"] >= given["steps"] + 2
+            return seen["state"] == "contributing" and more and now["steps"] >= given["steps"] + 2
 
         wait_until(contributes, swarm.children, PATIENCE_SECONDS, "work after its absence")
         assert is_member()
@@ -275,16 +275,16 @@ def test_a_device_that_the_run_does_not_let_in_leaves_the_other_at_work(
         bob.does("join", invite, "--detach", "--device", "cpu", "--device", "cpu")
 
         def words() -> list[str]:
-            return sorted(device["word"] for device in bob.sees()["devices"])
+            return sorted(device["state"] for device in bob.sees()["devices"])
 
         def until(wanted: list[str]) -> None:
             wait_until(lambda: words() == wanted, swarm.children, PATIENCE_SECONDS, str(wanted))
 
         until(["contributing", "stopped"])
         seen = bob.sees()
-        [out] = [device for device in seen["devices"] if device["word"] == "stopped"]
+        [out] = [device for device in seen["devices"] if device["state"] == "stopped"]
         assert out["reason"] == "not_admitted"
-        assert (seen["word"], seen["reason"]) == ("contributing", None)
+        assert (seen["state"], seen["reason"]) == ("contributing", None)
         assert out["sentence"] in seen["sentence"]
         bob.does("pause")
         until(["paused", "stopped"])
@@ -307,7 +307,7 @@ def test_two_devices_of_one_machine_are_one_row_of_the_leaderboard_and_of_the_le
 
         def row() -> tuple[int, int]:
             """Devices of the first row, and rows; of the page that anybody may see."""
-            found = Reader(run.folder.database, (1.0,)).look(time.time()).contributions
+            found = DatabaseReader(run.folder.database, (1.0,)).look(time.time()).contributions
             return (found[0].devices, len(found)) if found else (0, 0)
 
         wait_until(lambda: row() == (2, 1), swarm.children, PATIENCE_SECONDS, "one row of two")

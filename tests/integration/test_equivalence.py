@@ -23,7 +23,7 @@ def test_twenty_steps_with_one_joining_and_one_leaving_equal_a_single_process(
     newcomer = swarm.start_volunteer(invite)
     run.wait_for_version(12)
     leaver = swarm.volunteers[0]
-    swarm.excuse(leaver)
+    swarm.expect_exit(leaver)
     leaver.signal(signal.SIGINT)
     swarm.watch(lambda *_: None)
 
@@ -49,7 +49,7 @@ def test_tied_embeddings_are_summed_across_the_first_and_last_stage(make_run) ->
         swarm.start_volunteer(invite)
     swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()
 
 

@@ -28,7 +28,7 @@ def test_a_run_is_its_reference_to_the_bit_though_peers_die_join_and_the_coordin
     run.kill(swarm.volunteers[1])
     history = swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert sum(c.microbatches for c in history.contributions) == 16 * 12 * 2
     run.assert_equals_reference()
 
@@ -48,5 +48,5 @@ def test_with_int8_between_stages_and_late_gradients_it_still_is(make_run) -> No
     swarm.start_volunteer(invite)
     swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from swarm_coordinator.demo.subprocesses import Child, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
 
 pytestmark = [pytest.mark.runs, pytest.mark.timeout(420)]
 
@@ -19,11 +19,11 @@ STEPS = 30
 GAME = "swarmgame"
 
 
-def lines(volunteer: Child) -> str:
+def lines(volunteer: Subprocess) -> str:
     return "\n".join(volunteer.last_lines(400))
 
 
-def counted_at(volunteer: Child) -> dict[int, int]:
+def counted_at(volunteer: Subprocess) -> dict[int, int]:
     """By step, the microbatches that it has counted."""
     found = re.findall(r"step (\d+) applied: stage \d+, (\d+) microbatches", lines(volunteer))
     return {int(step): int(count) for step, count in found}
@@ -68,7 +68,7 @@ def test_a_game_pauses_a_volunteer_and_the_run_goes_on_to_the_losses_of_one_proc
     resumed_at = run.version()
     run.wait_for_version(STEPS)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     counted = counted_at(governed)
     # Steps that began and ended in the pause: closed with the others, nothing computed for them.
     assert [counted[step] for step in range(paused_at + 2, paused_at + 4)] == [0, 0]
@@ -89,7 +89,7 @@ def test_preferences_that_cannot_be_stop_a_start_before_anything_is_joined(
     home.mkdir(parents=True)
     (home / "preferences.toml").write_text("cpu_procent = 50\n")
     volunteer = swarm.start_volunteer(invite)
-    swarm.excuse(volunteer)
+    swarm.expect_exit(volunteer)
     assert volunteer.wait(60) == 3
     assert "did you mean 'cpu_percent'?" in lines(volunteer)
     assert "peer " not in lines(volunteer)

@@ -29,7 +29,7 @@ def test_a_volunteer_moves_to_the_thinnest_stage_and_the_losses_stay_those_of_on
         swarm.start_volunteer(invite, 0)
     history = swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert any("moved to stage 1" in "\n".join(v.last_lines(400)) for v in swarm.volunteers)
     assert sum(c.microbatches for c in history.contributions) == STEPS * 12 * 2
     both = [

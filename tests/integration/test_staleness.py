@@ -17,7 +17,7 @@ def test_a_late_run_equals_the_reference_and_differs_from_one_that_is_not_late(m
         swarm.start_volunteer(invite, stage=stage)
     swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()
     training = run.manifest.training.model_copy(update={"staleness": 0})
     prompt = run.manifest.model_copy(update={"training": training})
@@ -46,6 +46,6 @@ def test_a_late_run_equals_the_reference_though_peers_die_join_and_the_coordinat
     swarm.start_coordinator()
     history = swarm.watch(lambda *_: None)
 
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     assert sum(c.microbatches for c in history.contributions) == 16 * 12 * 2
     run.assert_equals_reference()

@@ -19,11 +19,11 @@ def test_killed_volunteers_and_a_killed_coordinator_change_no_loss(make_run) -> 
     victims = [swarm.start_volunteer(invite) for _ in range(3)]
 
     run.wait_for_version(2)
-    swarm.excuse(victims[0])
+    swarm.expect_exit(victims[0])
     victims[0].kill()
     run.wait_for_version(4)
     assert swarm.coordinator is not None
-    swarm.excuse(swarm.coordinator)
+    swarm.expect_exit(swarm.coordinator)
     swarm.coordinator.kill()
     before = run.losses()
     assert swarm.start_coordinator() == invite
@@ -31,7 +31,7 @@ def test_killed_volunteers_and_a_killed_coordinator_change_no_loss(make_run) -> 
 
     assert run.losses()[: len(before)] == before  # nothing acknowledged was lost
     assert history.restored.generation == 2
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was_with_other_volunteers(make_
     for volunteer in swarm.volunteers:
         volunteer.kill()
     for child in swarm.children.started:
-        swarm.excuse(child)
+        swarm.expect_exit(child)
     before = run.losses()
 
     swarm.start_coordinator()

@@ -71,9 +71,9 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_witho
         )
 
     with terminal() as person:
-        until(lambda s: s["word"] == "contributing", "it to contribute")
+        until(lambda s: s["state"] == "contributing", "it to contribute")
         person.types()
-        until(lambda s: s["word"] == "paused", "the pause")
+        until(lambda s: s["state"] == "paused", "the pause")
         seen = sees()
         assert seen["reason"] == "user_active"
         assert seen["sentence"].startswith("paused: somebody uses this machine; goes on when")
@@ -102,7 +102,7 @@ def test_a_key_pauses_a_volunteer_with_its_reason_and_the_pipeline_goes_on_witho
         assert worker.is_running()
         assert sees()["devices"][0]["queued"] == 0
 
-        until(lambda s: s["word"] == "contributing", "it to go on when nobody types any more")
+        until(lambda s: s["state"] == "contributing", "it to go on when nobody types any more")
     run.wait_for_version(STEPS)
-    assert swarm.wait_for_goodbye() == []
+    assert swarm.wait_for_exit() == []
     run.assert_equals_reference()

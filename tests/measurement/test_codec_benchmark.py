@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.codecs import pays_below
 from benchmarks.quality import RESULTS, package_table
-from swarm_shared.codecs.choice import Cost, Pair, choose, seconds
+from swarm_shared.codecs.choice import CodecPair, Cost, choose, seconds
 from swarm_shared.codecs.quality import measured_noise, quality_table
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 
@@ -22,8 +22,8 @@ def test_a_codec_pays_below_the_rate_at_which_its_bytes_make_up_for_its_time() -
         assert min(("plain", "half"), key=taken.__getitem__) == faster
 
 
-def pair(activation: ActivationCodec, gradient: GradientCodec, gap: float) -> Pair:
-    return Pair(activation=activation, gradient=gradient, gap_relative=gap)
+def pair(activation: ActivationCodec, gradient: GradientCodec, gap: float) -> CodecPair:
+    return CodecPair(activation=activation, gradient=gradient, gap_relative=gap)
 
 
 PAIRS = {

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from benchmarks.inside import run_inside, wrapped
-from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.handle.slots import Output
 from swarm_client.stage.handle.worker_handle import StageWorker
@@ -93,7 +93,7 @@ class Recorder:
         return recorded
 
     def _wrap_send(self, send: Method) -> Method:
-        async def recorded(downstream: Downstream, parcel: Parcel, *rest: Any) -> Any:
+        async def recorded(downstream: Downstream, parcel: MicrobatchRequest, *rest: Any) -> Any:
             began = time.monotonic()
             answer = await send(downstream, parcel, *rest)
             # By the stage that it goes to.

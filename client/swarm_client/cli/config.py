@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from swarm_client.cli.options import home_option as _home
-from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.file import set_preference, spell
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
@@ -100,7 +100,7 @@ def _value_of(preferences: Preferences, name: str) -> object:
 
 
 def _json(path: Path) -> str:
-    return json.dumps(PreferenceDesk(path, tuple).show(), indent=2)
+    return json.dumps(PreferenceStore(path, tuple).show(), indent=2)
 
 
 def _table(path: Path, layered: Layered) -> str:

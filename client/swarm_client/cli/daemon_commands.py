@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from swarm_client.cli.options import (
-    answered,
     home_option,
     json_option,
+    parse_duration,
+    print_answer,
     print_json,
-    seconds_of,
     socket_of,
 )
 from swarm_client.machine.home import Home
@@ -61,8 +61,8 @@ def pause(time: str | None, home: Path | None, as_json: bool) -> None:
     """Stop computing; work that was counted is kept."""
     from swarm_client.control.client import ask
 
-    seconds = None if time is None else seconds_of(time)
-    answered(ask(socket_of(home), "pause", seconds=seconds), as_json)
+    seconds = None if time is None else parse_duration(time)
+    print_answer(ask(socket_of(home), "pause", seconds=seconds), as_json)
 
 
 @click.command()
@@ -72,7 +72,7 @@ def resume(home: Path | None, as_json: bool) -> None:
     """Resume after `pause` or `finish`."""
     from swarm_client.control.client import ask
 
-    answered(ask(socket_of(home), "resume"), as_json)
+    print_answer(ask(socket_of(home), "resume"), as_json)
 
 
 @click.command()
@@ -107,19 +107,19 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
 
     said = ask(socket_of(home), method)
     if not as_json:
-        answered(said, as_json)
+        print_answer(said, as_json)
     if not no_wait:
         try:
             for document in stream(socket_of(home), "follow"):
                 # A daemon in the foreground ends with its run, and so does this stream.
-                if method != "shutdown" and document.get("word") == "stopped":
+                if method != "shutdown" and document.get("state") == "stopped":
                     break
         except NoDaemon:
             pass
         if not as_json:
             click.echo("done")
     if as_json:
-        answered({**said, "done": not no_wait}, as_json)
+        print_answer({**said, "done": not no_wait}, as_json)
 
 
 @click.group(invoke_without_command=True)
@@ -151,7 +151,7 @@ def choose(before: Path | None, run: str, home: Path | None, as_json: bool) -> N
     """Make RUN (its name or a prefix of its ID) the active run."""
     from swarm_client.control.client import ask
 
-    answered(ask(socket_of(home or before), "choose_run", run=run), as_json)
+    print_answer(ask(socket_of(home or before), "choose_run", run=run), as_json)
 
 
 @runs.command()
@@ -163,13 +163,13 @@ def forget(before: Path | None, run: str, home: Path | None, as_json: bool) -> N
     """Remove RUN and its invite from this machine."""
     from swarm_client.control.client import ask
 
-    answered(ask(socket_of(home or before), "forget_run", run=run), as_json)
+    print_answer(ask(socket_of(home or before), "forget_run", run=run), as_json)
 
 
 def _list(home: Path | None, as_json: bool) -> None:
     from swarm_client.control.known_runs import read
 
-    known = [run.model_dump() for run in read(Home.where(home).runs_path).told()]
+    known = [run.model_dump() for run in read(Home.locate(home).runs_path).listed()]
     if as_json:
         print_json({"runs": known})
     for run in () if as_json else known:
@@ -206,7 +206,7 @@ def logs(follow: bool, events: bool, home: Path | None, as_json: bool) -> None:
     except NoDaemon:
         if follow or as_json:
             raise
-        _show_file(Home.where(home).log_folder / "client.log")
+        _show_file(Home.locate(home).log_folder / "client.log")
 
 
 def _show_line(line: LogLine, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from swarm_client.cli.options import home_option, say
+from swarm_client.cli.options import home_option, print_event
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import DaemonError, SwarmError, UsageError
 from swarm_shared.base.text import printable
@@ -92,7 +92,7 @@ def join(
     from pydantic import ValidationError
 
     from swarm_client.control.client import is_running
-    from swarm_client.control.messages import JoinArguments, first_fault
+    from swarm_client.control.messages import JoinArguments, first_error
     from swarm_client.preferences.layers import load, preferences_path
     from swarm_shared.identity.invite import Invite
 
@@ -106,16 +106,16 @@ def join(
             may_relay=relay, preferences=preferences,
         )  # fmt: skip
     except ValidationError as error:
-        raise UsageError(f"this cannot be asked for: {first_fault(error)}") from error
-    place = Home.where(home)
+        raise UsageError(f"this cannot be asked for: {first_error(error)}") from error
+    place = Home.locate(home)
     if is_running(place.socket_path):
-        tell_daemon(place, arguments)
+        join_through_daemon(place, arguments)
     elif detach:
-        _start_behind(place)
+        _start_detached(place)
         try:
-            tell_daemon(place, arguments)
+            join_through_daemon(place, arguments)
         except SwarmError:
-            _end(place)
+            _shut_down(place)
             raise
     else:
         _in_foreground(home, arguments)
@@ -134,8 +134,8 @@ def _in_foreground(home: Path | None, arguments: object) -> None:
         from swarm_client.fault_injection.network_outage import install
 
         injector.drop_network = install().begin
-        say("FAULT INJECTION IS ON: this volunteer will fail on purpose")
-    trio.run(run_daemon, DaemonOptions(home, arguments, foreground=True), say)
+        print_event("FAULT INJECTION IS ON: this volunteer will fail on purpose")
+    trio.run(run_daemon, DaemonOptions(home, arguments, foreground=True), print_event)
 
 
 @click.command()
@@ -149,13 +149,13 @@ def daemon(home: Path | None, idle: bool) -> None:
     from swarm_client.machine.sd_notify import Notifier
 
     notifier = Notifier.from_environment(os.environ)
-    trio.run(run_daemon, DaemonOptions(home, resume=not idle), say, notifier)
+    trio.run(run_daemon, DaemonOptions(home, resume=not idle), print_event, notifier)
 
 
-def tell_daemon(place: Home, arguments: object) -> None:
+def join_through_daemon(place: Home, arguments: object) -> None:
     """Have a running daemon join, and say what happens until it is in or has failed."""
     from swarm_client.control.client import ask, stream
-    from swarm_client.control.messages import JoinArguments, Problem, error_of
+    from swarm_client.control.messages import ErrorReport, JoinArguments, error_from_report
     from swarm_client.control.status_document import LogLine, Status
     from swarm_shared.identity.invite import Invite
 
@@ -163,33 +163,33 @@ def tell_daemon(place: Home, arguments: object) -> None:
     run = str(Invite.decode(arguments.invite).run_id)
     socket_path = place.socket_path
     seen = max((line["number"] for line in ask(socket_path, "log")["lines"]), default=0)
-    click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["said"]))
+    click.echo(printable(ask(socket_path, "join", **arguments.model_dump())["message"]))
     deadline = time.monotonic() + ADMISSION_SECONDS
     for document in stream(socket_path, "follow"):
         if problem := ask(socket_path, "failure")["problem"]:
-            raise error_of(Problem.model_validate(problem))
+            raise error_from_report(ErrorReport.model_validate(problem))
         for line in map(LogLine.model_validate, ask(socket_path, "log", after=seen)["lines"]):
             seen = line.number
             if line.level == "event":
                 click.echo(f"  {printable(line.text)}")
         status = Status.model_validate(document)
         if status.run is not None and status.run.id == run and status.run.coordinator_attached:
-            click.echo(f"{status.word.value}; `swarm-client status` says how it goes")
+            click.echo(f"{status.state.value}; `swarm-client status` says how it goes")
             return
         if time.monotonic() > deadline:
-            click.echo("the run has not answered yet; the daemon goes on trying", err=True)
+            click.echo("the run has not print_answer yet; the daemon goes on trying", err=True)
             return
     raise DaemonError(f"the daemon has ended; its log is in {place.log_folder}")
 
 
-def _start_behind(place: Home) -> None:
+def _start_detached(place: Home) -> None:
     """Start a daemon in a session of its own and wait until it answers.
 
     SwarmError with its own last words and exit code when it ends before that.
     """
     from swarm_client.control.client import is_running
 
-    Home.at(place.path)
+    Home.create(place.path)
     log_path = place.log_folder / "daemon.log"
     try:
         fresh = not log_path.exists() or log_path.stat().st_size > FRESH_LOG_BYTES
@@ -225,12 +225,12 @@ def _last_error(log_path: Path, began_at: int) -> str:
 
 
 def _raise_as(code: int, sentence: str) -> None:
-    from swarm_client.control.messages import error_with
+    from swarm_client.control.messages import error_with_exit_code
 
-    raise error_with(code, sentence)
+    raise error_with_exit_code(code, sentence)
 
 
-def _end(place: Home) -> None:
+def _shut_down(place: Home) -> None:
     """The daemon that was started for a run which does not want us has nothing to do."""
     from swarm_client.control.client import ask
 

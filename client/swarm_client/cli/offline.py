@@ -27,7 +27,7 @@ def credit(home: Path | None, as_json: bool) -> None:
     from swarm_client.control.client import NoDaemon, ask
     from swarm_client.control.status_document import ContributionView, Status
 
-    place = Home.where(home)
+    place = Home.locate(home)
     try:
         view: ContributionView = Status.model_validate(
             ask(place.socket_path, "status")
@@ -80,7 +80,7 @@ def paths(home: Path | None, as_json: bool) -> None:
 
     from swarm_client.preferences.layers import preferences_path
 
-    place = Home.where(home)
+    place = Home.locate(home)
     found = {
         "home": place.path,
         "preferences": preferences_path(home),

@@ -30,22 +30,22 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def socket_of(home: Path | None) -> Path:
-    return Home.where(home).socket_path
+    return Home.locate(home).socket_path
 
 
 def print_json(document: dict[str, Any]) -> None:
     click.echo(json.dumps({"version": JSON_VERSION, **document}, indent=2))
 
 
-def answered(document: dict[str, Any], as_json: bool) -> None:
+def print_answer(document: dict[str, Any], as_json: bool) -> None:
     """What the daemon says it does now."""
     if as_json:
         print_json(document)
     else:
-        click.echo(printable(str(document["said"])))
+        click.echo(printable(str(document["message"])))
 
 
-def say(text: str) -> None:
+def print_event(text: str) -> None:
     """One event, one line, with the time of day.
 
     Often into a file: a full disk, or a terminal that is gone, is no reason to stop lending.
@@ -55,7 +55,7 @@ def say(text: str) -> None:
         click.echo(f"{now}  {text}")
 
 
-def seconds_of(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Like 90s, 30m, 2h, 1h30m, 1d. UsageError for anything else."""
     found = re.fullmatch(r"(?:\d+[smhd])+", text.strip())
     seconds = sum(int(n) * _UNITS[u] for n, u in re.findall(r"(\d+)([smhd])", text))

@@ -17,7 +17,7 @@ from swarm_shared.base.text import printable
 
 if TYPE_CHECKING:
     from swarm_client.service.steps import Step
-    from swarm_client.service.systemd import Place
+    from swarm_client.service.systemd import UnitPlace
 
 _HIDDEN_FROM_UNITS = (Path("/home"), Path("/root"), Path("/run/user"))
 """What `ProtectHome=yes` makes empty for the system unit."""
@@ -71,7 +71,7 @@ def install(system: bool, dry_run: bool, start: bool, home: Path | None) -> None
             "that. `swarm-client join INVITE` tells it which run"
         )
     if start:
-        steps = (*_end_the_one_at_work(home, system), *steps)
+        steps = (*_stop_running_daemon(home, system), *steps)
     _do(steps, dry_run)
     if not dry_run:
         click.echo(f"installed; {after}")
@@ -165,7 +165,7 @@ def _do(steps: Sequence[Step], dry_run: bool) -> None:
 # ---------------------------------------------------------------- Linux
 
 
-def _place_for(system: bool) -> Place:
+def _place_for(system: bool) -> UnitPlace:
     from swarm_client.service import systemd
 
     if not sys.platform.startswith("linux"):
@@ -180,7 +180,7 @@ def _place_for(system: bool) -> Place:
     )
 
 
-def _systemd_place(system: bool, start: bool) -> Place:
+def _systemd_place(system: bool, start: bool) -> UnitPlace:
     from swarm_client.service import systemd
 
     place = _place_for(system)
@@ -223,7 +223,7 @@ def _mac_install(system: bool, home: Path | None) -> tuple[Step, ...]:
     from swarm_client.service import launchd
 
     _no_system_on_mac(system)
-    log = Home.at(home).log_folder / "service.log"
+    log = Home.create(home).log_folder / "service.log"
     text = launchd.agent_text(_command(False, home), log)
     return launchd.install(launchd.agent_path(Path.home()), text, os.getuid())
 
@@ -247,19 +247,19 @@ def _command(system: bool, home: Path | None) -> tuple[str, ...]:
     if system and home is not None:
         raise UsageError("--system has a home of its own, /var/lib/swarmtrain; leave --home out")
     words = (str(script),) if script.exists() else (sys.executable, "-m", "swarm_client")
-    named = () if home is None else ("--home", str(Home.where(home).path))
+    named = () if home is None else ("--home", str(Home.locate(home).path))
     return (*words, "daemon", *named)
 
 
-def _end_the_one_at_work(home: Path | None, system: bool) -> tuple[Step, ...]:
+def _stop_running_daemon(home: Path | None, system: bool) -> tuple[Step, ...]:
     """A daemon behind a terminal holds the home: the service takes its place."""
     from swarm_client.control.client import is_running
-    from swarm_client.service.steps import Run
+    from swarm_client.service.steps import RunCommand
 
     if system:
         return ()
-    place = Home.where(home)
+    place = Home.locate(home)
     if not is_running(place.socket_path):
         return ()
     program = (sys.executable, "-m", "swarm_client")
-    return (Run((*program, "shutdown", "--home", str(place.path)), may_fail=True),)
+    return (RunCommand((*program, "shutdown", "--home", str(place.path)), may_fail=True),)

@@ -22,7 +22,7 @@ def status_text(status: Status) -> str:
 
 
 def _lines(status: Status) -> Iterator[str]:
-    yield f"{status.word.value}: {status.sentence}"
+    yield f"{status.state.value}: {status.sentence}"
     if status.run is not None:
         yield _row("run", _run_text(status.run))
     name = f" ({status.name})" if status.name else ""

@@ -11,7 +11,7 @@ import click
 
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId
-from swarm_shared.credit.ledger import MAX_LINE_BYTES, Verified, verify_ledger
+from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
 
 JSON_FORMAT = 1
 
@@ -49,7 +49,7 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         )
 
 
-def _document(found: Verified) -> dict[str, object]:
+def _document(found: VerifiedLedger) -> dict[str, object]:
     return {
         "version": JSON_FORMAT,
         "run": found.run,

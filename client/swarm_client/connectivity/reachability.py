@@ -29,18 +29,18 @@ from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import Node
 from swarm_shared.network.addresses.dial_order import Interfaces, is_global
-from swarm_shared.probe.client import ProbeBusy, visit
+from swarm_shared.probe.client import ProbeBusy, open_probe
 from swarm_shared.protocol import DoctorHello, DoctorWelcome, PeerRecord, Reachability
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 15.0
+OBSERVATION_SECONDS = 15.0
 """Connecting, a hello, and dials of three seconds each side by side."""
-LONGEST_WAIT_SECONDS = 3.0
+MAX_BUSY_WAIT_SECONDS = 3.0
 """An observer that is busy for longer is asked at the next check."""
-CHECK_SECONDS = 600.0
+CHECK_INTERVAL_SECONDS = 600.0
 FIRST_RETRY_SECONDS = 5.0
-"""While nothing is known, doubling up to CHECK_SECONDS."""
+"""While nothing is known, doubling up to CHECK_INTERVAL_SECONDS."""
 SETTLE_SECONDS = 1.0
 """A network that changes does so several times in a row."""
 OBSERVERS_ASKED = 2
@@ -60,13 +60,13 @@ class Sighting:
     """Ports at the observed address at which the observer reached this very peer."""
 
     @property
-    def counts(self) -> bool:
+    def is_outside(self) -> bool:
         """Whether the observer stands outside."""
         return self.observed is not None and is_global(self.observed.multiaddr)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ReachabilityFinding:
     reachability: Reachability = Reachability.UNKNOWN
     addresses: tuple[str, ...] = ()
     """To be announced: an observer came in here."""
@@ -97,7 +97,7 @@ class Observer(Protocol):
     @property
     def peer(self) -> PeerId: ...
 
-    async def look(self, ports: Sequence[int]) -> Sighting:
+    async def observe(self, ports: Sequence[int]) -> Sighting:
         """Try these ports at the address that the observer sees. NetworkError and its like."""
 
 
@@ -112,9 +112,9 @@ class PeerObserver:
     welcome: DoctorWelcome | None = field(default=None, init=False)
     """Of the last look."""
 
-    async def look(self, ports: Sequence[int]) -> Sighting:
+    async def observe(self, ports: Sequence[int]) -> Sighting:
         await self.node.connect(self.peer, self.addresses, from_listening_port=True)
-        async with visit(self.node, self.peer, self.hello(), self.addresses) as probe:
+        async with open_probe(self.node, self.peer, self.hello(), self.addresses) as probe:
             self.welcome = probe.welcome
             observed = _endpoint(probe.welcome.observed_address)
             reached: frozenset[int] = frozenset()
@@ -148,21 +148,21 @@ def judge(
     sightings: Sequence[Sighting],
     mapping: Mapping | None,
     note: str = "",
-) -> Finding:
+) -> ReachabilityFinding:
     """What follows from the sightings. The first that counts decides: the coordinator's, if any.
 
     `mapping` is the router's promise, believed when an observer came in through it.
     """
-    outside = [sighting for sighting in sightings if sighting.counts]
+    outside = [sighting for sighting in sightings if sighting.is_outside]
     if not outside:
         seen = [sighting for sighting in sightings if sighting.observed is not None]
         if seen:
             note = note or "whoever could look is in this machine's own network"
-        return Finding(note=note or "nobody could be asked")
+        return ReachabilityFinding(note=note or "nobody could be asked")
     first = outside[0]
     assert first.observed is not None, "it counts"
     ip = first.observed.ip
-    found = Finding(
+    found = ReachabilityFinding(
         observed=ip,
         behind_router=ip not in own_addresses,
         port_preserved=_port_preserved(port, outside),
@@ -190,7 +190,7 @@ async def examine(
     first: Observer,
     others: Callable[[], Sequence[Observer]],
     mapper: PortMapper | None,
-) -> Finding:
+) -> ReachabilityFinding:
     """One whole check: who comes in, with the router's help if need be. Raises nothing expected.
 
     `others` is asked after the first observer has answered, and gives those for a second opinion.
@@ -199,10 +199,10 @@ async def examine(
     mapping = mapper.mapping if mapper is not None else None
     ports = [port] if mapping is None else sorted({port, mapping.external_port})
     notes: list[str] = []
-    sightings = await _look(first, ports, notes)
+    sightings = await _observe(first, ports, notes)
     observers = [first, *others()]
     sightings += await _second_opinion(observers[1 : 1 + OBSERVERS_ASKED], ports)
-    deciding = next((sighting for sighting in sightings if sighting.counts), None)
+    deciding = next((sighting for sighting in sightings if sighting.is_outside), None)
     found = judge(port, own, sightings, mapping, "; ".join(notes))
     if (
         mapper is None
@@ -214,22 +214,22 @@ async def examine(
     ):
         return found
     observer = next(one for one in observers if one.peer == deciding.observer)
-    return await _with_router(port, own, observer, sightings, mapper)
+    return await _examine_with_mapping(port, own, observer, sightings, mapper)
 
 
-async def _with_router(
+async def _examine_with_mapping(
     port: int,
     own: frozenset[IpAddress],
     observer: Observer,
     sightings: Sequence[Sighting],
     mapper: PortMapper,
-) -> Finding:
+) -> ReachabilityFinding:
     """Asks the router for a way in, and the observer to come by it."""
     mapping = await mapper.map(port)
     if mapping is None:
         return judge(port, own, sightings, None, mapper.problem)
     notes: list[str] = []
-    again = await _look(observer, [mapping.external_port], notes)
+    again = await _observe(observer, [mapping.external_port], notes)
     if not again:
         # Neither proved nor refuted: kept for the next check, and not announced.
         return judge(port, own, sightings, None, "; ".join(notes))
@@ -247,16 +247,16 @@ async def _with_router(
     return judge(port, own, sightings, None, note)
 
 
-async def _look(observer: Observer, ports: Sequence[int], notes: list[str]) -> list[Sighting]:
+async def _observe(observer: Observer, ports: Sequence[int], notes: list[str]) -> list[Sighting]:
     """The observer's sighting, if it gives one; else its reason goes into `notes`."""
     for last_try in (False, True):
         try:
-            with trio.move_on_after(LOOK_SECONDS):
-                return [await observer.look(ports)]
-            notes.append(f"{_short(observer.peer)} took more than {LOOK_SECONDS:g} s")
+            with trio.move_on_after(OBSERVATION_SECONDS):
+                return [await observer.observe(ports)]
+            notes.append(f"{_short(observer.peer)} took more than {OBSERVATION_SECONDS:g} s")
             return []
         except ProbeBusy as error:
-            if last_try or error.retry_after_seconds > LONGEST_WAIT_SECONDS:
+            if last_try or error.retry_after_seconds > MAX_BUSY_WAIT_SECONDS:
                 notes.append(f"{_short(observer.peer)} has no time: {error}")
                 return []
             await trio.sleep(error.retry_after_seconds)
@@ -270,7 +270,7 @@ async def _look(observer: Observer, ports: Sequence[int], notes: list[str]) -> l
 async def _second_opinion(others: Sequence[Observer], ports: Sequence[int]) -> list[Sighting]:
     """The first of a few that answers; that they do not is nothing that a person must know."""
     for observer in others:
-        found = await _look(observer, ports, [])
+        found = await _observe(observer, ports, [])
         if found:
             return found
     return []
@@ -305,11 +305,11 @@ class ReachabilityWatch:
         first: Observer,
         others: Callable[[], Sequence[Observer]],
         mapper: PortMapper | None,
-        on_change: Callable[[Finding], None],
-        check_seconds: float = CHECK_SECONDS,
+        on_change: Callable[[ReachabilityFinding], None],
+        check_seconds: float = CHECK_INTERVAL_SECONDS,
         settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
-        self.finding = Finding()
+        self.finding = ReachabilityFinding()
         self._port = port
         self._first = first
         self._others = others
@@ -349,7 +349,7 @@ class ReachabilityWatch:
                 retry_seconds = FIRST_RETRY_SECONDS
                 await trio.sleep(self._settle_seconds)
 
-    async def _examine(self) -> Finding:
+    async def _examine(self) -> ReachabilityFinding:
         self._examining = True
         try:
             return await examine(self._port, self._first, self._others, self._mapper)

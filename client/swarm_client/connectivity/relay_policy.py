@@ -13,17 +13,17 @@ from typing import Final
 
 import trio
 
-from swarm_client.connectivity.reachability import Finding
+from swarm_client.connectivity.reachability import ReachabilityFinding
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node, RelayLimits
-from swarm_shared.protocol import CarrierAddress, PathKind, Reachability, Whereabouts
+from swarm_shared.protocol import AddressUpdate, CarrierAddress, PathKind, Reachability
 
 log = logging.getLogger(__name__)
 
-SLOTS_WANTED: Final = 2
+WANTED_RELAY_SLOTS: Final = 2
 SETTLE_SECONDS: Final = 0.2
 """Changes come in groups: a network that changes takes relays and addresses with it."""
 
@@ -32,11 +32,11 @@ VOLUNTEER_RELAY_LIMITS: Final = RelayLimits(
 )
 """A volunteer lends its line to members of its run, and keeps most of it."""
 
-ANNOUNCED: Final = 32
+MAX_ANNOUNCED_ADDRESSES: Final = 32
 """Most addresses that a message may carry."""
 
 
-WORDS: Final = {
+REACHABILITY_TEXT: Final = {
     Reachability.UNKNOWN: "whether others can reach this peer is not known",
     Reachability.PUBLIC: "others can reach this peer directly",
     Reachability.MAPPED: "others can reach this peer through a port that the router forwards",
@@ -45,7 +45,7 @@ WORDS: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class Position:
+class Announcement:
     """What others are told."""
 
     addresses: tuple[str, ...]
@@ -53,16 +53,16 @@ class Position:
     reachability: Reachability
     offers_relay: bool
 
-    def is_same_place(self, other: Position) -> bool:
+    def is_equivalent(self, other: Announcement) -> bool:
         """Whether nobody who knows the other one needs to be told. A binding alone may be newer."""
-        return self._place() == other._place()
+        return self._compared() == other._compared()
 
-    def _place(self) -> tuple[object, ...]:
+    def _compared(self) -> tuple[object, ...]:
         carrier = None if self.carrier is None else (self.carrier.peer, self.carrier.addresses)
         return self.addresses, carrier, self.reachability, self.offers_relay
 
 
-class Traversal:
+class RelayPolicy:
     """`run` keeps relays and the coordinator up to date."""
 
     def __init__(
@@ -85,11 +85,11 @@ class Traversal:
         self._send = send
         self._report = report
         self._may_relay = may_relay
-        self._relaying_held_back = False
+        self._relaying_disabled = False
         self._reachability = Reachability.UNKNOWN
         self._changed = trio.Event()
         self._admitted = trio.Event()
-        self._told: Position | None = None
+        self._announced: Announcement | None = None
         self._known_addresses: dict[PeerId, tuple[str, ...]] = {}
         self._p2pd_held: list[PeerId] = []
         self._path_kinds: dict[PeerId, PathKind] = {}
@@ -100,18 +100,19 @@ class Traversal:
     def reachability(self) -> Reachability:
         return self._reachability
 
-    def position(self) -> Position:
+    def announcement(self) -> Announcement:
         """For the next Hello; counts as told."""
-        self._told = self._now()
-        return self._told
+        self._announced = self._current_announcement()
+        return self._announced
 
-    def found(self, finding: Finding) -> None:
+    def reachability_changed(self, finding: ReachabilityFinding) -> None:
         """What the newest probe says."""
         self._node.announce(finding.addresses)
         if finding.reachability is not self._reachability:
             self._reachability = finding.reachability
             self._report(
-                f"{WORDS[finding.reachability]}{f' ({finding.note})' if finding.note else ''}"
+                REACHABILITY_TEXT[finding.reachability]
+                + (f" ({finding.note})" if finding.note else "")
             )
         self.wake()
 
@@ -136,10 +137,10 @@ class Traversal:
         self._known_addresses = addresses
         self.wake()
 
-    def hold_relaying_back(self, held_back: bool) -> None:
+    def set_relaying_disabled(self, held_back: bool) -> None:
         """Carry nothing for others for now, whatever else allows it: their bytes count here."""
-        if held_back != self._relaying_held_back:
-            self._relaying_held_back = held_back
+        if held_back != self._relaying_disabled:
+            self._relaying_disabled = held_back
             self.wake()
 
     async def run(self) -> None:
@@ -147,13 +148,13 @@ class Traversal:
             self._changed = trio.Event()
             self._use_relays()
             self._serve_as_relay()
-            self._tell()
+            self._announce()
             await self._changed.wait()
             await trio.sleep(SETTLE_SECONDS)
 
-    def _now(self) -> Position:
-        return Position(
-            self._node.addresses[:ANNOUNCED],
+    def _current_announcement(self) -> Announcement:
+        return Announcement(
+            self._node.addresses[:MAX_ANNOUNCED_ADDRESSES],
             self._carrier(),
             self._reachability,
             self._offers_relay,
@@ -165,7 +166,7 @@ class Traversal:
 
     @property
     def _offers_relay(self) -> bool:
-        return self._may_relay and self._is_public and not self._relaying_held_back
+        return self._may_relay and self._is_public and not self._relaying_disabled
 
     def _use_relays(self) -> None:
         """Slots until it is certain that others can dial in; the coordinator's is the last."""
@@ -175,7 +176,7 @@ class Traversal:
             if record.offers_relay and record.peer != self._node.peer_id
         }
         relays[self._invite.coordinator] = self._invite.addresses
-        wanted = SLOTS_WANTED if self._admitted.is_set() and not self._is_public else 0
+        wanted = WANTED_RELAY_SLOTS if self._admitted.is_set() and not self._is_public else 0
         self._node.use_relays(relays, wanted, last=self._invite.coordinator)
         if self._reachability is not Reachability.UNKNOWN:
             # hivemind's daemon has a port of its own, which no router forwards.
@@ -187,7 +188,9 @@ class Traversal:
         that those which serve already are kept."""
         held = self._node.relay_slots
         kept = [relay for relay in self._p2pd_held if relay in held]
-        self._p2pd_held = (kept + [relay for relay in held if relay not in kept])[:SLOTS_WANTED]
+        self._p2pd_held = (kept + [relay for relay in held if relay not in kept])[
+            :WANTED_RELAY_SLOTS
+        ]
         return tuple(
             f"{address.split('/p2p/')[0]}/p2p/{relay}"
             for relay in self._p2pd_held
@@ -201,12 +204,12 @@ class Traversal:
         elif not self._offers_relay and self._node.relay is not None:
             self._node.stop_relay()
 
-    def _tell(self) -> None:
-        now = self._now()
-        if self._told is not None and now.is_same_place(self._told):
+    def _announce(self) -> None:
+        now = self._current_announcement()
+        if self._announced is not None and now.is_equivalent(self._announced):
             return
         told = self._send(
-            Whereabouts(
+            AddressUpdate(
                 addresses=now.addresses,
                 carrier=now.carrier,
                 reachability=now.reachability,
@@ -214,7 +217,7 @@ class Traversal:
             )
         )
         if told:
-            self._told = now
+            self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:
         path = self._node.path(peer)

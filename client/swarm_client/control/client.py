@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from swarm_client.control.messages import (
     MAX_ANSWER_BYTES,
-    Question,
+    ControlRequest,
     Refusal,
-    error_of,
+    error_from_report,
 )
 from swarm_shared.base.errors import DaemonError, VersionError
 from swarm_shared.base.local_socket import LocalConnection, connect
@@ -53,10 +53,10 @@ def is_running(socket_path: Path) -> bool:
 def _converse(
     socket_path: Path, method: str, arguments: dict[str, Any], timeout_seconds: float | None
 ) -> Iterator[dict[str, Any]]:
-    question = Question(method=method, arguments=arguments)
+    request = ControlRequest(method=method, arguments=arguments)
     try:
         with connect(socket_path, ANSWER_SECONDS, MAX_ANSWER_BYTES) as connection:
-            connection.send(question.model_dump(mode="json"))
+            connection.send(request.model_dump(mode="json"))
             while (answer := _answer(connection, timeout_seconds)) is not None:
                 yield answer
     except (FileNotFoundError, ConnectionRefusedError):
@@ -84,7 +84,7 @@ def _answer(connection: LocalConnection, timeout_seconds: float | None) -> dict[
             "come from the same installation: end it with its own `swarm-client shutdown` and "
             "start it again"
         ) from error
-    raise error_of(refusal.error)
+    raise error_from_report(refusal.error)
 
 
 def _silent(socket_path: Path, reason: str) -> str:

@@ -25,7 +25,7 @@ KEPT_DAYS = 400
 """More than a year to plot; what is older stays in the sums."""
 
 
-class Diary(FrozenModel):
+class ContributionLog(FrozenModel):
     format: int = FORMAT
     microbatches: int = Field(default=0, ge=0)
     tokens: int = Field(default=0, ge=0)
@@ -36,14 +36,14 @@ class Diary(FrozenModel):
 
     def with_step(
         self, day: datetime.date, microbatches: int, tokens: int, credit: float, steps: int = 1
-    ) -> Diary:
+    ) -> ContributionLog:
         """`steps`: 0 for what another device of this machine counted in a step entered before."""
         days = dict(self.days)
         key = day.isoformat()
         if credit > 0:
             days[key] = days.get(key, 0.0) + credit
         kept = dict(sorted(days.items())[-KEPT_DAYS:])
-        return Diary(
+        return ContributionLog(
             microbatches=self.microbatches + microbatches, tokens=self.tokens + tokens,
             steps=self.steps + steps, credit=self.credit + credit, days=kept,
         )  # fmt: skip
@@ -76,16 +76,16 @@ def streak(days: dict[str, float], today: datetime.date) -> int:
     return count
 
 
-def read(path: Path) -> Diary:
+def read(path: Path) -> ContributionLog:
     """An empty one where there is none. StorageError for one that cannot be understood."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
-        diary = Diary.model_validate_json(content)
+        diary = ContributionLog.model_validate_json(content)
         for day in diary.days:
             datetime.date.fromisoformat(day)
     except FileNotFoundError:
-        return Diary()
+        return ContributionLog()
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     except (ValidationError, ValueError) as error:
@@ -96,5 +96,5 @@ def read(path: Path) -> Diary:
     return diary
 
 
-def write(path: Path, diary: Diary) -> None:
+def write(path: Path, diary: ContributionLog) -> None:
     write_atomically(path, diary.model_dump_json(indent=1).encode() + b"\n")

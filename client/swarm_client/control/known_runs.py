@@ -12,7 +12,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from swarm_client.control.messages import JoinArguments, first_fault
+from swarm_client.control.messages import JoinArguments, first_error
 from swarm_client.control.status_document import KnownRun
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
@@ -20,7 +20,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 
 FORMAT = 1
 MAX_BYTES = 2**20
-MOST_RUNS = 100
+MAX_RUNS = 100
 """The one that was joined longest ago is forgotten first."""
 
 
@@ -36,7 +36,7 @@ class StoredPause(FrozenModel):
     until: float | None = None
 
 
-class RunBook(FrozenModel):
+class StoredRuns(FrozenModel):
     format: int = FORMAT
     runs: tuple[StoredRun, ...] = ()
     chosen: str | None = None
@@ -56,27 +56,27 @@ class RunBook(FrozenModel):
         what = f"{len(found)} known runs fit {wanted!r}" if found else f"no known run is {wanted!r}"
         raise UsageError(f"{what}; known: {known}; name one by the beginning of its ID")
 
-    def joined(self, run_id: str, name: str, join: JoinArguments, now: float) -> RunBook:
+    def joined(self, run_id: str, name: str, join: JoinArguments, now: float) -> StoredRuns:
         """The run was joined, perhaps again with other wishes; it is the one that is worked on."""
         before = next((run for run in self.runs if run.id == run_id), None)
         since = now if before is None else before.joined_at
         entry = StoredRun(id=run_id, name=name, joined_at=since, join=join)
         others = [run for run in self.runs if run.id != run_id]
-        newest = sorted(others, key=lambda run: run.joined_at)[-(MOST_RUNS - 1) :]
+        newest = sorted(others, key=lambda run: run.joined_at)[-(MAX_RUNS - 1) :]
         return self.model_copy(update={"runs": (*newest, entry), "chosen": run_id})
 
-    def choosing(self, run_id: str | None) -> RunBook:
+    def choosing(self, run_id: str | None) -> StoredRuns:
         return self.model_copy(update={"chosen": run_id})
 
-    def without(self, run_id: str) -> RunBook:
+    def without(self, run_id: str) -> StoredRuns:
         runs = tuple(run for run in self.runs if run.id != run_id)
         chosen = None if self.chosen == run_id else self.chosen
         return self.model_copy(update={"runs": runs, "chosen": chosen})
 
-    def pausing(self, pause: StoredPause | None) -> RunBook:
+    def pausing(self, pause: StoredPause | None) -> StoredRuns:
         return self.model_copy(update={"pause": pause})
 
-    def told(self) -> tuple[KnownRun, ...]:
+    def listed(self) -> tuple[KnownRun, ...]:
         """Without the invites."""
         return tuple(
             KnownRun(id=r.id, name=r.name, joined_at=r.joined_at, chosen=r.id == self.chosen)
@@ -84,26 +84,26 @@ class RunBook(FrozenModel):
         )
 
 
-def read(path: Path) -> RunBook:
+def read(path: Path) -> StoredRuns:
     """An empty book where there is none. StorageError for one that cannot be understood: it holds
     invites, and is not thrown away by itself."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        return RunBook()
+        return StoredRuns()
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror}") from error
     try:
         if len(content) > MAX_BYTES:
             raise StorageError(f"{path} is too large for a list of runs; move it away")
-        return RunBook.model_validate_json(content)
+        return StoredRuns.model_validate_json(content)
     except ValidationError as error:
         raise StorageError(
-            f"{path} cannot be understood ({first_fault(error)}); it is damaged or of a newer "
+            f"{path} cannot be understood ({first_error(error)}); it is damaged or of a newer "
             "version: install that one again, or move the file away and join again"
         ) from error
 
 
-def write(path: Path, book: RunBook) -> None:
+def write(path: Path, book: StoredRuns) -> None:
     write_atomically(path, book.model_dump_json(indent=1).encode() + b"\n", PRIVATE_MODE)

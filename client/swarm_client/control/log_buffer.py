@@ -15,15 +15,15 @@ import trio
 from swarm_client.control.status_document import LogLine
 from swarm_shared.base.clock import Clock, wall
 
-KEPT_LINES = 2000
-LONGEST_LINE = 2000
+MAX_LINES = 2000
+MAX_LINE_CHARACTERS = 2000
 """A traceback may be longer; the file has all of it."""
 
 
-class LogBook(logging.Handler):
+class LogBuffer(logging.Handler):
     """Made inside trio. Also the handler that takes log records."""
 
-    def __init__(self, clock: Clock = wall, kept: int = KEPT_LINES) -> None:
+    def __init__(self, clock: Clock = wall, kept: int = MAX_LINES) -> None:
         super().__init__(logging.INFO)
         self._clock = clock
         self._lines: deque[LogLine] = deque(maxlen=kept)
@@ -55,7 +55,9 @@ class LogBook(logging.Handler):
         with self._guard:
             self._number += 1
             self._lines.append(
-                LogLine(time=time, level=level, text=text[:LONGEST_LINE], number=self._number)
+                LogLine(
+                    time=time, level=level, text=text[:MAX_LINE_CHARACTERS], number=self._number
+                )
             )
         try:
             self._token.run_sync_soon(self._wake, idempotent=True)

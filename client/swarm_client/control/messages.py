@@ -23,35 +23,35 @@ MAX_LOG_LINES = 1000
 """In one answer. A reader that wants more asks for what comes after the last of them."""
 
 
-class Question(FrozenModel):
+class ControlRequest(FrozenModel):
     api: int = API_VERSION
     method: Annotated[str, Field(max_length=50)]
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Problem(FrozenModel):
+class ErrorReport(FrozenModel):
     """Why something was not done, for people and for programs."""
 
     code: str
     """Like `AdmissionError`: a name of swarm_shared.base.errors."""
     seen: str
     needed: str = ""
-    mend: str = ""
+    remedy: str = ""
     """A command, or what else to do."""
     exit_code: int
 
     def sentence(self) -> str:
-        return "; ".join(part for part in (self.seen, self.needed, self.mend) if part)
+        return "; ".join(part for part in (self.seen, self.needed, self.remedy) if part)
 
 
 class Refusal(FrozenModel):
-    error: Problem
+    error: ErrorReport
 
 
 # ---------------------------------------------------------------- arguments of the methods
 
 
-class Nothing(FrozenModel):
+class NoArguments(FrozenModel):
     """Of status, follow, resume, finish, leave, runs, config_show and shutdown."""
 
 
@@ -107,47 +107,47 @@ _BY_CODE: dict[str, type[SwarmError]] = {
 }
 
 
-def problem_of(error: SwarmError) -> Problem:
+def error_report_of(error: SwarmError) -> ErrorReport:
     """Our errors say in one sentence what was seen, what is needed and what to do."""
-    return Problem(code=type(error).__name__, seen=str(error), exit_code=error.exit_code)
+    return ErrorReport(code=type(error).__name__, seen=str(error), exit_code=error.exit_code)
 
 
-def error_of(problem: Problem) -> SwarmError:
+def error_from_report(problem: ErrorReport) -> SwarmError:
     """The error that a command ends with, so that its exit code is the daemon's."""
     return _BY_CODE.get(problem.code, SwarmError)(problem.sentence())
 
 
-def error_with(exit_code: int, sentence: str) -> SwarmError:
+def error_with_exit_code(exit_code: int, sentence: str) -> SwarmError:
     """The error of a program that ended with this exit code, so that ours is the same."""
     kinds = [kind for kind in _BY_CODE.values() if kind.exit_code == exit_code]
     return (kinds[0] if kinds else SwarmError)(sentence)
 
 
-def other_version(asked: object) -> Problem:
+def version_mismatch(asked: object) -> ErrorReport:
     """The refusal of a question that this daemon does not speak the language of."""
-    return Problem(
+    return ErrorReport(
         code="VersionError",
         seen=f"this command speaks version {asked} of the control API and the daemon that runs "
         f"here version {API_VERSION}",
         needed="both must come from the same installation",
-        mend="end the daemon with `swarm-client shutdown` of its own installation, or with its "
+        remedy="end the daemon with `swarm-client shutdown` of its own installation, or with its "
         "service, and start it again",
         exit_code=errors.VersionError.exit_code,
     )
 
 
-def read_question(line: dict[str, Any]) -> Question:
+def read_request(line: dict[str, Any]) -> ControlRequest:
     """The question, or the error to answer with. VersionError comes before everything else."""
     asked = line.get("api")
     if asked != API_VERSION:
-        raise errors.VersionError(other_version(asked).sentence())
+        raise errors.VersionError(version_mismatch(asked).sentence())
     try:
-        return Question.model_validate(line)
+        return ControlRequest.model_validate(line)
     except ValidationError as error:
-        raise UsageError(f"that is no question: {first_fault(error)}") from error
+        raise UsageError(f"that is no question: {first_error(error)}") from error
 
 
-def first_fault(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     place = ".".join(str(part) for part in first["loc"])
     return f"{place}: {first['msg']}" if place else str(first["msg"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class Word(StrEnum):
+class DaemonState(StrEnum):
     """All of it in one word."""
 
     CONTRIBUTING = "contributing"

@@ -14,37 +14,37 @@ from typing import Any, Protocol, TypeVar
 import trio
 from pydantic import ValidationError
 
-from swarm_client.control.known_runs import RunBook
-from swarm_client.control.log_buffer import LogBook
+from swarm_client.control.known_runs import StoredRuns
+from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import (
     MAX_ANSWER_BYTES,
     MAX_LOG_LINES,
     ConfigArguments,
+    ErrorReport,
     JoinArguments,
     LogArguments,
-    Nothing,
+    NoArguments,
     PauseArguments,
-    Problem,
     Refusal,
     RunArguments,
-    first_fault,
-    other_version,
-    problem_of,
-    read_question,
+    error_report_of,
+    first_error,
+    read_request,
+    version_mismatch,
 )
 from swarm_client.control.status_document import Status
 from swarm_shared.base.errors import SwarmError, UsageError, VersionError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.local_server import LocalLines
+from swarm_shared.base.local_server import LocalServerConnection
 
-FOLLOW_SECONDS = 1.0
+FOLLOW_INTERVAL_SECONDS = 1.0
 
 log = logging.getLogger(__name__)
 
 ArgumentsT = TypeVar("ArgumentsT", bound=FrozenModel)
 
 
-class Preferences(Protocol):
+class PreferenceAccess(Protocol):
     """The governor's settings, as far as the socket carries them. SwarmError says what is wrong."""
 
     def show(self) -> dict[str, Any]: ...
@@ -52,11 +52,11 @@ class Preferences(Protocol):
     def set(self, name: str, text: str) -> object: ...
 
 
-class Controlled(Protocol):
+class ControlledDaemon(Protocol):
     """What is controlled. Methods that return text say in a sentence what happens now."""
 
-    log_book: LogBook
-    preferences: Preferences | None
+    log_buffer: LogBuffer
+    preferences: PreferenceAccess | None
 
     @property
     def failure(self) -> SwarmError | None:
@@ -69,15 +69,15 @@ class Controlled(Protocol):
     def leave(self) -> str: ...
     def shutdown(self) -> str: ...
     def join(self, join: JoinArguments) -> str: ...
-    def runs(self) -> RunBook: ...
+    def runs(self) -> StoredRuns: ...
     def choose_run(self, wanted: str) -> str: ...
     def forget_run(self, wanted: str) -> str: ...
 
 
-class Service:
+class ControlServer:
     """`converse` handles one conversation at the socket."""
 
-    def __init__(self, daemon: Controlled) -> None:
+    def __init__(self, daemon: ControlledDaemon) -> None:
         self._daemon = daemon
         self._methods: dict[str, Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]] = {
             "status": self._status,
@@ -100,45 +100,45 @@ class Service:
         """All of them, for the test that the document names each."""
         return frozenset(self._methods) | {"follow", "log"}
 
-    async def converse(self, lines: LocalLines) -> None:
-        """Question after question until the caller hangs up."""
+    async def converse(self, lines: LocalServerConnection) -> None:
+        """ControlRequest after request until the caller hangs up."""
         try:
             while (line := await lines.receive()) is not None:
                 await self._answer(lines, line)
         except (ValueError, trio.BrokenResourceError) as error:
             log.info("a conversation at the control socket ended: %s", error)
-        except Exception:  # a supervisor: one question's trouble must not end the daemon
-            log.exception("a question at the control socket could not be answered")
+        except Exception:  # a supervisor: one request's trouble must not end the daemon
+            log.exception("a request at the control socket could not be answered")
 
-    async def _answer(self, lines: LocalLines, line: dict[str, Any]) -> None:
+    async def _answer(self, lines: LocalServerConnection, line: dict[str, Any]) -> None:
         try:
-            question = read_question(line)
-            if question.method == "follow":
-                _read(Nothing, question.arguments)
+            request = read_request(line)
+            if request.method == "follow":
+                _read(NoArguments, request.arguments)
                 await self._stream(lines, self._follow)
-            elif question.method == "log" and question.arguments.get("follow"):
-                arguments = _read(LogArguments, question.arguments)
+            elif request.method == "log" and request.arguments.get("follow"):
+                arguments = _read(LogArguments, request.arguments)
                 await self._stream(lines, lambda out: self._follow_log(out, arguments))
-            elif question.method == "log":
-                arguments = _read(LogArguments, question.arguments)
-                await _say(lines, self._log_lines(arguments.after))
-            elif question.method in self._methods:
-                await _say(lines, await self._methods[question.method](question.arguments))
+            elif request.method == "log":
+                arguments = _read(LogArguments, request.arguments)
+                await _send(lines, self._log_lines(arguments.after))
+            elif request.method in self._methods:
+                await _send(lines, await self._methods[request.method](request.arguments))
             else:
                 raise UsageError(
-                    f"there is no method {question.method!r}; there are "
+                    f"there is no method {request.method!r}; there are "
                     f"{', '.join(sorted(self.methods))}"
                 )
         except VersionError as error:
-            problem = problem_of(error)
-            await _refuse(lines, other_version(line.get("api")) if "api" in line else problem)
+            problem = error_report_of(error)
+            await _refuse(lines, version_mismatch(line.get("api")) if "api" in line else problem)
         except SwarmError as error:
-            await _refuse(lines, problem_of(error))
+            await _refuse(lines, error_report_of(error))
 
     # ---- streams
 
     async def _stream(
-        self, lines: LocalLines, tell: Callable[[LocalLines], Awaitable[None]]
+        self, lines: LocalServerConnection, tell: Callable[[LocalServerConnection], Awaitable[None]]
     ) -> None:
         """Tell until the caller hangs up, or says anything at all."""
         async with trio.open_nursery() as nursery:
@@ -155,76 +155,76 @@ class Service:
             except trio.BrokenResourceError:
                 nursery.cancel_scope.cancel()
 
-    async def _follow(self, lines: LocalLines) -> None:
+    async def _follow(self, lines: LocalServerConnection) -> None:
         while True:
-            await _say(lines, await self._status({}))
-            await trio.sleep(FOLLOW_SECONDS)
+            await _send(lines, await self._status({}))
+            await trio.sleep(FOLLOW_INTERVAL_SECONDS)
 
-    async def _follow_log(self, lines: LocalLines, arguments: LogArguments) -> None:
+    async def _follow_log(self, lines: LocalServerConnection, arguments: LogArguments) -> None:
         after = arguments.after
         while True:
-            found = self._daemon.log_book.after(after, MAX_LOG_LINES)
+            found = self._daemon.log_buffer.after(after, MAX_LOG_LINES)
             if found:
                 after = found[-1].number
-                await _say(lines, {"lines": [line.model_dump(mode="json") for line in found]})
-            await self._daemon.log_book.wait_after(after)
+                await _send(lines, {"lines": [line.model_dump(mode="json") for line in found]})
+            await self._daemon.log_buffer.wait_after(after)
 
     # ---- answers
 
     def _log_lines(self, after: int) -> dict[str, Any]:
-        found = self._daemon.log_book.after(after, MAX_LOG_LINES)
+        found = self._daemon.log_buffer.after(after, MAX_LOG_LINES)
         return {"lines": [line.model_dump(mode="json") for line in found]}
 
     async def _status(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
+        _read(NoArguments, arguments)
         return (await self._daemon.status()).model_dump(mode="json")
 
     async def _pause(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _said(self._daemon.pause(_read(PauseArguments, arguments).seconds))
+        return _message(self._daemon.pause(_read(PauseArguments, arguments).seconds))
 
     async def _resume(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
-        return _said(self._daemon.resume())
+        _read(NoArguments, arguments)
+        return _message(self._daemon.resume())
 
     async def _finish(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
-        return _said(self._daemon.finish())
+        _read(NoArguments, arguments)
+        return _message(self._daemon.finish())
 
     async def _leave(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
-        return _said(self._daemon.leave())
+        _read(NoArguments, arguments)
+        return _message(self._daemon.leave())
 
     async def _shutdown(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
-        return _said(self._daemon.shutdown())
+        _read(NoArguments, arguments)
+        return _message(self._daemon.shutdown())
 
     async def _join(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _said(self._daemon.join(_read(JoinArguments, arguments)))
+        return _message(self._daemon.join(_read(JoinArguments, arguments)))
 
     async def _failure(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
+        _read(NoArguments, arguments)
         error = self._daemon.failure
-        return {"problem": None if error is None else problem_of(error).model_dump()}
+        return {"problem": None if error is None else error_report_of(error).model_dump()}
 
     async def _runs(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
-        return {"runs": [run.model_dump() for run in self._daemon.runs().told()]}
+        _read(NoArguments, arguments)
+        return {"runs": [run.model_dump() for run in self._daemon.runs().listed()]}
 
     async def _choose_run(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _said(self._daemon.choose_run(_read(RunArguments, arguments).run))
+        return _message(self._daemon.choose_run(_read(RunArguments, arguments).run))
 
     async def _forget_run(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _said(self._daemon.forget_run(_read(RunArguments, arguments).run))
+        return _message(self._daemon.forget_run(_read(RunArguments, arguments).run))
 
     async def _config_show(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        _read(Nothing, arguments)
+        _read(NoArguments, arguments)
         return self._preferences().show()
 
     async def _config_set(self, arguments: dict[str, Any]) -> dict[str, Any]:
         wanted = _read(ConfigArguments, arguments)
         return {"value": self._preferences().set(wanted.name, wanted.text)}
 
-    def _preferences(self) -> Preferences:
+    def _preferences(self) -> PreferenceAccess:
         if self._daemon.preferences is None:
             raise UsageError("this daemon has no preferences")
         return self._daemon.preferences
@@ -234,16 +234,16 @@ def _read(kind: type[ArgumentsT], arguments: dict[str, Any]) -> ArgumentsT:
     try:
         return kind.model_validate(arguments)
     except ValidationError as error:
-        raise UsageError(f"the arguments are wrong: {first_fault(error)}") from error
+        raise UsageError(f"the arguments are wrong: {first_error(error)}") from error
 
 
-def _said(sentence: str) -> dict[str, Any]:
-    return {"said": sentence}
+def _message(sentence: str) -> dict[str, Any]:
+    return {"message": sentence}
 
 
-async def _say(lines: LocalLines, answer: dict[str, Any]) -> None:
+async def _send(lines: LocalServerConnection, answer: dict[str, Any]) -> None:
     await lines.send({"ok": answer}, MAX_ANSWER_BYTES)
 
 
-async def _refuse(lines: LocalLines, problem: Problem) -> None:
+async def _refuse(lines: LocalServerConnection, problem: ErrorReport) -> None:
     await lines.send(Refusal(error=problem).model_dump(), MAX_ANSWER_BYTES)

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
+from swarm_client.control.reasons import DaemonState as DaemonState
 from swarm_client.control.reasons import SuspendReason as SuspendReason
-from swarm_client.control.reasons import Word as Word
 
 API_VERSION = 1
 
 
-class Document(BaseModel):
+class StatusModel(BaseModel):
     """Base of what is read here: immutable; unknown keys of a newer daemon are left alone."""
 
     # Built at the first use, which for a view is after it has drawn its frame.
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class RunView(Document):
+class RunView(StatusModel):
     """The run that is worked on, as far as this peer has heard."""
 
     id: str
@@ -39,7 +39,7 @@ class RunView(Document):
     """The newest decisions, a sentence each, oldest first."""
 
 
-class DeviceView(Document):
+class DeviceView(StatusModel):
     id: str
     """Like cpu or cuda:0; cpu#2 for the second one that shares it."""
     label: str
@@ -57,14 +57,14 @@ class DeviceView(Document):
     """Share of the time that it may compute, by the preferences."""
     peer: str = ""
     """Each device is a member of the run in its own right."""
-    word: Word | None = None
+    state: DaemonState | None = None
     reason: SuspendReason | None = None
     sentence: str = ""
     """These four as in `Status`, of this device."""
     until: float | None = None
 
 
-class AwayView(Document):
+class InterruptionView(StatusModel):
     """The last time that this program was away from its run without anybody's wish."""
 
     began: float
@@ -74,7 +74,7 @@ class AwayView(Document):
     sentence: str
 
 
-class MachineView(Document):
+class MachineView(StatusModel):
     cpu_share: float | None = None
     """Of all cores, by all programs, 0 to 1."""
     own_cpu_share: float | None = None
@@ -88,7 +88,7 @@ class MachineView(Document):
     """By this program's home."""
 
 
-class TrafficView(Document):
+class TrafficView(StatusModel):
     sent_bytes: int = 0
     """Since the daemon's start."""
     received_bytes: int = 0
@@ -99,7 +99,7 @@ class TrafficView(Document):
     quota_used_bytes: int = 0
 
 
-class ContributionView(Document):
+class ContributionView(StatusModel):
     """Counted in applied steps only."""
 
     microbatches: int = 0
@@ -113,13 +113,13 @@ class ContributionView(Document):
     streak_days: int = 0
 
 
-class StageView(Document):
+class StageView(StatusModel):
     stage: int
     peers: int
     microbatches_per_second: float
 
 
-class PeerView(Document):
+class PeerView(StatusModel):
     peer: str
     name: str | None = None
     stage: int | None = None
@@ -130,7 +130,7 @@ class PeerView(Document):
     bytes_per_second: float | None = None
 
 
-class LeaderboardRow(Document):
+class LeaderboardRow(StatusModel):
     name: str
     """A display name, or the end of a peer ID."""
     team: str | None = None
@@ -139,20 +139,20 @@ class LeaderboardRow(Document):
     you: bool = False
 
 
-class KnownRun(Document):
+class KnownRun(StatusModel):
     id: str
     name: str
     joined_at: float
     chosen: bool = False
 
 
-class Status(Document):
+class Status(StatusModel):
     api: int = API_VERSION
     software: str
     pid: int
     time: float
     started_at: float
-    word: Word
+    state: DaemonState
     reason: SuspendReason | None = None
     sentence: str
     """For people: what happens now, or why nothing does and what ends that."""
@@ -169,11 +169,11 @@ class Status(Document):
     stages: tuple[StageView, ...] = ()
     peers: tuple[PeerView, ...] = ()
     leaderboard: tuple[LeaderboardRow, ...] = ()
-    away: AwayView | None = None
+    away: InterruptionView | None = None
     """None: not since the daemon's start."""
 
 
-class LogLine(Document):
+class LogLine(StatusModel):
     time: float
     level: str
     """`event` for the lines that `join` prints; otherwise that of the log."""

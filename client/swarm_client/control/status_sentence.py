@@ -9,7 +9,7 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_client.control.status_document import DeviceView, SuspendReason, Word
+from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.suspension import Suspension
 
 SENTENCES: dict[SuspendReason, str] = {
@@ -34,7 +34,7 @@ assert SENTENCES.keys() == set(SuspendReason)
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class StopCause:
     """Why no run is worked on."""
 
     reason: SuspendReason
@@ -42,14 +42,14 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    stopped: Stopped | None = None
+class StatusFacts:
+    stopped: StopCause | None = None
     leaving: bool = False
     suspension: Suspension | None = None
     attached: bool = False
     problem: str | None = None
     """Why there is no session; None before the first attempt has ended."""
-    getting: int | None = None
+    loading_stage: int | None = None
     """The stage that is being brought here."""
     stage: int | None = None
     """The stage that is held."""
@@ -62,71 +62,79 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Saying:
-    word: Word
+class StateDescription:
+    state: DaemonState
     sentence: str
     reason: SuspendReason | None = None
     until: float | None = None
 
 
-def say(facts: Facts, now: float) -> Saying:
+def describe(facts: StatusFacts, now: float) -> StateDescription:
     """`now` in Unix seconds; the first fact that explains everything else is told."""
     if facts.stopped is not None and facts.suspension is None:
-        return _because(Word.STOPPED, facts.stopped.reason, facts.stopped.detail)
+        return _with_reason(DaemonState.STOPPED, facts.stopped.reason, facts.stopped.detail)
     if facts.leaving:
-        return _because(Word.PAUSED, SuspendReason.FINISHING)
+        return _with_reason(DaemonState.PAUSED, SuspendReason.FINISHING)
     if facts.suspension is not None:
         return _suspended(facts.suspension, now)
     if not facts.attached and facts.problem is not None:
         detail = f"{facts.problem}; before that, {facts.away}" if facts.away else facts.problem
-        return _because(Word.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
+        return _with_reason(DaemonState.DEGRADED, SuspendReason.COORDINATOR_AWAY, detail)
     away = f"; before that, {facts.away}" if facts.away else ""
     if not facts.attached:
-        return Saying(Word.SYNCING, f"looking for the run's coordinator{away}")
-    if facts.stage is None and facts.getting is not None:
-        return Saying(Word.SYNCING, f"downloading stage {facts.getting}{away}")
-    if facts.stage is None:
-        return Saying(Word.SYNCING, f"joining: data and a stage are on their way{away}")
-    if facts.working:
-        return Saying(Word.CONTRIBUTING, f"computing stage {facts.stage}")
-    if facts.waiting_for:
-        return Saying(
-            Word.QUEUED, f"holding stage {facts.stage}; the run waits for {facts.waiting_for}"
+        return StateDescription(DaemonState.SYNCING, f"looking for the run's coordinator{away}")
+    if facts.stage is None and facts.loading_stage is not None:
+        return StateDescription(
+            DaemonState.SYNCING, f"downloading stage {facts.loading_stage}{away}"
         )
-    return Saying(Word.QUEUED, f"holding stage {facts.stage}, with nothing to compute just now")
+    if facts.stage is None:
+        return StateDescription(
+            DaemonState.SYNCING, f"joining: data and a stage are on their way{away}"
+        )
+    if facts.working:
+        return StateDescription(DaemonState.CONTRIBUTING, f"computing stage {facts.stage}")
+    if facts.waiting_for:
+        return StateDescription(
+            DaemonState.QUEUED,
+            f"holding stage {facts.stage}; the run waits for {facts.waiting_for}",
+        )
+    return StateDescription(
+        DaemonState.QUEUED, f"holding stage {facts.stage}, with nothing to compute just now"
+    )
 
 
-_RANK = (
-    Word.DEGRADED, Word.CONTRIBUTING, Word.QUEUED, Word.SYNCING, Word.PAUSED, Word.STOPPED,
+_STATE_PRECEDENCE = (
+    DaemonState.DEGRADED, DaemonState.CONTRIBUTING, DaemonState.QUEUED, DaemonState.SYNCING,
+    DaemonState.PAUSED, DaemonState.STOPPED,
 )  # fmt: skip
 """What one of several devices does is what the machine does, in this order: it contributes while
 any of them does, and is paused when all of them are."""
-assert set(_RANK) == set(Word)
+assert set(_STATE_PRECEDENCE) == set(DaemonState)
 
 
-def together(devices: Sequence[DeviceView]) -> Saying:
+def combine_devices(devices: Sequence[DeviceView]) -> StateDescription:
     """Of a machine, from the words of its devices; there is at least one."""
-    told = [d for d in devices if d.word is not None]
-    first = min(told, key=lambda d: _RANK.index(d.word or Word.STOPPED))
-    assert first.word is not None
+    told = [d for d in devices if d.state is not None]
+    first = min(told, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
+    assert first.state is not None
     sentence = first.sentence
     if any(d.sentence != first.sentence for d in told):
         sentence = "; ".join(f"{d.id}: {d.sentence}" for d in told)
-    alike = all((d.word, d.until) == (first.word, first.until) for d in told)
-    return Saying(first.word, sentence, first.reason, first.until if alike else None)
+    alike = all((d.state, d.until) == (first.state, first.until) for d in told)
+    return StateDescription(first.state, sentence, first.reason, first.until if alike else None)
 
 
-def _because(word: Word, reason: SuspendReason, detail: str = "") -> Saying:
+def _with_reason(state: DaemonState, reason: SuspendReason, detail: str = "") -> StateDescription:
     sentence = SENTENCES[reason]
-    return Saying(word, f"{sentence} ({detail})" if detail else sentence, reason)
+    return StateDescription(state, f"{sentence} ({detail})" if detail else sentence, reason)
 
 
-def _suspended(suspension: Suspension, now: float) -> Saying:
+def _suspended(suspension: Suspension, now: float) -> StateDescription:
     sentence, until = SENTENCES[suspension.reason], suspension.until
     if until is not None:
         head, _, tail = sentence.partition(";")
         sentence = f"{head} until {clock_text(until, now)}" + (f";{tail}" if tail else "")
-    return Saying(Word.PAUSED, sentence, suspension.reason, until)
+    return StateDescription(DaemonState.PAUSED, sentence, suspension.reason, until)
 
 
 def clock_text(then: float, now: float) -> str:

@@ -17,7 +17,7 @@ GRACE_SECONDS: Final = 0.9
 time until somebody is seen (at most 0.5 s, 1 s through logind), a machine is its user's again
 within two seconds."""
 
-LONG_SECONDS: Final = 600.0
+LONG_PAUSE_SECONDS: Final = 600.0
 """After so long a pause the stage is given back: until then coming back costs nothing, and later
 averaging along every step costs the volunteer's line more than a download does."""
 

@@ -24,21 +24,21 @@ from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import PeerObserver, ReachabilityWatch, member_observers
 from swarm_client.control.messages import JoinArguments
 from swarm_client.governor.device_offer import usable_devices
-from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.ipc import shared_memory
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.preferences.layers import preferences_path
-from swarm_client.volunteer.contribution import Contribution
-from swarm_client.volunteer.device_group import Crew
+from swarm_client.volunteer.contribution import ContributionCounter
+from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.gradient_averager import GroupAverager
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import NetworkError, SwarmError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex
-from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
@@ -53,7 +53,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Berth:
+class _VolunteerResources:
     """What a volunteer is made of."""
 
     identity: Identity
@@ -63,15 +63,15 @@ class _Berth:
     report: Report
 
 
-async def stay(
+async def participate(
     join: JoinArguments,
     invite: Invite,
     home: Home,
     identity: Identity,
-    contribution: Contribution,
+    contribution: ContributionCounter,
     report: Report,
-    begun: Callable[[Crew, Governor], None],
-) -> Crew:
+    begun: Callable[[DeviceGroup, Governor], None],
+) -> DeviceGroup:
     """Take part with every device until the run is finished or all have left; who that was.
 
     `begun` is told of the volunteers before they attach for the first time. A device that the run
@@ -90,53 +90,58 @@ async def stay(
     made: dict[int, Volunteer] = {}
     all_made, go = trio.Event(), trio.Event()
 
-    async def live(place: int, berth: _Berth) -> None:
+    async def live(place: int, resources: _VolunteerResources) -> None:
         async with (
-            listening_node(berth.identity, berth.listen, berth.home, bandwidth) as node,
+            listening_node(resources.identity, resources.listen, resources.home, bandwidth) as node,
             trio.open_nursery() as nursery,
         ):
             held_back = P2PD_HELD_BACK if source.current.preferences.limits_transport else ""
-            worker = await start_averaging(berth.home, nursery, berth.report, held_back)
+            worker = await start_averaging(resources.home, nursery, resources.report, held_back)
             volunteer = made[place] = Volunteer(
-                berth.identity, invite, berth.home, node, GroupAverager(worker), berth.options,
-                berth.report, nursery,
+                resources.identity, invite, resources.home, node, GroupAverager(worker),
+                resources.options,
+                resources.report, nursery,
             )  # fmt: skip
             volunteer.contribution = contribution
             if len(made) == len(devices):
                 all_made.set()
             await go.wait()
-            await _take_part(volunteer, crew, nursery)
+            await _take_part(volunteer, device_group, nursery)
 
     async with trio.open_nursery() as nursery:
         async with trio.open_nursery() as lives:
-            for place, berth in enumerate(_berths(join, home, identity, devices, report)):
-                lives.start_soon(live, place, berth)
+            for place, resources in enumerate(
+                _resources_per_device(join, home, identity, devices, report)
+            ):
+                lives.start_soon(live, place, resources)
             await all_made.wait()
-            crew = Crew([made[place] for place in range(len(devices))])
-            subjects = [governed(volunteer, crew) for volunteer in crew.volunteers]
+            device_group = DeviceGroup([made[place] for place in range(len(devices))])
+            subjects = [
+                governed_device(volunteer, device_group) for volunteer in device_group.volunteers
+            ]
             governor = Governor(source, home, subjects, bandwidth, invite.run_id, report)
-            begun(crew, governor)
-            await governor.look()
+            begun(device_group, governor)
+            await governor.tick()
             nursery.start_soon(governor.run)
             go.set()
         nursery.cancel_scope.cancel()
-    return crew
+    return device_group
 
 
-def _berths(
+def _resources_per_device(
     join: JoinArguments, home: Home, identity: Identity, devices: Sequence[Device], report: Report
-) -> list[_Berth]:
+) -> list[_VolunteerResources]:
     """One for each device, with its part of what is the machine's."""
     threads = join.threads or max(1, (os.cpu_count() or 2) - 1)
     turn = trio.Lock()
-    berths: list[_Berth] = []
+    found: list[_VolunteerResources] = []
     for number, device in enumerate(devices, start=1):
         own = home.of_device(number)
         # The machine's own key is the first device's: most machines have one.
         key = identity if number == 1 else Identity.load_or_create(own.identity_path)
-        say = partial(_say_of, device, report) if len(devices) > 1 else report
-        say(f"peer {key.peer_id}")
-        say(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
+        report_own = partial(_report_for_device, device, report) if len(devices) > 1 else report
+        report_own(f"peer {key.peer_id}")
+        report_own(f"device: {device.label}, {device.memory_bytes / 2**30:.1f} GiB offered")
         shared_memory.unlink_stale(f"swarm-{key.peer_id[-8:]}-")
         options = VolunteerOptions(
             device,
@@ -144,15 +149,17 @@ def _berths(
             StageIndex(join.stage) if join.stage is not None else None,
             join.name,
             join.may_relay,
-            team=cleaned_team(join.team) or None,
-            owner=None if number == 1 else owned(identity, key.peer_id),
-            data_turn=turn,
+            team=normalised_team(join.team) or None,
+            owner=None if number == 1 else owner_binding(identity, key.peer_id),
+            data_lock=turn,
         )
-        berths.append(_Berth(key, own, listen_address(join.listen, number), options, say))
-    return berths
+        found.append(
+            _VolunteerResources(key, own, listen_address(join.listen, number), options, report_own)
+        )
+    return found
 
 
-def owned(machine: Identity, device: PeerId) -> str:
+def owner_binding(machine: Identity, device: PeerId) -> str:
     """Told with each hello of a further device, so that one person has one row everywhere.
 
     Made anew at each start: signatures of one value by one key are all alike.
@@ -160,7 +167,7 @@ def owned(machine: Identity, device: PeerId) -> str:
     return base64.b64encode(sign_owner_binding(machine, device)).decode("ascii")
 
 
-def _say_of(device: Device, report: Report, text: str) -> None:
+def _report_for_device(device: Device, report: Report, text: str) -> None:
     report(f"{device.id}: {text}")
 
 
@@ -170,24 +177,26 @@ def listen_address(listen: str, number: int) -> str:
     return f"{head}/{int(port) + number - 1}" if port.isdecimal() and int(port) else listen
 
 
-async def _take_part(volunteer: Volunteer, crew: Crew, nursery: trio.Nursery) -> None:
+async def _take_part(
+    volunteer: Volunteer, device_group: DeviceGroup, nursery: trio.Nursery
+) -> None:
     """Until the run is finished, it has left, or it is refused while another device is not."""
     nursery.start_soon(volunteer.use_directory)
-    nursery.start_soon(volunteer.traversal.run)
+    nursery.start_soon(volunteer.relay_policy.run)
     nursery.start_soon(volunteer.averager.run)
     nursery.start_soon(watch_reachability, volunteer.node, volunteer.invite, volunteer)
     try:
-        await volunteer.attachment.stay()
+        await volunteer.attachment.run()
     except (SwarmError, BaseExceptionGroup) as error:
         expected = expected_error(error)
-        others = [one for one in crew.working if one is not volunteer]
+        others = [one for one in device_group.active if one is not volunteer]
         if expected is None or not others:
             raise
-        crew.failures[volunteer.node.peer_id] = expected
+        device_group.failures[volunteer.node.peer_id] = expected
         volunteer.report(f"error: {expected}")
         volunteer.report("the other devices go on")
     finally:
-        crew.ended.add(volunteer.node.peer_id)
+        device_group.ended.add(volunteer.node.peer_id)
     nursery.cancel_scope.cancel()
 
 
@@ -230,7 +239,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
     """Find out whether others can dial in, asking the router for a way where there is none."""
     port = node.listening_port
     assert port is not None, "a node that was told to listen does"
-    await volunteer.traversal.wait_admitted()
+    await volunteer.relay_policy.wait_admitted()
     hello = volunteer.doctor_hello
     mapper = PortMapper(on_change=lambda mapping: watch.mapping_changed(mapping))
     watch = ReachabilityWatch(
@@ -238,7 +247,7 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         PeerObserver(node, invite.coordinator, invite.addresses, hello),
         lambda: member_observers(node, volunteer.roster.all(), hello),
         mapper,
-        volunteer.traversal.found,
+        volunteer.relay_policy.reachability_changed,
     )
     node.on_network_change(watch.network_changed)
     async with trio.open_nursery() as nursery:
@@ -246,16 +255,16 @@ async def watch_reachability(node: Node, invite: Invite, volunteer: Volunteer) -
         await watch.run()
 
 
-def governed(volunteer: Volunteer, crew: Crew) -> Subject:
+def governed_device(volunteer: Volunteer, device_group: DeviceGroup) -> GovernedDevice:
     """The volunteer as the governor sees it."""
     averager = volunteer.averager
-    return Subject(
+    return GovernedDevice(
         volunteer,
         averager.worker,
         lambda: sum(link.sent + link.received for link in averager.links()),
         volunteer.options.device,
         volunteer.options.threads,
-        lambda: volunteer.node.peer_id not in crew.ended,
+        lambda: volunteer.node.peer_id not in device_group.ended,
     )
 
 

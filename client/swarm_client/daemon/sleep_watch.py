@@ -17,15 +17,15 @@ import trio
 
 from swarm_shared.base.clock import Clock, monotonic, wall
 
-LOOK_SECONDS: Final = 2.0
-AWAY_SECONDS: Final = 10.0
+CHECK_SECONDS: Final = 2.0
+MIN_INTERRUPTION_SECONDS: Final = 10.0
 """A machine whose cores are all busy lets a program wait, but not for so long; and a run hardly
 notices shorter ones."""
-TOLD_SECONDS: Final = 600.0
+SHOWN_SECONDS: Final = 600.0
 """For so long it is a reason why a stage is not held yet."""
 
 
-def awake_or_asleep() -> float:
+def clock_through_sleep() -> float:
     """Seconds of a clock that goes on while the machine sleeps and that nobody sets."""
     if sys.platform == "linux":
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -36,7 +36,7 @@ def awake_or_asleep() -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Absence:
+class Interruption:
     began: float
     """Unix seconds."""
     seconds: float
@@ -49,15 +49,15 @@ class Absence:
         return f"{what} for {duration_text(self.seconds)}"
 
 
-class AbsenceWatch:
+class SleepWatch:
     """Run `run` beside what may be away."""
 
     def __init__(
         self,
-        on_return: Callable[[Absence], None],
+        on_return: Callable[[Interruption], None],
         calendar: Clock = wall,
         awake: Clock = monotonic,
-        always: Clock = awake_or_asleep,
+        always: Clock = clock_through_sleep,
     ) -> None:
         self._on_return = on_return
         self._calendar = calendar
@@ -67,19 +67,19 @@ class AbsenceWatch:
 
     async def run(self) -> None:
         while True:
-            await trio.sleep(LOOK_SECONDS)
-            self.look()
+            await trio.sleep(CHECK_SECONDS)
+            self.check()
 
-    def look(self) -> None:
-        """Called every LOOK_SECONDS; that it was not is what it notices."""
+    def check(self) -> None:
+        """Called every CHECK_SECONDS; that it was not is what it notices."""
         awake, always = self._awake(), self._always()
         before, self._last = self._last, (awake, always)
         asleep = max(0.0, (always - before[1]) - (awake - before[0]))
-        stopped = max(0.0, awake - before[0] - LOOK_SECONDS)
-        if asleep + stopped >= AWAY_SECONDS:
+        stopped = max(0.0, awake - before[0] - CHECK_SECONDS)
+        if asleep + stopped >= MIN_INTERRUPTION_SECONDS:
             seconds = asleep + stopped
             began = self._calendar() - seconds
-            self._on_return(Absence(began, seconds, slept=asleep >= stopped))
+            self._on_return(Interruption(began, seconds, slept=asleep >= stopped))
 
 
 def duration_text(seconds: float) -> str:

@@ -11,10 +11,10 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from swarm_client.control.contribution_log import Diary
+from swarm_client.control.contribution_log import ContributionLog
 from swarm_client.control.status_document import (
-    AwayView,
     DeviceView,
+    InterruptionView,
     KnownRun,
     LeaderboardRow,
     MachineView,
@@ -25,10 +25,16 @@ from swarm_client.control.status_document import (
     SuspendReason,
     TrafficView,
 )
-from swarm_client.control.status_sentence import Facts, Saying, Stopped, say, together
+from swarm_client.control.status_sentence import (
+    StateDescription,
+    StatusFacts,
+    StopCause,
+    combine_devices,
+    describe,
+)
 from swarm_client.control.suspension import Suspension
-from swarm_client.daemon.sleep_watch import TOLD_SECONDS, Absence
-from swarm_client.volunteer.device_group import Crew
+from swarm_client.daemon.sleep_watch import SHOWN_SECONDS, Interruption
+from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, SwarmError
 from swarm_shared.base.text import printable
@@ -36,13 +42,13 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol import LinkPath
 
-PEERS_TOLD = 1000
+MAX_LISTED_PEERS = 1000
 """Of a larger run, those that this peer has links with, then those of its own stage."""
 
-WORK_SECONDS = 10.0
+RECENT_WORK_SECONDS = 10.0
 """Who has computed within this time is at work: between two microbatches there is a pause."""
 
-RATE_SECONDS = 0.5
+MIN_RATE_SECONDS = 0.5
 """Between two looks that a rate is taken from; shorter ones say more about the look."""
 
 
@@ -59,15 +65,15 @@ class DaemonFacts:
     name: str | None
     runs: tuple[KnownRun, ...]
     suspension: Suspension | None
-    stopped: Stopped
+    stopped: StopCause
     """Why no run is worked on, when none is."""
-    diary: Diary
+    contribution_log: ContributionLog
     machine: MachineView
-    absence: Absence | None = None
+    interruption: Interruption | None = None
 
 
 @dataclass(slots=True)
-class _Work:
+class _Activity:
     """What a device was last seen to have done, and when that was another than before."""
 
     done: tuple[int, object]
@@ -82,10 +88,10 @@ class _Traffic:
     sent_rate: float = 0.0
     received_rate: float = 0.0
 
-    def look(self, sent: int, received: int, now: float) -> None:
+    def update(self, sent: int, received: int, now: float) -> None:
         if self.at is None or sent < self.sent or received < self.received:
             self.sent_rate = self.received_rate = 0.0
-        elif now - self.at < RATE_SECONDS:
+        elif now - self.at < MIN_RATE_SECONDS:
             return
         else:
             self.sent_rate = (sent - self.sent) / (now - self.at)
@@ -93,96 +99,96 @@ class _Traffic:
         self.sent, self.received, self.at = sent, received, now
 
 
-class Reporter:
+class StatusBuilder:
     """One per daemon. Volunteers come and go."""
 
     def __init__(self) -> None:
         self._traffic = _Traffic()
-        self._work: dict[PeerId, _Work] = {}
+        self._activities: dict[PeerId, _Activity] = {}
 
-    def status(self, crew: Crew | None, facts: DaemonFacts) -> Status:
-        devices = () if crew is None else tuple(self._devices(crew, facts))
-        if crew is None:
-            stopped = Facts(stopped=facts.stopped, suspension=facts.suspension)
-            saying = say(stopped, facts.now)
+    def status(self, device_group: DeviceGroup | None, facts: DaemonFacts) -> Status:
+        devices = () if device_group is None else tuple(self._devices(device_group, facts))
+        if device_group is None:
+            stopped = StatusFacts(stopped=facts.stopped, suspension=facts.suspension)
+            described = describe(stopped, facts.now)
         else:
-            saying = together(devices)
-        speaker = None if crew is None else crew.speaker
+            described = combine_devices(devices)
+        reporting_device = None if device_group is None else device_group.reporting_device
         today = datetime.datetime.fromtimestamp(facts.now).date()
         return Status(
             software=SOFTWARE_VERSION,
             pid=os.getpid(),
             time=facts.now,
             started_at=facts.started_at,
-            word=saying.word,
-            reason=saying.reason,
-            sentence=saying.sentence,
-            until=saying.until,
+            state=described.state,
+            reason=described.reason,
+            sentence=described.sentence,
+            until=described.until,
             peer=facts.peer,
             name=facts.name,
-            run=run_view(speaker),
+            run=run_view(reporting_device),
             runs=facts.runs,
             devices=devices,
             machine=facts.machine,
-            traffic=self._traffic_view(crew, facts.moment),
-            contribution=facts.diary.view(today),
-            stages=() if speaker is None else stage_views(speaker),
-            peers=() if crew is None else peer_views(crew),
-            leaderboard=() if crew is None else leaderboard(crew),
-            away=None if facts.absence is None else away_view(facts.absence),
+            traffic=self._traffic_view(device_group, facts.moment),
+            contribution=facts.contribution_log.view(today),
+            stages=() if reporting_device is None else stage_views(reporting_device),
+            peers=() if device_group is None else peer_views(device_group),
+            leaderboard=() if device_group is None else leaderboard(device_group),
+            away=None if facts.interruption is None else interruption_view(facts.interruption),
         )
 
-    def _devices(self, crew: Crew, facts: DaemonFacts) -> Iterator[DeviceView]:
-        for volunteer in crew.volunteers:
-            failure = crew.failures.get(volunteer.node.peer_id)
+    def _devices(self, device_group: DeviceGroup, facts: DaemonFacts) -> Iterator[DeviceView]:
+        for volunteer in device_group.volunteers:
+            failure = device_group.failures.get(volunteer.node.peer_id)
             if failure is None:
-                saying = say(self._word_facts(volunteer, facts), facts.now)
+                described = describe(self._device_facts(volunteer, facts), facts.now)
             else:
-                stopped = Facts(stopped=stopped_by(failure))
-                saying = say(stopped, facts.now)
-            yield device_view(volunteer, saying)
+                stopped = StatusFacts(stopped=stopped_by(failure))
+                described = describe(stopped, facts.now)
+            yield device_view(volunteer, described)
 
-    def _word_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> Facts:
-        holding, absence = volunteer.holding, facts.absence
+    def _device_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> StatusFacts:
+        holding, interruption = volunteer.holding, facts.interruption
         attachment = volunteer.attachment
         problem = attachment.problem
-        recent = absence is not None and (
-            facts.now < absence.began + absence.seconds + TOLD_SECONDS
+        recent = interruption is not None and (
+            facts.now < interruption.began + interruption.seconds + SHOWN_SECONDS
         )
-        return Facts(
+        return StatusFacts(
             leaving=attachment.leaving,
             suspension=volunteer.suspended or facts.suspension,
             attached=attachment.session is not None,
             problem=None if problem is None else attachment.explain(problem),
-            getting=volunteer.getting,
+            loading_stage=volunteer.loading_stage,
             stage=None if holding is None else holding.stage,
             working=self._is_working(volunteer, facts.moment),
             waiting_for="" if volunteer.news is None else volunteer.news.waiting_for,
-            away=absence.sentence if absence is not None and recent else "",
+            away=interruption.sentence if interruption is not None and recent else "",
         )
 
     def _is_working(self, volunteer: Volunteer, now: float) -> bool:
         holding, peer = volunteer.holding, volunteer.node.peer_id
         if holding is None:
-            self._work.pop(peer, None)
+            self._activities.pop(peer, None)
             return False
         done = (holding.version, holding.seconds_per_microbatch)
-        work = self._work.setdefault(peer, _Work((holding.version, None)))
+        work = self._activities.setdefault(peer, _Activity((holding.version, None)))
         if holding.in_flight or holding.closing or done != work.done:
             work.done, work.at = done, now
-        return work.at is not None and now - work.at < WORK_SECONDS
+        return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
-    def _traffic_view(self, crew: Crew | None, now: float) -> TrafficView:
-        if crew is None:
+    def _traffic_view(self, device_group: DeviceGroup | None, now: float) -> TrafficView:
+        if device_group is None:
             return TrafficView()
-        links = [link for volunteer in crew.volunteers for link in volunteer.links()]
-        self._traffic.look(sum(x.sent for x in links), sum(x.received for x in links), now)
+        links = [link for volunteer in device_group.volunteers for link in volunteer.links()]
+        self._traffic.update(sum(x.sent for x in links), sum(x.received for x in links), now)
         return TrafficView(
             sent_bytes=self._traffic.sent,
             received_bytes=self._traffic.received,
             sent_bytes_per_second=self._traffic.sent_rate,
             received_bytes_per_second=self._traffic.received_rate,
-            reachability=crew.speaker.traversal.reachability.value,
+            reachability=device_group.reporting_device.relay_policy.reachability.value,
         )
 
 
@@ -203,26 +209,30 @@ def run_view(volunteer: Volunteer | None) -> RunView | None:
     )
 
 
-def away_view(absence: Absence) -> AwayView:
-    return AwayView(
-        began=absence.began, seconds=absence.seconds, slept=absence.slept,
-        sentence=absence.sentence,
+def interruption_view(interruption: Interruption) -> InterruptionView:
+    return InterruptionView(
+        began=interruption.began, seconds=interruption.seconds, slept=interruption.slept,
+        sentence=interruption.sentence,
     )  # fmt: skip
 
 
-def stopped_by(error: SwarmError) -> Stopped:
+def stopped_by(error: SwarmError) -> StopCause:
     refused = isinstance(error, AdmissionError)
     reason = SuspendReason.NOT_ADMITTED if refused else SuspendReason.NO_RUN
-    return Stopped(reason, str(error))
+    return StopCause(reason, str(error))
 
 
-def device_view(volunteer: Volunteer, saying: Saying) -> DeviceView:
-    device, holding, getting = volunteer.options.device, volunteer.holding, volunteer.getting
+def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView:
+    device, holding, loading_stage = (
+        volunteer.options.device,
+        volunteer.holding,
+        volunteer.loading_stage,
+    )
     view = DeviceView(
         id=device.id, label=device.label, memory_bytes=device.memory_bytes,
-        peer=volunteer.node.peer_id, word=saying.word, reason=saying.reason,
-        sentence=saying.sentence, until=saying.until,
-        stage=getting, phase="idle" if getting is None else "downloading",
+        peer=volunteer.node.peer_id, state=described.state, reason=described.reason,
+        sentence=described.sentence, until=described.until,
+        stage=loading_stage, phase="idle" if loading_stage is None else "downloading",
     )  # fmt: skip
     if holding is None:
         return view
@@ -253,25 +263,25 @@ def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
     )
 
 
-def own_peers(crew: Crew) -> frozenset[PeerId]:
-    return frozenset(volunteer.node.peer_id for volunteer in crew.volunteers)
+def own_peers(device_group: DeviceGroup) -> frozenset[PeerId]:
+    return frozenset(volunteer.node.peer_id for volunteer in device_group.volunteers)
 
 
-def peer_views(crew: Crew) -> tuple[PeerView, ...]:
+def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
     # Of the links of several devices with the same peer, one.
-    paths = {path.remote: path for one in crew.volunteers for path in one.node.paths()}
-    names, own = names_of(crew), own_peers(crew)
-    holdings = [one.holding for one in crew.volunteers]
+    paths = {path.remote: path for one in device_group.volunteers for path in one.node.paths()}
+    names, own = names_of(device_group), own_peers(device_group)
+    holdings = [one.holding for one in device_group.volunteers]
     mine = {holding.stage for holding in holdings if holding is not None}
     records = sorted(
-        crew.speaker.roster.all(),
+        device_group.reporting_device.roster.all(),
         key=lambda r: (
             r.peer not in own, r.peer not in paths, r.stage not in mine, r.stage, r.peer
         ),
     )  # fmt: skip
     return tuple(
         _peer_view(record.peer, record.stage, record.microbatches_per_second, names, paths, own)
-        for record in records[:PEERS_TOLD]
+        for record in records[:MAX_LISTED_PEERS]
     )
 
 
@@ -293,23 +303,23 @@ def _peer_view(
     )  # fmt: skip
 
 
-def names_of(crew: Crew) -> dict[str, str]:
+def names_of(device_group: DeviceGroup) -> dict[str, str]:
     """Public names, as far as the run's news tell them, and this machine's own."""
-    news = crew.speaker.news
+    news = device_group.reporting_device.news
     rows = () if news is None else news.leaderboard
     names = {
         str(peer): printable(row.name)
         for row in rows if row.name
         for peer in (row.peer, *row.devices)
     }  # fmt: skip
-    for volunteer in crew.volunteers:
+    for volunteer in device_group.volunteers:
         if volunteer.options.name:
             names[volunteer.node.peer_id] = volunteer.options.name
     return names
 
 
-def leaderboard(crew: Crew) -> tuple[LeaderboardRow, ...]:
-    news, own = crew.speaker.news, own_peers(crew)
+def leaderboard(device_group: DeviceGroup) -> tuple[LeaderboardRow, ...]:
+    news, own = device_group.reporting_device.news, own_peers(device_group)
     rows = () if news is None else news.leaderboard
     return tuple(
         LeaderboardRow(

@@ -18,7 +18,7 @@ import psutil
 import trio
 
 from swarm_client.connectivity.port_mapping import PortMapper
-from swarm_client.doctor import coordinator, lines, machine, reachability
+from swarm_client.doctor import coordinator, links, machine, reachability
 from swarm_client.doctor.report import NETWORK_CHECKS, Report, Results, warning
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 TOTAL_SECONDS = 25.0
 """Since the process began; closing what is open then takes some seconds more."""
-LEAST_SECONDS = 10.0
+MIN_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class DoctorOptions:
 def seconds_left() -> float:
     """Of TOTAL_SECONDS: on a busy machine many of them pass before this program's first line."""
     running = time.time() - psutil.Process().create_time()
-    return min(TOTAL_SECONDS, max(LEAST_SECONDS, TOTAL_SECONDS - running))
+    return min(TOTAL_SECONDS, max(MIN_SECONDS, TOTAL_SECONDS - running))
 
 
 async def check_up(options: DoctorOptions) -> Report:
@@ -76,7 +76,7 @@ async def check_up(options: DoctorOptions) -> Report:
             nursery.cancel_scope.cancel()
     if interrupted:
         raise KeyboardInterrupt
-    checkup.fit()
+    checkup.apply_run_needs()
     return Report.of(checkup.results.all(), options.wall_clock(), time.monotonic() - begun)
 
 
@@ -85,7 +85,7 @@ class Checkup:
 
     def __init__(self, options: DoctorOptions) -> None:
         self._options = options
-        self._home = Home.where(options.home)
+        self._home = Home.locate(options.home)
         self._device: Device | None = None
         self._welcome: DoctorWelcome | None = None
         self.results = Results()
@@ -96,9 +96,9 @@ class Checkup:
         home, identity, in_use = machine.check_home(self._home)
         results.put(home)
         async with trio.open_nursery() as nursery:
-            start = partial(nursery.start_soon, self._stand_alone)
-            start(("torch", "gpu", "device"), self.look_at_torch)
-            start(("p2pd",), self.look_at_p2pd)
+            start = partial(nursery.start_soon, self._isolated)
+            start(("torch", "gpu", "device"), self.probe_torch)
+            start(("p2pd",), self.check_p2pd)
             if self._options.invite is None:
                 results.skip(("invite", *NETWORK_CHECKS), "no invite was given")
                 return
@@ -109,10 +109,11 @@ class Checkup:
                 return
             # A running client has the only right to speak in its own name.
             speaker = None if in_use else identity
-            start(NETWORK_CHECKS, partial(self.look_at_network, invite, speaker, in_use))
+            start(NETWORK_CHECKS, partial(self.check_network, invite, speaker, in_use))
 
-    def fit(self) -> None:
-        """Judge device and disk again by what the run needs, if the coordinator has said so."""
+    def apply_run_needs(self) -> None:
+        """AnswerHello device and disk again by what the run needs, if the coordinator has said
+        so."""
         device, disk = self.results.get("device"), self.results.get("disk")
         if self._welcome is None:
             return
@@ -125,7 +126,7 @@ class Checkup:
                 machine.check_disk(self._home.path, data_bytes=self._welcome.data_bytes)
             )
 
-    async def _stand_alone(self, ids: tuple[str, ...], look: Callable[[], Awaitable[None]]) -> None:
+    async def _isolated(self, ids: tuple[str, ...], look: Callable[[], Awaitable[None]]) -> None:
         try:
             await look()
         except SwarmError as error:
@@ -138,18 +139,16 @@ class Checkup:
                     warning(id, f"this check itself failed: {error!r}", "Please report this.")
                 )
 
-    async def look_at_torch(self) -> None:
-        found, seconds = await machine.look_at_torch()
+    async def probe_torch(self) -> None:
+        found, seconds = await machine.probe_torch()
         device, self._device = machine.check_device(found, self._options.device)
         gpu = machine.check_gpu(found, self._options.device)
         self.results.put(machine.check_torch(found, seconds), gpu, device)
 
-    async def look_at_p2pd(self) -> None:
+    async def check_p2pd(self) -> None:
         self.results.put(await machine.check_p2pd())
 
-    async def look_at_network(
-        self, invite: Invite, identity: Identity | None, in_use: bool
-    ) -> None:
+    async def check_network(self, invite: Invite, identity: Identity | None, in_use: bool) -> None:
         async with open_node(identity or Identity.generate()) as node:
             check = await coordinator.connect(node, invite)
             self.results.put(check)
@@ -159,25 +158,27 @@ class Checkup:
             port = None if in_use else self._home.remembered_port()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(
-                    self._stand_alone, ("reachability",),
-                    partial(self.look_at_reachability, invite, port),
+                    self._isolated, ("reachability",),
+                    partial(self.check_reachability, invite, port),
                 )  # fmt: skip
 
                 async def inside(probe: Probe) -> None:
                     self._welcome = probe.welcome
                     peer = identity.peer_id if identity is not None else None
-                    self.results.put(*coordinator.judgement(probe.welcome, peer, in_use))
-                    await lines.measure_coordinator(
+                    self.results.put(
+                        *coordinator.version_and_admission(probe.welcome, peer, in_use)
+                    )
+                    await links.measure_coordinator(
                         probe, self._options.wall_clock, self.results
                     )  # fmt: skip
 
                 welcome = await coordinator.visit_coordinator(node, invite, inside, self.results)
                 if welcome is not None:
                     self.results.put(
-                        await lines.check_peers(
+                        await links.check_peers(
                             node, coordinator.hello_of(invite), welcome, self._options.wall_clock
                         )
                     )
 
-    async def look_at_reachability(self, invite: Invite, port: int | None) -> None:
+    async def check_reachability(self, invite: Invite, port: int | None) -> None:
         self.results.put(await reachability.check_reachability(invite, port, PortMapper()))

@@ -27,7 +27,7 @@ from swarm_shared.base.errors import (
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
-from swarm_shared.probe.client import Probe, ProbeBusy, visit
+from swarm_shared.probe.client import Probe, ProbeBusy, open_probe
 from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, DoctorWelcome
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def _unreached(addresses: Sequence[str], reasons: Mapping[str, Sequence[str]]) -
         "Try again in a few minutes; if it stays so, ask the organiser whether the coordinator "
         "is running, and whether a firewall is in between."
     )
-    if all(_is_here(address) for address in addresses):
+    if all(_is_loopback(address) for address in addresses):
         fix = (
             "This invite leads to this very machine: start the coordinator here, or ask the "
             "organiser for an invite that others can use."
@@ -146,7 +146,7 @@ def has_network() -> bool:
     )
 
 
-def _is_here(address: str) -> bool:
+def _is_loopback(address: str) -> bool:
     endpoint = Endpoint.parse(address)
     return endpoint is not None and endpoint.ip.is_loopback
 
@@ -176,24 +176,24 @@ async def visit_coordinator(
     """
     for last_try in (False,) * (BUSY_TRIES - 1) + (True,):
         try:
-            async with visit(
+            async with open_probe(
                 node, invite.coordinator, hello_of(invite), invite.addresses
             ) as probe:  # fmt: skip
                 await inside(probe)
                 return probe.welcome
         except ProbeBusy as error:
             if last_try or error.retry_after_seconds > LONGEST_BUSY_SECONDS:
-                results.put(silence(error))
+                results.put(no_answer_check(error))
                 break
             await trio.sleep(error.retry_after_seconds)
         except SwarmError as error:
-            results.put(silence(error))
+            results.put(no_answer_check(error))
             break
     results.skip(AFTER_CONNECTING, "the coordinator did not answer")
     return None
 
 
-def silence(error: SwarmError) -> Check:
+def no_answer_check(error: SwarmError) -> Check:
     """The coordinator is there and does not answer a visitor, or stops in the middle."""
     if isinstance(error, AdmissionError):
         return problem(
@@ -213,7 +213,7 @@ def silence(error: SwarmError) -> Check:
     return warning("link", f"no answer: {error}", "Run this again in a minute.")
 
 
-def judgement(
+def version_and_admission(
     welcome: DoctorWelcome, peer: PeerId | None, client_running: bool
 ) -> tuple[Check, Check]:
     """What the coordinator says of this machine's version and of letting it in.

@@ -39,8 +39,8 @@ TORCH_SERIES = "2.13."
 """What pyproject.toml asks for; numbers agree between machines of one series."""
 P2PD_SECONDS = 18.0
 
-LITTLE_DISK_BYTES = 10 * 2**30
-TOO_LITTLE_DISK_BYTES = 2**30
+COMFORTABLE_DISK_BYTES = 10 * 2**30
+MIN_DISK_BYTES = 2**30
 """A small model's stage with its optimizer's state, written twice."""
 
 GIB = 2**30
@@ -63,7 +63,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Check:
 # ---------------------------------------------------------------- torch
 
 
-async def look_at_torch() -> tuple[dict[str, Any], float]:
+async def probe_torch() -> tuple[dict[str, Any], float]:
     """What the child process found, and the seconds it took."""
     begun = time.monotonic()
     done = await trio.run_process(
@@ -232,12 +232,12 @@ def check_disk(path: Path, free_bytes: int | None = None, data_bytes: int = 0) -
     if data_bytes:
         seen += f"; the run's data takes {data_bytes / GIB:.2f} GiB"
     details = {"free_bytes": free_bytes, "data_bytes": data_bytes}
-    if free_bytes < TOO_LITTLE_DISK_BYTES + data_bytes:
+    if free_bytes < MIN_DISK_BYTES + data_bytes:
         return problem(
             "disk", StorageError, seen,
             "Free some space, or choose a folder on another disk with --home.", **details,
         )  # fmt: skip
-    if free_bytes < LITTLE_DISK_BYTES + data_bytes:
+    if free_bytes < COMFORTABLE_DISK_BYTES + data_bytes:
         return warning(
             "disk", f"{seen}: little for a larger model",
             "Free some space, or choose a folder on another disk with --home.", **details,

@@ -13,7 +13,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import trio
 
 from swarm_client.connectivity.port_mapping import PortMapper
-from swarm_client.connectivity.reachability import Finding, Observer, PeerObserver, examine
+from swarm_client.connectivity.reachability import (
+    Observer,
+    PeerObserver,
+    ReachabilityFinding,
+    examine,
+)
 from swarm_client.doctor.coordinator import hello_of
 from swarm_client.doctor.report import Check, Detail, ok, skipped, warning
 from swarm_shared.base.errors import NetworkError
@@ -36,10 +41,10 @@ async def check_reachability(
 
         def others() -> Sequence[Observer]:
             welcome = coordinator.welcome
-            if welcome is None or welcome.visitor_pass is None:
+            if welcome is None or welcome.probe_pass is None:
                 return ()
             shown = hello.model_copy(
-                update={"token": None, "visitor_pass": welcome.visitor_pass}
+                update={"token": None, "probe_pass": welcome.probe_pass}
             )  # fmt: skip
             return [
                 PeerObserver(node, neighbour.peer, neighbour.addresses, lambda: shown)
@@ -54,7 +59,7 @@ async def check_reachability(
                 await mapper.release()
 
 
-def judge(found: Finding, port: int, mapper: PortMapper) -> Check:
+def judge(found: ReachabilityFinding, port: int, mapper: PortMapper) -> Check:
     details: dict[str, Detail] = {
         "class": found.reachability.value,
         "port": port,
@@ -81,7 +86,9 @@ def judge(found: Finding, port: int, mapper: PortMapper) -> Check:
     )
 
 
-def _behind_nat(found: Finding, port: int, note: str, details: dict[str, Detail]) -> Check:
+def _behind_nat(
+    found: ReachabilityFinding, port: int, note: str, details: dict[str, Detail]
+) -> Check:
     what = "behind a router" if found.behind_router else "behind a firewall"
     keeps = {True: "it keeps ports", False: "it changes ports", None: "its ports are not known"}
     seen = f"{what}; {keeps[found.port_preserved]}"

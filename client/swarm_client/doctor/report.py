@@ -147,7 +147,7 @@ class Report(FrozenModel):
         )
 
 
-_MARKS = {State.OK: "ok", State.WARNING: "WARN", State.PROBLEM: "FAIL", State.SKIPPED: "--"}
+_STATE_LABELS = {State.OK: "ok", State.WARNING: "WARN", State.PROBLEM: "FAIL", State.SKIPPED: "--"}
 _TITLE_COLUMNS = max(len(title) for title in CHECKS.values())
 _MARK_COLUMNS = 4
 _SHORTEST_LINE = 40
@@ -159,7 +159,9 @@ def table(report: Report, columns: int) -> str:
     width = max(columns, len(indent) + _SHORTEST_LINE)
     lines: list[str] = []
     for check in report.checks:
-        head = f"{_MARKS[check.state]:>{_MARK_COLUMNS}}  {CHECKS[check.id]:<{_TITLE_COLUMNS}}  "
+        head = (
+            f"{_STATE_LABELS[check.state]:>{_MARK_COLUMNS}}  {CHECKS[check.id]:<{_TITLE_COLUMNS}}  "
+        )
         lines += _wrapped(check.seen, head, indent, width)
         if check.fix:
             lines += _wrapped(check.fix, f"{indent}-> ", f"{indent}   ", width)

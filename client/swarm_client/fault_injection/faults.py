@@ -12,8 +12,9 @@ phase of that step, and leaves a file PLAN.ID.fired before it does anything. `st
 the peer works on (version + 1); for a checkpoint, the version that is saved; without one, the first
 that comes.
 
-Three calls mark the places: `strike` where a process may die, stand still or lose its disk or
-clock, `cut` where the daemon, which alone has a network, may lose that, and `spoil` where a tensor
+Three calls mark the places: `inject` where a process may die, stand still or lose its disk or
+clock, `inject_outage` where the daemon, which alone has a network, may lose that, and `corrupt`
+where a tensor
 may be altered. All return at once while no plan is in force.
 """
 
@@ -45,11 +46,11 @@ PEER_VARIABLE = "SWARM_FAULTS_PEER"
 """Set by the daemon for its workers, which do not know whose they are."""
 
 
-ANYBODY = "*"
+ANY_PEER = "*"
 """Of the first peer that gets there: who saves a checkpoint, or moves, is the run's choice."""
 
 
-class Phase(StrEnum):
+class FaultPoint(StrEnum):
     """Where a volunteer is in the life of a step, in the order of that life."""
 
     FORWARD = "forward"
@@ -66,7 +67,7 @@ class Phase(StrEnum):
     """One stage is given up and the next one is not yet held."""
 
 
-class Action(StrEnum):
+class FaultAction(StrEnum):
     KILL = "kill"
     """SIGKILL to the daemon, and to the process that is at the phase."""
     KILL_WORKER = "kill worker"
@@ -89,26 +90,26 @@ class Action(StrEnum):
     """The wall clock is `seconds` ahead from now on; behind, if negative."""
 
 
-SPOILING = frozenset({Action.CORRUPT, Action.NAN})
+CORRUPTING_ACTIONS = frozenset({FaultAction.CORRUPT, FaultAction.NAN})
 
 
 class Fault(FrozenModel):
     id: str
     peer: str
-    """The name that the volunteer was given on its command line, or ANYBODY."""
-    phase: Phase
-    action: Action
+    """The name that the volunteer was given on its command line, or ANY_PEER."""
+    phase: FaultPoint
+    action: FaultAction
     step: int | None = None
     seconds: float = 0.0
-    again: bool = False
+    repeats: bool = False
     """Every time, and without a word or a file: a delay then is a slow device."""
 
 
-class _Plan(FrozenModel):
+class _FaultPlan(FrozenModel):
     faults: tuple[Fault, ...]
 
 
-class Injector:
+class FaultInjector:
     """Carries out the plan in one process of one volunteer."""
 
     def __init__(self, plan: Path, peer: str, daemon_pid: int) -> None:
@@ -122,32 +123,32 @@ class Injector:
         """Set by the daemon, the only process that has a network (`fault_network`)."""
         self._reload()
 
-    def strike(self, phase: Phase, step: int | None) -> None:
+    def inject(self, phase: FaultPoint, step: int | None) -> None:
         for fault in self._due(phase, step):
-            elsewhere = fault.action in SPOILING or fault.action is Action.PARTITION
+            elsewhere = fault.action in CORRUPTING_ACTIONS or fault.action is FaultAction.PARTITION
             if not elsewhere and self._claim(fault, step):
                 self._carry_out(fault)
 
-    def cut(self, phase: Phase, step: int | None) -> None:
+    def inject_outage(self, phase: FaultPoint, step: int | None) -> None:
         for fault in self._due(phase, step):
-            drop = self.drop_network if fault.action is Action.PARTITION else None
+            drop = self.drop_network if fault.action is FaultAction.PARTITION else None
             if drop is not None and self._claim(fault, step):
                 drop(fault.seconds)
 
-    def spoil(
-        self, phase: Phase, step: int | None, tensor: memoryview, *, wide: bool = False
+    def corrupt(
+        self, phase: FaultPoint, step: int | None, tensor: memoryview, *, as_float64: bool = False
     ) -> None:
         for fault in self._due(phase, step):
-            if fault.action in SPOILING and tensor.nbytes and self._claim(fault, step):
-                _alter(fault.action, tensor, wide)
+            if fault.action in CORRUPTING_ACTIONS and tensor.nbytes and self._claim(fault, step):
+                _alter(fault.action, tensor, as_float64)
 
-    def _due(self, phase: Phase, step: int | None) -> list[Fault]:
+    def _due(self, phase: FaultPoint, step: int | None) -> list[Fault]:
         self._reload()
         return [
             fault
             for fault in self._faults
             if fault.phase is phase
-            and fault.peer in (self._peer, ANYBODY)
+            and fault.peer in (self._peer, ANY_PEER)
             and (fault.step is None or fault.step == step)
         ]
 
@@ -157,7 +158,7 @@ class Injector:
             seen = (status.st_mtime_ns, status.st_ino)
             if seen == self._read:
                 return
-            plan = TypeAdapter(_Plan).validate_json(self._plan.read_bytes())
+            plan = TypeAdapter(_FaultPlan).validate_json(self._plan.read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigurationError(
                 f"{PLAN_VARIABLE} names {self._plan}, which is no plan of faults ({error}); "
@@ -167,7 +168,7 @@ class Injector:
 
     def _claim(self, fault: Fault, step: int | None) -> bool:
         """Whether this process is the first; the file is whole before it has its name."""
-        if fault.again:
+        if fault.repeats:
             return True
         fired = fired_path(self._plan, fault.id)
         if fired.exists():
@@ -181,25 +182,25 @@ class Injector:
             return False
         finally:
             own.unlink()
-        _say(f"{fault.action} at {fault.phase} of step {step} ({fault.id})")
+        _log(f"{fault.action} at {fault.phase} of step {step} ({fault.id})")
         return True
 
     def _carry_out(self, fault: Fault) -> None:
         match fault.action:
-            case Action.KILL:
+            case FaultAction.KILL:
                 self._signal([self._daemon_pid], signal.SIGKILL)
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Action.KILL_WORKER:
+            case FaultAction.KILL_WORKER:
                 os.kill(os.getpid(), signal.SIGKILL)
-            case Action.FREEZE:
+            case FaultAction.FREEZE:
                 self._freeze(fault.seconds)
-            case Action.FREEZE_WORKER:
+            case FaultAction.FREEZE_WORKER:
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case Action.DELAY:
+            case FaultAction.DELAY:
                 time.sleep(fault.seconds)
-            case Action.DISK_FULL:
+            case FaultAction.DISK_FULL:
                 _fill_disk(fault.seconds)
-            case Action.CLOCK_JUMP:
+            case FaultAction.CLOCK_JUMP:
                 real, ahead_seconds = self._clock, fault.seconds
                 time.time = lambda: real() + ahead_seconds
 
@@ -222,11 +223,11 @@ class Injector:
                 os.kill(pid, number)
 
 
-active: Injector | None = None
+active: FaultInjector | None = None
 """None in every volunteer that lends its machine in earnest."""
 
 
-def activate(peer: str | None, daemon_pid: int) -> Injector | None:
+def activate(peer: str | None, daemon_pid: int) -> FaultInjector | None:
     """Called once by each process of a volunteer, before it does anything.
 
     The daemon gives its name, which is then its workers' too. None: no plan is in force.
@@ -239,30 +240,32 @@ def activate(peer: str | None, daemon_pid: int) -> Injector | None:
     if peer is not None:
         os.environ[PEER_VARIABLE] = peer
     name = os.environ.get(PEER_VARIABLE, "")
-    active = Injector(Path(plan), name, daemon_pid)
-    _say(f"is ON in this process, by {PLAN_VARIABLE}={plan}; this is no volunteer for a real run")
+    active = FaultInjector(Path(plan), name, daemon_pid)
+    _log(f"is ON in this process, by {PLAN_VARIABLE}={plan}; this is no volunteer for a real run")
     return active
 
 
-def strike(phase: Phase, step: int | None) -> None:
+def inject(phase: FaultPoint, step: int | None) -> None:
     """Here this process may die, stand still, or lose its disk or clock."""
     if active is not None:
-        active.strike(phase, step)
+        active.inject(phase, step)
 
 
-def cut(phase: Phase, step: int | None) -> None:
+def inject_outage(phase: FaultPoint, step: int | None) -> None:
     """Here the daemon may lose its network."""
     if active is not None:
-        active.cut(phase, step)
+        active.inject_outage(phase, step)
 
 
-def spoil(phase: Phase, step: int | None, tensor: memoryview | None, *, wide: bool = False) -> None:
-    """Here a float tensor may be altered in place; `wide`: its elements are float64."""
+def corrupt(
+    phase: FaultPoint, step: int | None, tensor: memoryview | None, *, as_float64: bool = False
+) -> None:
+    """Here a float tensor may be altered in place; `as_float64`: its elements are float64."""
     if active is not None and tensor is not None:
-        active.spoil(phase, step, tensor, wide=wide)
+        active.corrupt(phase, step, tensor, as_float64=as_float64)
 
 
-def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
+def corrupt_file(phase: FaultPoint, step: int | None, path: Path) -> None:
     """Here a file of tensors (safetensors) may be altered in place: the first of its numbers is."""
     if active is not None:
         with (
@@ -271,7 +274,7 @@ def spoil_file(phase: Phase, step: int | None, path: Path) -> None:
             memoryview(content) as whole,
             whole[8 + int.from_bytes(whole[:8], "little") :] as numbers,
         ):
-            active.spoil(phase, step, numbers)
+            active.corrupt(phase, step, numbers)
 
 
 def fired_path(plan: Path, fault_id: str) -> Path:
@@ -279,22 +282,22 @@ def fired_path(plan: Path, fault_id: str) -> Path:
     return plan.with_name(f"{plan.name}.{fault_id}.fired")
 
 
-def _say(what: str) -> None:
+def _log(what: str) -> None:
     # A full disk may be the fault itself.
     with contextlib.suppress(OSError):
         print(f"FAULT INJECTION {what}", file=sys.stderr, flush=True)
 
 
-def _alter(action: Action, tensor: memoryview, wide: bool) -> None:
-    number, size = ("<d", 8) if wide else ("<f", 4)
+def _alter(action: FaultAction, tensor: memoryview, as_float64: bool) -> None:
+    number, size = ("<d", 8) if as_float64 else ("<f", 4)
     with tensor.cast("B") as octets:
-        if action is Action.NAN:
+        if action is FaultAction.NAN:
             octets[:size] = b"\xff" * size  # of any size of float, all ones is no number
             return
         (value,) = struct.unpack_from(number, octets)
         # A float64 is a count of something small: this many are a tenth and more of a mean gradient
         # (`swarm_shared.model.fixed_point_sums`, with the default epsilon).
-        struct.pack_into(number, octets, 0, value + (2.0**34 if wide else 1.0))
+        struct.pack_into(number, octets, 0, value + (2.0**34 if as_float64 else 1.0))
 
 
 def _fill_disk(seconds: float) -> None:

@@ -22,7 +22,7 @@ CACHES = ("data", "state")
 log = logging.getLogger(__name__)
 
 
-def missing_bytes(
+def missing_disk_bytes(
     preferences: Preferences, free: int | None, used: int | None, more: int = 0
 ) -> float:
     """How much too little there is for `more` bytes; 0 or less: they may be written."""
@@ -47,11 +47,11 @@ def unused_caches(home: Home, current: RunId | None) -> list[Path]:
     return [folder for _, folder in sorted(found)]
 
 
-def make_room(home: Home, current: RunId | None, missing_bytes: float) -> int:
+def make_room(home: Home, current: RunId | None, missing_disk_bytes: float) -> int:
     """Remove caches until so many bytes are freed or none is left; how many were freed."""
     freed = 0
     for folder in unused_caches(home, current):
-        if freed >= missing_bytes:
+        if freed >= missing_disk_bytes:
             break
         for name in CACHES:
             cache = folder / name

@@ -1,7 +1,8 @@
 """The governor's shell: read, decide for each device, carry out, twice a second.
 
 Owns the loop, what was remembered between two looks, and the telling. Whether to compute and how
-much is `policy`'s; what is read is `probes`'. The volunteers are told to suspend and to resume; a
+much is `policy`'s; what is read is `probes`'. The volunteers are reasons to suspend and to resume;
+a
 pause that somebody else has ordered (their user) is never ended here. What is the machine's (cores,
 memory, bandwidth, quota, disk) is shared by its devices.
 """
@@ -24,15 +25,23 @@ from swarm_client.control.status_document import (
     SuspendReason,
     TrafficView,
 )
-from swarm_client.control.status_sentence import together
+from swarm_client.control.status_sentence import combine_devices
 from swarm_client.control.suspension import Suspendable, Suspension
 from swarm_client.governor.device_offer import most_memory
-from swarm_client.governor.disk_space import make_room, missing_bytes
-from swarm_client.governor.policy import GIB, Limits, Memory, Moment, Verdict, decide, gpu_index
+from swarm_client.governor.disk_space import make_room, missing_disk_bytes
+from swarm_client.governor.policy import (
+    GIB,
+    ClockReading,
+    GovernorDecision,
+    Limits,
+    PolicyMemory,
+    decide,
+    gpu_index,
+)
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.governor.process_limits import ProcessBinding
-from swarm_client.governor.transfer_quota import TransferLedger
+from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
@@ -42,10 +51,10 @@ from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
 
-LOOK_SECONDS = 0.5
+TICK_SECONDS = 0.5
 """Somebody who comes back to the machine has it again within two seconds: this, and the grace that
 is given to what is being computed (`suspension`)."""
-ROOM_SECONDS = 30.0
+MAKE_ROOM_INTERVAL_SECONDS = 30.0
 """Between two attempts to make room on the disk."""
 
 P2PD_HELD_BACK = "the preferences limit the network, and p2pd cannot be held back"
@@ -58,7 +67,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[str], None]
 
 
-class Governed(Suspendable, Protocol):
+class GovernedVolunteer(Suspendable, Protocol):
     """The volunteer."""
 
     disk_guard: Callable[[int], None]
@@ -70,37 +79,37 @@ class Governed(Suspendable, Protocol):
     def offer_memory(self, memory_bytes: int) -> None: ...
 
 
-class HoldsBack(Protocol):
+class AveragingControl(Protocol):
     """The averaging worker, with its p2pd."""
 
     def hold_back(self, reason: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class GovernedDevice:
     """A volunteer on its device."""
 
-    volunteer: Governed
-    averaging: HoldsBack
+    volunteer: GovernedVolunteer
+    averaging: AveragingControl
     other_bytes: Callable[[], int]
     """Carried since the start by others than the machine's `Bandwidth` (p2pd)."""
     device: Device
     """As it was offered at the start, without the preferences."""
     threads: int
-    works: Callable[[], bool] = lambda: True
-    """Whether it still takes part: one that does not is told nothing."""
+    participates: Callable[[], bool] = lambda: True
+    """Whether it still takes part: one that does not is reasons nothing."""
 
 
 @dataclass(slots=True)
-class _Charge:
+class _DeviceRecord:
     """A subject, and what there is to remember of it."""
 
-    subject: Subject
-    memory: Memory = field(default_factory=Memory)
-    verdict: Verdict = field(default_factory=lambda: Verdict((), Limits()))
-    mine: Suspension | None = None
+    subject: GovernedDevice
+    memory: PolicyMemory = field(default_factory=PolicyMemory)
+    decision: GovernorDecision = field(default_factory=lambda: GovernorDecision((), Limits()))
+    own_suspension: Suspension | None = None
     """The pause that was ordered here."""
-    told: tuple[object, ...] = ()
+    reported_reasons: tuple[object, ...] = ()
 
 
 class Governor:
@@ -110,7 +119,7 @@ class Governor:
         self,
         source: PreferenceSource,
         home: Home,
-        subjects: Sequence[Subject],
+        subjects: Sequence[GovernedDevice],
         bandwidth: Bandwidth,
         run: RunId | None,
         report: Report,
@@ -119,16 +128,16 @@ class Governor:
     ) -> None:
         self.source = source
         self._home = home
-        self._charges = tuple(_Charge(subject) for subject in subjects)
+        self._records = tuple(_DeviceRecord(subject) for subject in subjects)
         self._bandwidth = bandwidth
         self._run = run
         self._report = report
         self._probes = probes or MachineProbes(home.path)
         self._wall = wall
-        self._binding = ProcessBinding(self._probes.family)
-        self._ledger = TransferLedger(home.path)
+        self._binding = ProcessBinding(self._probes.process_tree)
+        self._transfer_counts = TransferCounts(home.path)
         self._counted = self._transferred()
-        self._room_made_at = -ROOM_SECONDS
+        self._room_made_at = -MAKE_ROOM_INTERVAL_SECONDS
         self.readings = Readings()
         for subject in subjects:
             subject.volunteer.disk_guard = self.claim_disk
@@ -136,13 +145,13 @@ class Governor:
     # ---- what others ask
 
     @property
-    def verdict(self) -> Verdict:
+    def decision(self) -> GovernorDecision:
         """Of the first device. Those of the machine's limits are the same for all."""
-        return self._charges[0].verdict
+        return self._records[0].decision
 
     def machine(self) -> MachineView:
         readings = self.readings
-        seen = self._charges[0].memory.at_any.last_seen
+        seen = self._records[0].memory.at_any.last_seen
         return MachineView(
             cpu_share=readings.cpu_share,
             own_cpu_share=readings.own_cpu_share,
@@ -157,15 +166,18 @@ class Governor:
 
     def device(self, view: DeviceView) -> DeviceView:
         """The view with what the probes know of the device, and our words for our own pause."""
-        charge = next((one for one in self._charges if one.subject.device.id == view.id), None)
-        if charge is None:
+        record = next((one for one in self._records if one.subject.device.id == view.id), None)
+        if record is None:
             return view
-        verdict = charge.verdict
-        index = gpu_index(charge.subject.device.name)
-        known: dict[str, object] = {"duty_cycle": verdict.limits.duty_cycle}
-        mine = charge.mine is not None and charge.subject.volunteer.suspended is charge.mine
-        if mine and view.reason is verdict.reason:
-            known |= {"sentence": f"paused: {verdict.sentence}", "until": verdict.until}
+        decision = record.decision
+        index = gpu_index(record.subject.device.name)
+        known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
+        own_suspension = (
+            record.own_suspension is not None
+            and record.subject.volunteer.suspended is record.own_suspension
+        )
+        if own_suspension and view.reason is decision.reason:
+            known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
         if index is None:
             known |= {
                 "utilization": self.readings.own_cpu_share,
@@ -180,7 +192,7 @@ class Governor:
         return view.model_copy(update=known)
 
     def traffic(self, view: TrafficView) -> TrafficView:
-        limits, used = self.verdict.limits, self.verdict.quota_used_bytes
+        limits, used = self.decision.limits, self.decision.quota_used_bytes
         known = {"quota_bytes": limits.quota_bytes, "quota_used_bytes": used}
         return view.model_copy(update=known)
 
@@ -193,8 +205,8 @@ class Governor:
             "traffic": self.traffic(status.traffic),
         }
         if devices:
-            saying = together(devices)
-            known |= {"sentence": saying.sentence, "until": saying.until}
+            described = combine_devices(devices)
+            known |= {"sentence": described.sentence, "until": described.until}
         return status.model_copy(update=known)
 
     def claim_disk(self, size_bytes: int) -> None:
@@ -202,7 +214,7 @@ class Governor:
         disk, preferences = self._probes.disk, self.source.current.preferences
         disk.used.forget()
         free, used = disk.free_bytes(), disk.used()
-        missing = missing_bytes(preferences, free, used, size_bytes)
+        missing = missing_disk_bytes(preferences, free, used, size_bytes)
         if missing > 0:
             missing -= make_room(self._home, self._run, missing)
         if missing > 0:
@@ -222,13 +234,13 @@ class Governor:
         self._report_preferences()
         try:
             while True:
-                await self.look()
-                await trio.sleep(LOOK_SECONDS)
+                await self.tick()
+                await trio.sleep(TICK_SECONDS)
         finally:
             self._count()
-            self._ledger.save()
+            self._transfer_counts.save()
 
-    async def look(self) -> None:
+    async def tick(self) -> None:
         """Once: take up a changed file, read, decide, carry out."""
         if self.source.changed():
             try:
@@ -239,24 +251,24 @@ class Governor:
         self._count()
         self.readings = await trio.to_thread.run_sync(self._read)
         await self._make_room()
-        now = Moment(self._wall(), trio.current_time())
+        now = ClockReading(self._wall(), trio.current_time())
         preferences = self.source.current.preferences
-        for charge in self._charges:
-            charge.verdict, charge.memory = decide(
-                preferences, self.readings, charge.memory, now, charge.subject.device.name
+        for record in self._records:
+            record.decision, record.memory = decide(
+                preferences, self.readings, record.memory, now, record.subject.device.name
             )
-        self._carry_out_together()
-        for charge in self._charges:
-            if charge.subject.works():
-                self._carry_out(charge)
+        self._apply_machine_limits()
+        for record in self._records:
+            if record.subject.participates():
+                self._apply_device_limits(record)
         await trio.to_thread.run_sync(
-            self._binding.apply, self.verdict.limits.cores, self.verdict.limits.nice
+            self._binding.apply, self.decision.limits.cores, self.decision.limits.nice
         )
 
     def _read(self) -> Readings:
-        devices = [charge.subject.device.name for charge in self._charges]
+        devices = [record.subject.device.name for record in self._records]
         return self._probes.read(
-            self.source.current.preferences, devices, self._ledger.bytes_by_day
+            self.source.current.preferences, devices, self._transfer_counts.bytes_by_day
         )
 
     def _report_preferences(self) -> None:
@@ -270,64 +282,68 @@ class Governor:
 
     # ---- carrying out
 
-    def _carry_out_together(self) -> None:
-        limits = self.verdict.limits
+    def _apply_machine_limits(self) -> None:
+        limits = self.decision.limits
         self._bandwidth.up.limit(limits.upload_bytes_per_second)
         self._bandwidth.down.limit(limits.download_bytes_per_second)
 
-    def _carry_out(self, charge: _Charge) -> None:
-        verdict, subject = charge.verdict, charge.subject
-        limits = verdict.limits
-        network_is_free = not _NETWORK_REASONS.intersection(verdict.reasons)
+    def _apply_device_limits(self, record: _DeviceRecord) -> None:
+        decision, subject = record.decision, record.subject
+        limits = decision.limits
+        network_is_free = not _NETWORK_REASONS.intersection(decision.reasons)
         subject.volunteer.limit_network(
             own_transport_only=limits.own_transport_only, for_others=network_is_free
         )
         subject.averaging.hold_back(P2PD_HELD_BACK if limits.own_transport_only else "")
         cores = min(limits.cores or self._binding.available_cores, self._binding.available_cores)
-        own_cores = max(1, cores // len(self._charges))
-        sharers = sum(one.subject.device.name == subject.device.name for one in self._charges)
+        own_cores = max(1, cores // len(self._records))
+        sharers = sum(one.subject.device.name == subject.device.name for one in self._records)
         vram = None if limits.vram_bytes is None else limits.vram_bytes // sharers
         subject.volunteer.limit(
             WorkerLimits(limits.duty_cycle, min(subject.threads, own_cores), vram)
         )
         most = most_memory(
             subject.device.name, self.source.current.preferences,
-            has_display=charge.memory.at_display.last_seen is not None,
+            has_display=record.memory.at_display.last_seen is not None,
         )  # fmt: skip
         memory_bytes = subject.device.memory_bytes
         offered = memory_bytes if most is None else min(most // sharers, memory_bytes)
         subject.volunteer.offer_memory(offered)
-        self._suspend_or_resume(charge)
+        self._suspend_or_resume(record)
 
-    def _suspend_or_resume(self, charge: _Charge) -> None:
-        volunteer, verdict = charge.subject.volunteer, charge.verdict
+    def _suspend_or_resume(self, record: _DeviceRecord) -> None:
+        volunteer, decision = record.subject.volunteer, record.decision
         ordered = volunteer.suspended
-        if ordered is not None and ordered is not charge.mine:
+        if ordered is not None and ordered is not record.own_suspension:
             return  # somebody else's pause: theirs to end
-        told = verdict.reasons
-        if verdict.reason is not None:
-            if ordered is None or ordered.reason is not verdict.reason:
-                volunteer.suspend(verdict.reason, verdict.until)
-                charge.mine = volunteer.suspended
-            if told != charge.told:
-                self._tell(charge, f"paused ({verdict.reason}): {verdict.sentence}")
+        reasons = decision.reasons
+        if decision.reason is not None:
+            if ordered is None or ordered.reason is not decision.reason:
+                volunteer.suspend(decision.reason, decision.until)
+                record.own_suspension = volunteer.suspended
+            if reasons != record.reported_reasons:
+                self._report_for(record, f"paused ({decision.reason}): {decision.sentence}")
         elif ordered is not None:
             volunteer.resume()
-            charge.mine = None
-        if not told and charge.told:
-            self._tell(charge, "going on: nothing in the preferences stands against it any more")
-        charge.told = told
+            record.own_suspension = None
+        if not reasons and record.reported_reasons:
+            self._report_for(
+                record, "going on: nothing in the preferences stands against it any more"
+            )
+        record.reported_reasons = reasons
 
-    def _tell(self, charge: _Charge, text: str) -> None:
-        several = len(self._charges) > 1
-        self._report(f"{charge.subject.device.id}: {text}" if several else text)
+    def _report_for(self, record: _DeviceRecord, text: str) -> None:
+        several = len(self._records) > 1
+        self._report(f"{record.subject.device.id}: {text}" if several else text)
 
     async def _make_room(self) -> None:
         """Before the disk is a reason to pause: what can be fetched again goes."""
         preferences, readings = self.source.current.preferences, self.readings
-        missing = missing_bytes(preferences, readings.disk_free_bytes, readings.disk_used_bytes)
+        missing = missing_disk_bytes(
+            preferences, readings.disk_free_bytes, readings.disk_used_bytes
+        )
         now = trio.current_time()
-        if missing <= 0 or now - self._room_made_at < ROOM_SECONDS:
+        if missing <= 0 or now - self._room_made_at < MAKE_ROOM_INTERVAL_SECONDS:
             return
         self._room_made_at = now
         freed = await trio.to_thread.run_sync(make_room, self._home, self._run, missing)
@@ -342,11 +358,11 @@ class Governor:
     # ---- bytes
 
     def _transferred(self) -> int:
-        others = sum(charge.subject.other_bytes() for charge in self._charges)
+        others = sum(record.subject.other_bytes() for record in self._records)
         return self._bandwidth.up.bytes + self._bandwidth.down.bytes + others
 
     def _count(self) -> None:
         total = self._transferred()
         # p2pd's own count begins anew with each p2pd.
-        self._ledger.add(date.fromtimestamp(self._wall()), max(0, total - self._counted))
+        self._transfer_counts.add(date.fromtimestamp(self._wall()), max(0, total - self._counted))
         self._counted = total

@@ -30,12 +30,15 @@ class Switch:
     """Since when the readings ask for the other state without a break."""
     unread_since: float | None = None
 
-    def look(self, reading: float | None, band: Band, now: float, patience: float) -> Switch:
-        """A reading that is missing changes nothing, until it has been missing for `patience`
+    def update(
+        self, reading: float | None, band: Band, now: float, max_unread_seconds: float
+    ) -> Switch:
+        """A reading that is missing changes nothing, until it has been missing for
+        `max_unread_seconds`
         seconds: a probe that is gone for good must not hold a machine for ever."""
         if reading is None:
             unread_since = self.unread_since if self.unread_since is not None else now
-            if now - unread_since >= patience:
+            if now - unread_since >= max_unread_seconds:
                 return Switch(unread_since=unread_since)
             return replace(self, unread_since=unread_since)
         asks = reading <= band.off_at if self.on else reading >= band.on_at
@@ -56,7 +59,7 @@ class Presence:
 
     last_seen: float | None = None
 
-    def look(self, idle_seconds: float | None, now: float) -> Presence:
+    def update(self, idle_seconds: float | None, now: float) -> Presence:
         if idle_seconds is None:
             return self
         seen = now - idle_seconds
@@ -69,4 +72,4 @@ class Presence:
         return max(0.0, self.last_seen + idle_seconds - now)
 
 
-NOBODY = Presence()
+NEVER_SEEN = Presence()

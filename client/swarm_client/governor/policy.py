@@ -1,11 +1,11 @@
 """Whether this machine computes now, why not, and how much it may use: one pure function.
 
 `decide` is given the preferences, the readings, what it remembered the last time, and the time;
-it returns the verdict and what to remember. It never asks anything. Readings that cannot be had
+it returns the decision and what to remember. It never asks anything. Readings that cannot be had
 (None) never stop a machine: a server has no battery, no display and no user.
 
 Order of the reasons: first what a person has just done or decided, then what will pass by itself,
-then what needs mending. All that hold are in the verdict, the first is the one that is shown.
+then what needs mending. All that hold are in the decision, the first is the one that is shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time, timedelta, tzinfo
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.governor.hysteresis import NOBODY, OFF, Band, Presence, Switch
+from swarm_client.governor.hysteresis import NEVER_SEEN, OFF, Band, Presence, Switch
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import GpuPreferences, Preferences
 
@@ -24,10 +24,10 @@ GIB = 2**30
 CPU_BUSY_SECONDS = 10.0
 """Of others' work before it counts: opening a page is no reason to stop. BOINC looks as often."""
 CPU_CALM_SECONDS = 30.0
-CPU_MARGIN = 0.05
+CPU_MARGIN_SHARE = 0.05
 """Of all cores: others must fall so far below what is allowed before this program goes on."""
 
-PATIENCE_SECONDS = 60.0
+MAX_UNREAD_SECONDS = 60.0
 """A probe that has read nothing for so long is gone, and what it last said with it."""
 
 DISK_MARGIN_SHARE = 0.05
@@ -36,7 +36,7 @@ MEMORY_MARGIN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class ClockReading:
     """`wall`: seconds since the epoch, for hours and days; may be set back. `steady`: seconds of
     a monotonic clock, for all durations."""
 
@@ -45,11 +45,11 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PolicyMemory:
     """Of the past, as far as the next decision needs it."""
 
-    at_display: Presence = NOBODY
-    at_any: Presence = NOBODY
+    at_display: Presence = NEVER_SEEN
+    at_any: Presence = NEVER_SEEN
     cpu_busy: Switch = OFF
     too_hot: Switch = OFF
     disk_short: Switch = OFF
@@ -85,7 +85,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GovernorDecision:
     """Computes if and only if there is no cause against it."""
 
     causes: tuple[Cause, ...]
@@ -116,17 +116,17 @@ class Verdict:
 def decide(
     preferences: Preferences,
     readings: Readings,
-    memory: Memory,
-    now: Moment,
+    memory: PolicyMemory,
+    now: ClockReading,
     device: str = "cpu",
     zone: tzinfo | None = None,
-) -> tuple[Verdict, Memory]:
+) -> tuple[GovernorDecision, PolicyMemory]:
     """For one device, "cpu" or like "cuda:0". `zone`: this machine's, if not given."""
-    case = _Case(preferences, readings, now, gpu_index(device), zone)
+    case = _Evaluation(preferences, readings, now, gpu_index(device), zone)
     remembered = case.remember(memory)
     limits = case.limits(remembered)
     used = transferred_bytes(readings, preferences.transfer_days, case.today)
-    return Verdict(tuple(case.causes(remembered)), limits, used), remembered
+    return GovernorDecision(tuple(case.causes(remembered)), limits, used), remembered
 
 
 def gpu_index(device: str) -> int | None:
@@ -139,14 +139,14 @@ def transferred_bytes(readings: Readings, days: int, today: date) -> int:
     return sum(n for day, n in readings.transferred_bytes_by_day.items() if day >= first)
 
 
-class _Case:
+class _Evaluation:
     """One decision's givens."""
 
     def __init__(
         self,
         preferences: Preferences,
         readings: Readings,
-        now: Moment,
+        now: ClockReading,
         gpu: int | None,
         zone: tzinfo | None,
     ) -> None:
@@ -163,12 +163,12 @@ class _Case:
 
     # ---- what is remembered
 
-    def remember(self, memory: Memory) -> Memory:
+    def remember(self, memory: PolicyMemory) -> PolicyMemory:
         steady, readings = self.now.steady, self.readings
-        at_display = memory.at_display.look(readings.display_idle_seconds, steady)
-        return Memory(
+        at_display = memory.at_display.update(readings.display_idle_seconds, steady)
+        return PolicyMemory(
             at_display=at_display,
-            at_any=memory.at_any.look(readings.user_idle_seconds, steady),
+            at_any=memory.at_any.update(readings.user_idle_seconds, steady),
             cpu_busy=self._cpu_busy(memory.cpu_busy),
             too_hot=self._too_hot(memory.too_hot),
             disk_short=self._disk_short(memory.disk_short),
@@ -177,14 +177,14 @@ class _Case:
         )
 
     def _look(self, switch: Switch, reading: float | None, band: Band) -> Switch:
-        return switch.look(reading, band, self.now.steady, PATIENCE_SECONDS)
+        return switch.update(reading, band, self.now.steady, MAX_UNREAD_SECONDS)
 
     def _cpu_busy(self, switch: Switch) -> Switch:
         percent = self.preferences.suspend_if_cpu_above_percent
         if percent <= 0:
             return OFF
         allowed = percent / 100
-        off_at = max(allowed / 2, allowed - CPU_MARGIN)
+        off_at = max(allowed / 2, allowed - CPU_MARGIN_SHARE)
         band = Band(allowed, off_at, CPU_BUSY_SECONDS, CPU_CALM_SECONDS)
         return self._look(switch, self.readings.others_cpu_share, band)
 
@@ -241,7 +241,7 @@ class _Case:
 
     # ---- limits
 
-    def limits(self, memory: Memory) -> Limits:
+    def limits(self, memory: PolicyMemory) -> Limits:
         preferences, gpu = self.preferences, self.gpu
         percent = preferences.cpu_percent if gpu is None else gpu.duty_cycle_percent
         return Limits(
@@ -259,7 +259,7 @@ class _Case:
 
     # ---- causes
 
-    def causes(self, memory: Memory) -> Iterator[Cause]:
+    def causes(self, memory: PolicyMemory) -> Iterator[Cause]:
         yield from self._exclusive()
         yield from self._user_active(memory)
         yield from self._batteries()
@@ -282,7 +282,7 @@ class _Case:
                 f"{running[0]} runs, beside which nothing is to be computed",
             )
 
-    def _user_active(self, memory: Memory) -> Iterator[Cause]:
+    def _user_active(self, memory: PolicyMemory) -> Iterator[Cause]:
         preferences = self.preferences
         if self.gpu is None:
             allowed, presence, who = preferences.run_if_user_active, memory.at_any, "this machine"
@@ -352,7 +352,7 @@ class _Case:
             until,
         )
 
-    def _too_hot_cause(self, memory: Memory) -> Iterator[Cause]:
+    def _too_hot_cause(self, memory: PolicyMemory) -> Iterator[Cause]:
         gpu, index = self.gpu, self.gpu_index
         if not memory.too_hot.on or gpu is None or index is None:
             return
@@ -370,7 +370,7 @@ class _Case:
             f"{cool:g} °C{advice}",
         )
 
-    def _short(self, memory: Memory) -> Iterator[Cause]:
+    def _short(self, memory: PolicyMemory) -> Iterator[Cause]:
         preferences = self.preferences
         if memory.disk_short.on:
             yield Cause(

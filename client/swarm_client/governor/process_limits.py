@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from swarm_client.governor.probes.machine import Family
+from swarm_client.governor.probes.machine import ProcessTree
 from swarm_shared.base.clock import Clock, monotonic
 
 REPEAT_SECONDS = 5.0
@@ -21,35 +21,35 @@ REPEAT_SECONDS = 5.0
 
 
 class ProcessBinding:
-    def __init__(self, family: Family, clock: Clock = monotonic) -> None:
-        self._family = family
+    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
+        self._process_tree = process_tree
         self._clock = clock
-        self._free = affinity(os.getpid())
+        self._available = affinity(os.getpid())
         """What the system gave us; limits choose from these."""
         self._bound = False
-        self._raised: set[int] = set()
+        self._niced: set[int] = set()
         """Processes whose niceness is our doing."""
         self._last: object = None
         self._at = 0.0
 
     @property
     def available_cores(self) -> int:
-        return len(self._free) if self._free else psutil.cpu_count() or 1
+        return len(self._available) if self._available else psutil.cpu_count() or 1
 
     def apply(self, cores: int | None, nice: int) -> None:
         """Cheap when nothing has changed."""
-        pids = [member.pid for member in self._family.members()]
+        pids = [member.pid for member in self._process_tree.members()]
         wanted = (cores, nice, tuple(pids))
         if wanted == self._last and self._clock() - self._at < REPEAT_SECONDS:
             return
         self._last, self._at = wanted, self._clock()
-        allowed = chosen_cores(self._free, cores)
+        allowed = chosen_cores(self._available, cores)
         for pid in pids:
-            if allowed is not None and (self._bound or allowed != self._free):
+            if allowed is not None and (self._bound or allowed != self._available):
                 bind(pid, allowed)
             if pid != os.getpid():
                 self._set_nice(pid, nice)
-        self._bound = allowed is not None and allowed != self._free
+        self._bound = allowed is not None and allowed != self._available
 
     def _set_nice(self, pid: int, nice: int) -> None:
         if not hasattr(os, "setpriority"):
@@ -58,9 +58,9 @@ class ProcessBinding:
             with contextlib.suppress(OSError):
                 now = os.getpriority(os.PRIO_PROCESS, thread)
                 # Less than the system gave is never tried; only root may take back what we did.
-                if now < nice or (now > nice and pid in self._raised):
+                if now < nice or (now > nice and pid in self._niced):
                     os.setpriority(os.PRIO_PROCESS, thread, nice)
-                    self._raised.add(pid)
+                    self._niced.add(pid)
 
 
 def chosen_cores(free: frozenset[int] | None, cores: int | None) -> frozenset[int] | None:

@@ -25,14 +25,14 @@ MAX_FILE_BYTES = 2**20
 log = logging.getLogger(__name__)
 
 
-class TransferLedger:
+class TransferCounts:
     def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
         self.path = folder / FILE_NAME
         self._clock = clock
         self._days = self._read()
         self._saved_at = clock()
         self._unsaved = False
-        self._complained = False
+        self._warned = False
 
     @property
     def bytes_by_day(self) -> Mapping[int, int]:
@@ -59,11 +59,11 @@ class TransferLedger:
         try:
             write_atomically(self.path, content)
         except StorageError as error:
-            if not self._complained:
+            if not self._warned:
                 log.warning("the transfer of today is not written down: %s", error)
-            self._complained = True
+            self._warned = True
             return
-        self._unsaved = self._complained = False
+        self._unsaved = self._warned = False
 
     def _read(self) -> dict[int, int]:
         try:

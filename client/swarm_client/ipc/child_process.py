@@ -1,4 +1,4 @@
-"""Child processes of the daemon and the message link between the two.
+"""ChildProcess processes of the daemon and the message link between the two.
 
 Owns: how a child is started (inherited socketpair, log file, own process group), how it ends with
 its parent, and length-prefixed JSON messages over the socket, for a blocking child (`SyncLink`)
@@ -41,7 +41,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 """A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
 
 RECEIVE_BYTES = 64 * 2**10
-LONGEST_WAIT_SECONDS = 24 * 3600.0
+MAX_POLL_SECONDS = 24 * 3600.0
 """Poll counts milliseconds in 32 bits."""
 CLOSE_GRACE_SECONDS = 3.0
 """A worker in the middle of a computation notices the end of its socket only after it."""
@@ -124,7 +124,7 @@ class SyncLink(Generic[MessageT]):
         # A readable socket may hold half a message; the other half is on its way.
         if self._ready is not None:
             return True
-        return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, LONGEST_WAIT_SECONDS))))
+        return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, MAX_POLL_SECONDS))))
 
     def receive(self) -> MessageT | None:
         """The next message, waiting for it; None when the daemon has closed or died."""
@@ -192,7 +192,7 @@ def _exit_on_signal(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def become_child() -> None:
+def prepare_child_process() -> None:
     """Called first in a child: end when the parent does, and leave Ctrl-C to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -210,7 +210,7 @@ def inherited_link(descriptor: int, incoming: TypeAdapter[MessageT]) -> SyncLink
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Child(Generic[MessageT]):
+class ChildProcess(Generic[MessageT]):
     """A running child and the link to it."""
 
     link: TrioLink[MessageT]
@@ -271,7 +271,7 @@ async def start_child(
     log_path: Path,
     environment: Mapping[str, str] | None = None,
     grace_seconds: float = CLOSE_GRACE_SECONDS,
-) -> AsyncIterator[Child[MessageT]]:
+) -> AsyncIterator[ChildProcess[MessageT]]:
     """Run `python -m module *arguments --fd N`; on leaving, the child is dead and reaped.
 
     Leaving closes the socket, which ends a child that listens, and kills it after
@@ -284,7 +284,7 @@ async def start_child(
         except BaseException:
             ours.close()
             raise
-    child = Child(TrioLink(ours, incoming), process, log_path)
+    child = ChildProcess(TrioLink(ours, incoming), process, log_path)
     try:
         yield child
     finally:

@@ -30,7 +30,7 @@ from numpy.typing import DTypeLike, NDArray
 from swarm_shared.base.errors import CapacityError, StorageError
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
+_NO_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG)
 
 
 class Segment:
@@ -81,7 +81,7 @@ class Segment:
         self.close()
 
 
-def folders() -> tuple[Path, ...]:
+def segment_folders() -> tuple[Path, ...]:
     """Where segments may lie, best first: containers often have a /dev/shm of 64 MiB only."""
     fallback = Path(tempfile.gettempdir())
     memory_backed = Path("/dev/shm")
@@ -95,13 +95,13 @@ def create(name_hint: str, nbytes: int) -> Segment:
     name = f"{name_hint}.{secrets.token_hex(6)}"
     _check_name(name)
     refusals: list[OSError] = []
-    for folder in folders():
+    for folder in segment_folders():
         try:
             return _create_in(folder, name, nbytes)
         except OSError as error:
             refusals.append(error)
     reasons = "; ".join(dict.fromkeys(str(refusal) for refusal in refusals))
-    if any(refusal.errno in _NO_ROOM for refusal in refusals):
+    if any(refusal.errno in _NO_SPACE_ERRNOS for refusal in refusals):
         raise CapacityError(
             f"no room for {nbytes / 2**20:.0f} MiB of memory shared between processes "
             f"({reasons}); free some, or enlarge /dev/shm (in Docker: --shm-size)"
@@ -112,7 +112,7 @@ def create(name_hint: str, nbytes: int) -> Segment:
 def attach(name: str) -> Segment:
     """The segment that another process has created. StorageError when there is none."""
     _check_name(name)
-    for folder in folders():
+    for folder in segment_folders():
         path = folder / name
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -136,7 +136,7 @@ def unlink_stale(prefix: str) -> int:
     """
     _check_name(prefix)
     removed = 0
-    for folder in folders():
+    for folder in segment_folders():
         for path in folder.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):
                 removed += _unlink_if_unused(path)

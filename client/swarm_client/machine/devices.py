@@ -19,7 +19,7 @@ from swarm_shared.base.errors import CapacityError, UsageError
 MEMORY_SHARE = 0.8
 """Share of the free memory that is offered; the rest is for what the profile cannot foresee."""
 
-MOST_DEVICES = 64
+MAX_DEVICES = 64
 """Each is a peer with processes of its own. Machines with more GPUs run several clients."""
 
 _PROBE = """
@@ -86,14 +86,14 @@ def choose_devices(
     that is named twice is shared, with its memory: `memory_bytes` are each device's.
     """
     names = [name.strip() for name in wanted.split(",")]
-    if len(names) > MOST_DEVICES:
-        raise UsageError(f"{len(names)} devices are asked for; {MOST_DEVICES} can work at once")
+    if len(names) > MAX_DEVICES:
+        raise UsageError(f"{len(names)} devices are asked for; {MAX_DEVICES} can work at once")
     if len(names) > 1 and "auto" in names:
         raise UsageError("--device auto takes all that there are; name no other one beside it")
     if names != ["cpu"]:
         gpus = _gpus() if gpus is None else gpus
     if names == ["auto"] and gpus:
-        names = [f"cuda:{i}" for i in range(len(gpus)) if usable(i)][:MOST_DEVICES] or ["cpu"]
+        names = [f"cuda:{i}" for i in range(len(gpus)) if usable(i)][:MAX_DEVICES] or ["cpu"]
     found = [choose_device(name, memory_bytes, gpus) for name in names]
     return tuple(_share(found, place) for place in range(len(found)))
 

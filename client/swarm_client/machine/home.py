@@ -37,15 +37,15 @@ class Home:
     """Of a further device: the home of the machine that it is part of."""
 
     @classmethod
-    def where(cls, path: Path | None) -> Home:
+    def locate(cls, path: Path | None) -> Home:
         """The given folder, or the platform's usual place for application data. Makes nothing."""
         chosen = path or Path(platformdirs.user_data_dir("swarmtrain", appauthor=False))
         return cls(chosen.expanduser().absolute())
 
     @classmethod
-    def at(cls, path: Path | None) -> Home:
+    def create(cls, path: Path | None) -> Home:
         """The same, and it is there afterwards."""
-        home = cls.where(path)
+        home = cls.locate(path)
         try:
             home.path.mkdir(parents=True, exist_ok=True, mode=0o700)
             home.log_folder.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ class Home:
         """Where the machine's first, second, … device keeps its own; it is there afterwards."""
         if number == 1:
             return self
-        own = Home.at(self.path / "devices" / str(number))
+        own = Home.create(self.path / "devices" / str(number))
         return Home(own.path, machine=self.path)
 
     @property

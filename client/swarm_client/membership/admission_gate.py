@@ -22,7 +22,7 @@ FENCE_SECONDS = 120.0
 works for the run has attached by then, for clients try again every twelve seconds."""
 
 
-class Gate:
+class AdmissionGate:
     """Asked at every hello, and again at every request of a link that stays open."""
 
     def __init__(
@@ -38,19 +38,19 @@ class Gate:
         self._roster = roster
         self._wall_clock = wall_clock
         self._clock = clock
-        self._oldest = Generation(0)
+        self._oldest_generation = Generation(0)
         self._attached: tuple[Generation, float] | None = None
 
     def attached(self, generation: Generation) -> None:
         """The coordinator has welcomed this peer in this generation."""
-        if generation < self._oldest:
+        if generation < self._oldest_generation:
             # Its database was lost and it counts from one again; its word is what counts.
-            self._oldest = Generation(0)
+            self._oldest_generation = Generation(0)
         self._attached = (generation, self._clock())
 
     def detached(self) -> None:
         """The coordinator is away: others may be cut off from it, too, and work on."""
-        self._move_fence()
+        self._advance_fence()
         self._attached = None
 
     def check(self, remote: PeerId, run: RunId, certificate: str) -> None:
@@ -60,17 +60,22 @@ class Gate:
         """
         if run != self._run:
             raise AdmissionError(f"this peer serves run {self._run[:12]}, not {run[:12]}")
-        self.check_still(remote)
+        self.check_not_revoked(remote)
         try:
             envelope = base64.b64decode(certificate, validate=True)
         except (binascii.Error, ValueError) as error:
             raise AdmissionError(f"the certificate of {remote} is not base64") from error
-        self._move_fence()
+        self._advance_fence()
         check_certificate(
-            envelope, self._run, self._organiser, self._wall_clock(), remote, self._oldest
+            envelope,
+            self._run,
+            self._organiser,
+            self._wall_clock(),
+            remote,
+            self._oldest_generation,
         )
 
-    def check_still(self, remote: PeerId) -> None:
+    def check_not_revoked(self, remote: PeerId) -> None:
         """The same for a remote that has shown its certificate when it opened this link."""
         if self._roster.is_revoked(remote):
             raise AdmissionError(f"the organiser does not let {remote} take part any more")
@@ -87,8 +92,8 @@ class Gate:
     def check_transfer(self, remote: PeerId, hello: TransferHello) -> None:
         self.check(remote, hello.run, hello.certificate)
 
-    def _move_fence(self) -> None:
+    def _advance_fence(self) -> None:
         if self._attached is not None:
             generation, since = self._attached
-            if generation > self._oldest and self._clock() - since >= FENCE_SECONDS:
-                self._oldest = generation
+            if generation > self._oldest_generation and self._clock() - since >= FENCE_SECONDS:
+                self._oldest_generation = generation

@@ -26,7 +26,7 @@ class Membership:
     generation: Generation
 
 
-def membership_of(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
+def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     """SignatureError or AdmissionError when it is not what the invite leads to."""
     manifest = open_manifest(_decoded(welcome.manifest, "manifest"), invite.organiser)
     if run_id_of(manifest) != invite.run_id:
@@ -40,7 +40,7 @@ def membership_of(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     return membership
 
 
-def renewed(membership: Membership, certificate: str, me: PeerId) -> Membership:
+def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> Membership:
     """With the coordinator's newer certificate. ProtocolError when that one does not hold."""
     newer = replace(membership, certificate=certificate)
     try:

@@ -32,8 +32,8 @@ class RosterView:
             raise ProtocolError(
                 f"the coordinator changed roster {change.since}, this peer has {self._serial}"
             )
-        for gone in change.gone:
-            self._peers.pop(gone, None)
+        for removed in change.removed:
+            self._peers.pop(removed, None)
         self._peers.update((record.peer, record) for record in change.changed)
         revoked = self._revoked if change.revoked is None else change.revoked
         return self._take(change.serial, revoked)

@@ -14,24 +14,24 @@ from dataclasses import dataclass
 import trio
 
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer, Stream, greet
+from swarm_client.pipeline.edge import Buffer, Edge, EdgeAnswer, Stream, open_edge
 from swarm_client.pipeline.errors import EdgeRefused, MicrobatchAbandoned
-from swarm_client.pipeline.hedging import MAXIMUM_HEDGES, Latency, Race
+from swarm_client.pipeline.hedging import MAX_HEDGES, LatencyEstimate, Race
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, ProtocolError
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Backward, Forward, PeerRecord, RefusalReason, StageHello
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
-BUSY_PAUSE_SECONDS = 0.05
+BUSY_RETRY_SECONDS = 0.05
 """A full queue drains by one microbatch in about this time or more."""
 
-STEP_PAUSE_SECONDS = 0.1
+STEP_RETRY_SECONDS = 0.1
 """Peers apply a step within a fraction of a second of each other."""
 
-MAXIMUM_ATTEMPTS = 8
+MAX_ATTEMPTS = 8
 """Sends of one microbatch that may fail before the coordinator is left to lease it anew."""
 
-OVERSEE_SECONDS = 0.25
+OVERDUE_CHECK_SECONDS = 0.25
 """Between two looks at a microbatch that is on its way."""
 
 AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
@@ -39,7 +39,7 @@ OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class MicrobatchRequest:
     """What is sent to the target stage, whole enough to be sent again."""
 
     mode: str
@@ -51,7 +51,7 @@ class Parcel:
 
 
 class Downstream:
-    """Routes parcels to peers of `stage`. `nursery` runs the edges; closing it closes them."""
+    """Routes requests to peers of `stage`. `nursery` runs the edges; closing it closes them."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Downstream:
         ask_mask: AskMask,
         nursery: trio.Nursery,
         depth: int = 1,
-        latency: Latency | None = None,
+        latency: LatencyEstimate | None = None,
         routing: ShortestExpectedDelay | None = None,
     ) -> None:
         """`depth` is how many stages there are from this one to the last."""
@@ -77,16 +77,18 @@ class Downstream:
         self._opening: dict[PeerId, trio.Event] = {}
         self._capacity_changed = trio.Event()
         self._depth = depth
-        self._latency = latency or Latency()
+        self._latency = latency or LatencyEstimate()
         self._closed = False
-        self._queueing = 0
-        """Parcels for which nobody has had room yet."""
+        self._waiting_sends = 0
+        """Requests for which nobody has had room yet."""
         self.resent = 0
-        """Parcels that had to be sent again, for the record."""
+        """Requests that had to be sent again, for the record."""
         self.hedged = 0
-        """Parcels that were sent to a second peer while the first one had not answered."""
+        """Requests that were sent to a second peer while the first one had not answered."""
 
-    async def send(self, parcel: Parcel, still_wanted: Callable[[], bool]) -> EdgeAnswer:
+    async def send(
+        self, request: MicrobatchRequest, still_wanted: Callable[[], bool]
+    ) -> EdgeAnswer:
         """Bring one microbatch to any peer of the stage and return with its gradient.
 
         One that takes much longer than usual is sent to another peer as well, and the first
@@ -95,17 +97,21 @@ class Downstream:
         """
         race = Race(trio.current_time())
         async with trio.open_nursery() as nursery:
-            race.begin(nursery, self._deliver(race, parcel, parcel.accumulate, still_wanted))
-            await self._oversee(race, nursery, parcel, still_wanted)
+            race.begin(nursery, self._deliver(race, request, request.accumulate, still_wanted))
+            await self._watch(race, nursery, request, still_wanted)
             nursery.cancel_scope.cancel()
         return race.result()
 
-    async def _oversee(
-        self, race: Race, nursery: trio.Nursery, parcel: Parcel, still_wanted: Callable[[], bool]
+    async def _watch(
+        self,
+        race: Race,
+        nursery: trio.Nursery,
+        request: MicrobatchRequest,
+        still_wanted: Callable[[], bool],
     ) -> None:
         """Until there is an answer, nobody is left to give one, or nobody wants it any more."""
         while True:
-            with trio.move_on_after(OVERSEE_SECONDS):
+            with trio.move_on_after(OVERDUE_CHECK_SECONDS):
                 await race.decided.wait()
             if race.decided.is_set():
                 return
@@ -113,59 +119,63 @@ class Downstream:
                 # Whoever holds it may never answer, and the next step needs what it takes up.
                 race.failed(MicrobatchAbandoned("the step is over"))
                 return
-            late = self._late(race)
-            if late is not None:
+            overdue = self._overdue_peer(race)
+            if overdue is not None:
                 race.hedges += 1
-                race.begin(nursery, self._hedge(race, late, parcel, still_wanted))
+                race.begin(nursery, self._hedge(race, overdue, request, still_wanted))
 
-    def _late(self, race: Race) -> PeerId | None:
+    def _overdue_peer(self, race: Race) -> PeerId | None:
         """Who should have answered by now, if somebody else could and nobody waits for those."""
-        if not race.at or self._queueing or race.hedges >= MAXIMUM_HEDGES:
+        if not race.sent_at or self._waiting_sends or race.hedges >= MAX_HEDGES:
             return None
-        if self._latency.is_usual(trio.current_time() - max(race.at.values()), self._depth):
+        if self._latency.is_expected(trio.current_time() - max(race.sent_at.values()), self._depth):
             return None
-        others = self._roster.of_stage(self.stage).keys() - race.at.keys()
+        others = self._roster.of_stage(self.stage).keys() - race.sent_at.keys()
         if not any(self._has_room(peer) for peer in others):
             return None
-        return max(race.at, key=race.at.__getitem__)
+        return max(race.sent_at, key=race.sent_at.__getitem__)
 
     async def _hedge(
-        self, race: Race, late: PeerId, parcel: Parcel, still_wanted: Callable[[], bool]
+        self,
+        race: Race,
+        overdue: PeerId,
+        request: MicrobatchRequest,
+        still_wanted: Callable[[], bool],
     ) -> None:
         self.hedged += 1
-        accumulate = parcel.accumulate
-        if parcel.mode == "train":
+        accumulate = request.accumulate
+        if request.mode == "train":
             try:
-                missing = await self._ask_mask(parcel.step, parcel.microbatch, late)
+                missing = await self._ask_mask(request.step, request.microbatch, overdue)
             except MicrobatchAbandoned:
                 return  # the coordinator is away; the first one may still answer
             accumulate = tuple(stage for stage in missing if stage >= self.stage)
         # It gets nothing more until it has answered something.
-        self._routing.failed(late, trio.current_time())
-        await self._deliver(race, parcel, accumulate, still_wanted)
+        self._routing.failed(overdue, trio.current_time())
+        await self._deliver(race, request, accumulate, still_wanted)
 
     async def _deliver(
         self,
         race: Race,
-        parcel: Parcel,
+        request: MicrobatchRequest,
         accumulate: tuple[StageIndex, ...],
         still_wanted: Callable[[], bool],
     ) -> None:
         """One runner of the race: to some peer, and to another one when that fails."""
         failures = 0
         reason: Exception | None = None
-        while failures < MAXIMUM_ATTEMPTS:
-            edge = await self._choose(still_wanted, race.at)
+        while failures < MAX_ATTEMPTS:
+            edge = await self._choose(still_wanted, race.sent_at)
             try:
-                race.won(await self._attempt(race, edge, parcel, accumulate))
+                race.won(await self._attempt(race, edge, request, accumulate))
                 return
             except EdgeRefused as refusal:
                 self._routing.refused(edge.peer, trio.current_time())
                 if refusal.reason is RefusalReason.BUSY:
-                    await trio.sleep(BUSY_PAUSE_SECONDS)
+                    await trio.sleep(BUSY_RETRY_SECONDS)
                     continue
                 if refusal.reason is RefusalReason.WRONG_STEP:
-                    await trio.sleep(STEP_PAUSE_SECONDS)
+                    await trio.sleep(STEP_RETRY_SECONDS)
                     continue
                 reason = refusal
             except (NetworkError, ProtocolError) as error:
@@ -175,34 +185,34 @@ class Downstream:
             self._routing.failed(edge.peer, trio.current_time())
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over") from reason
-            if parcel.mode == "train":
+            if request.mode == "train":
                 # Whoever is downstream may have counted it before the link broke.
-                missing = await self._ask_mask(parcel.step, parcel.microbatch, edge.peer)
+                missing = await self._ask_mask(request.step, request.microbatch, edge.peer)
                 accumulate = tuple(stage for stage in missing if stage >= self.stage)
         raise MicrobatchAbandoned(
             f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"
         )
 
     async def _attempt(
-        self, race: Race, edge: Edge, parcel: Parcel, accumulate: tuple[StageIndex, ...]
+        self, race: Race, edge: Edge, request: MicrobatchRequest, accumulate: tuple[StageIndex, ...]
     ) -> EdgeAnswer:
         header = Forward(
             request=0,
-            mode="evaluate" if parcel.mode == "evaluate" else "train",
-            step=parcel.step,
-            microbatch=parcel.microbatch,
+            mode="evaluate" if request.mode == "evaluate" else "train",
+            step=request.step,
+            microbatch=request.microbatch,
             stage=self.stage,
             accumulate=accumulate,
-            input_bytes=memoryview(parcel.input).nbytes,
-            target_bytes=memoryview(parcel.targets).nbytes,
+            input_bytes=memoryview(request.input).nbytes,
+            target_bytes=memoryview(request.targets).nbytes,
         )
         in_flight = edge.in_flight + 1
         began = time.monotonic()
-        race.at[edge.peer] = trio.current_time()
+        race.sent_at[edge.peer] = trio.current_time()
         try:
-            answer = await edge.request(header, (parcel.input, parcel.targets))
+            answer = await edge.request(header, (request.input, request.targets))
         finally:
-            del race.at[edge.peer]
+            del race.sent_at[edge.peer]
             self._notify()
         total = time.monotonic() - began
         self._latency.observe(total)
@@ -210,7 +220,7 @@ class Downstream:
         self._routing.observe(edge.peer, seen, trio.current_time())
         return answer
 
-    async def _choose(self, still_wanted: Callable[[], bool], besides: Collection[PeerId]) -> Edge:
+    async def _choose(self, still_wanted: Callable[[], bool], excluded: Collection[PeerId]) -> Edge:
         """An edge with a free credit to one of the others, opened if need be; waits for one."""
         while True:
             if self._closed:
@@ -219,7 +229,7 @@ class Downstream:
                 raise MicrobatchAbandoned("the step is over")
             members = self._members()
             self._routing.update(members)
-            free = members.keys() - self._opening.keys() - set(besides)
+            free = members.keys() - self._opening.keys() - set(excluded)
             usable = {p: self._in_flight(p) for p in free if self._has_room(p)}
             now = trio.current_time()
             peer = self._routing.choose(now, usable)
@@ -261,12 +271,12 @@ class Downstream:
         """Until a credit is free, the roster has changed or a ban has ended."""
         ban_end = self._routing.next_ban_end(now)
         changed = self._capacity_changed
-        self._queueing += 1
+        self._waiting_sends += 1
         try:
             with trio.move_on_after(1.0 if ban_end is None else max(0.01, ban_end - now)):
                 await changed.wait()
         finally:
-            self._queueing -= 1
+            self._waiting_sends -= 1
 
     def _notify(self) -> None:
         self._capacity_changed.set()
@@ -277,7 +287,7 @@ class Downstream:
         try:
             stream = await self._open_stream(record)
             try:
-                edge = await greet(stream, self._hello())
+                edge = await open_edge(stream, self._hello())
                 if self._closed:
                     raise LinkClosed("this peer has given its stage up meanwhile")
             except BaseException:
@@ -319,5 +329,5 @@ def _observation(answer: Backward, total_seconds: float, in_flight: int) -> Obse
     """What the link took is what the peer's own account of the time does not explain."""
     link_seconds = max(0.0, total_seconds - answer.total_seconds) if answer.total_seconds else 0.0
     return Observation(
-        min(answer.service_seconds, total_seconds), answer.line_seconds, link_seconds, in_flight
+        min(answer.service_seconds, total_seconds), answer.uplink_seconds, link_seconds, in_flight
     )

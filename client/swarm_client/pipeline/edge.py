@@ -48,7 +48,7 @@ class EdgeAnswer:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class _PendingRequest:
     event: trio.Event = field(default_factory=trio.Event)
     answer: EdgeAnswer | None = None
     error: SwarmError | None = None
@@ -64,16 +64,16 @@ class Edge:
         self._stream = stream
         self._credits = hello.credits
         self._numbers = itertools.count(1)
-        self._waiters: dict[int, _Waiter] = {}
+        self._pending: dict[int, _PendingRequest] = {}
         self._idle = trio.Event()
 
     @property
     def free_credits(self) -> int:
-        return 0 if self.closed else self._credits - len(self._waiters)
+        return 0 if self.closed else self._credits - len(self._pending)
 
     @property
     def in_flight(self) -> int:
-        return len(self._waiters)
+        return len(self._pending)
 
     @property
     def superseded(self) -> bool:
@@ -83,7 +83,7 @@ class Edge:
     async def finish(self) -> None:
         """End the edge once everything that is on its way has been answered."""
         self._idle = trio.Event()
-        while self._waiters and not self.closed:
+        while self._pending and not self.closed:
             await self._idle.wait()
             self._idle = trio.Event()
         self.fail(LinkClosed(f"the link to {self.peer} was exchanged for a better one"))
@@ -98,25 +98,25 @@ class Edge:
         if self.closed:
             raise LinkClosed(f"the link to {self.peer} is closed")
         number = next(self._numbers)
-        waiter = self._waiters[number] = _Waiter()
+        pending = self._pending[number] = _PendingRequest()
         try:
             await self._stream.send(
                 encode(header.model_copy(update={"request": number})), tuple(parts)
             )
-            await waiter.event.wait()
+            await pending.event.wait()
         except trio.Cancelled:
             with trio.CancelScope(shield=True), trio.move_on_after(1.0):
-                await self._forget(number)
+                await self._cancel_at_receiver(number)
             raise
         finally:
-            self._waiters.pop(number, None)
+            self._pending.pop(number, None)
             self._idle.set()
-        if waiter.error is not None:
-            raise waiter.error
-        assert waiter.answer is not None
-        return waiter.answer
+        if pending.error is not None:
+            raise pending.error
+        assert pending.answer is not None
+        return pending.answer
 
-    async def _forget(self, number: int) -> None:
+    async def _cancel_at_receiver(self, number: int) -> None:
         with suppress(LinkClosed):
             if not self.closed:
                 await self._stream.send(encode(StageCancel(request=number)))
@@ -142,25 +142,25 @@ class Edge:
             raise ProtocolError(f"{self.peer} said hello twice")
         if message.request is None:
             raise EdgeRefused(RefusalReason.NOT_ADMITTED, "the link was closed by its receiver")
-        waiter = self._waiters.get(message.request)
-        if waiter is None:
+        pending = self._pending.get(message.request)
+        if pending is None:
             return  # cancelled meanwhile
         if isinstance(message, StageRefused):
-            waiter.error = EdgeRefused(message.reason, message.detail)
+            pending.error = EdgeRefused(message.reason, message.detail)
         else:
-            waiter.answer = EdgeAnswer(message, payload)
-        waiter.event.set()
+            pending.answer = EdgeAnswer(message, payload)
+        pending.event.set()
 
     def fail(self, error: SwarmError) -> None:
         self.closed = True
         self._idle.set()
-        for waiter in self._waiters.values():
-            if not waiter.event.is_set():
-                waiter.error = error
-                waiter.event.set()
+        for pending in self._pending.values():
+            if not pending.event.is_set():
+                pending.error = error
+                pending.event.set()
 
 
-async def greet(stream: Stream, hello: StageHello) -> Edge:
+async def open_edge(stream: Stream, hello: StageHello) -> Edge:
     """Introduce ourselves on a fresh stream; the edge, or EdgeRefused with the reason."""
     await stream.send(encode(hello))
     frame = await stream.receive(timeout_seconds=HELLO_SECONDS)

@@ -27,26 +27,28 @@ MEAN_WEIGHT = 1 / 8
 DEVIATION_WEIGHT = 1 / 4
 DEVIATIONS = 4.0
 
-LEAST_SECONDS = 2.0
+MIN_OVERDUE_SECONDS = 2.0
 """Nothing is late before that; a mask alone takes a reporting interval."""
 
-PER_STAGE_SECONDS = 1.0
+OVERDUE_SECONDS_PER_STAGE = 1.0
 """More for each stage below: whoever is next to the one that is stuck acts first."""
 
-UNKNOWN_SECONDS = 30.0
+UNKNOWN_LATENCY_SECONDS = 30.0
 """Before there was any answer: the first microbatch of a large model takes what it takes."""
 
-MAXIMUM_HEDGES = 2
+MAX_HEDGES = 2
 """Of one microbatch at one sender; beyond that it is the step that is slow."""
 
 
-class Latency:
+class LatencyEstimate:
     """How long answers take from one sender to one stage."""
 
     def __init__(
-        self, least_seconds: float = LEAST_SECONDS, unknown_seconds: float = UNKNOWN_SECONDS
+        self,
+        min_seconds: float = MIN_OVERDUE_SECONDS,
+        unknown_seconds: float = UNKNOWN_LATENCY_SECONDS,
     ) -> None:
-        self._least_seconds = least_seconds
+        self._min_seconds = min_seconds
         self._unknown_seconds = unknown_seconds
         self._mean: float | None = None
         self._deviation = 0.0
@@ -58,9 +60,9 @@ class Latency:
         self._deviation += DEVIATION_WEIGHT * (abs(seconds - self._mean) - self._deviation)
         self._mean += MEAN_WEIGHT * (seconds - self._mean)
 
-    def is_usual(self, seconds: float, depth: int) -> bool:
+    def is_expected(self, seconds: float, depth: int) -> bool:
         """Whether an answer through `depth` stages may well take that long."""
-        least = self._least_seconds + PER_STAGE_SECONDS * (depth - 1)
+        least = self._min_seconds + OVERDUE_SECONDS_PER_STAGE * (depth - 1)
         if self._mean is None:
             return seconds < max(least, self._unknown_seconds)
         return seconds < max(least, self._mean + DEVIATIONS * self._deviation)
@@ -69,9 +71,9 @@ class Latency:
 class Race:
     """One microbatch on its way to one or more peers of a stage."""
 
-    def __init__(self, began_at: float) -> None:
-        self.began_at = began_at
-        self.at: dict[PeerId, float] = {}
+    def __init__(self, started_at: float) -> None:
+        self.started_at = started_at
+        self.sent_at: dict[PeerId, float] = {}
         """Who has it, and since when."""
         self.hedges = 0
         self.decided = trio.Event()

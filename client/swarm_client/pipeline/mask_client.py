@@ -14,43 +14,43 @@ from swarm_shared.protocol import Mask, MaskRequest
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _MaskQuery:
     answered: trio.Event = field(default_factory=trio.Event)
     accumulate: tuple[StageIndex, ...] | None = None
 
 
-class MaskDesk:
+class MaskClient:
     """Matches questions and answers of one volunteer."""
 
     def __init__(self, send: Callable[[MaskRequest], bool]) -> None:
         """`send` says whether there was a coordinator to send to."""
         self._send = send
         self._numbers = itertools.count(1)
-        self._questions: dict[int, _Question] = {}
+        self._queries: dict[int, _MaskQuery] = {}
 
     async def ask(
         self, step: Step, microbatch: MicrobatchIndex, suspect: PeerId
     ) -> tuple[StageIndex, ...]:
         """The stages that lack the microbatch. MicrobatchAbandoned when nobody can say."""
         number = next(self._numbers)
-        question = self._questions[number] = _Question()
+        query = self._queries[number] = _MaskQuery()
         try:
             request = MaskRequest(request=number, step=step, microbatch=microbatch, suspect=suspect)
             if not self._send(request):
                 raise MicrobatchAbandoned("the coordinator is away: nobody knows who counted it")
-            await question.answered.wait()
+            await query.answered.wait()
         finally:
-            del self._questions[number]
-        if question.accumulate is None:
+            del self._queries[number]
+        if query.accumulate is None:
             raise MicrobatchAbandoned("the coordinator went away before it could answer")
-        return question.accumulate
+        return query.accumulate
 
     def answer(self, mask: Mask) -> None:
-        question = self._questions.get(mask.request)
-        if question is not None:
-            question.accumulate = mask.accumulate
-            question.answered.set()
+        query = self._queries.get(mask.request)
+        if query is not None:
+            query.accumulate = mask.accumulate
+            query.answered.set()
 
     def session_lost(self) -> None:
-        for question in self._questions.values():
-            question.answered.set()
+        for query in self._queries.values():
+            query.answered.set()

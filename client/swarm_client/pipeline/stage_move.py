@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import trio
 
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.step_close import Averager, AveragingFailed, Rounds
+from swarm_client.pipeline.step_close import Averager, AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
@@ -28,8 +28,8 @@ from swarm_shared.protocol import (
 from swarm_shared.run.manifest import Manifest
 
 
-class MovingRounds(Rounds):
-    """`Rounds` of the stage that is held, which also knows of the one that is prepared."""
+class MovingStepCloser(StepCloser):
+    """`StepCloser` of the stage that is held, which also knows of the one that is prepared."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class MovingRounds(Rounds):
 
         async def own() -> None:
             try:
-                reports.append(await super(MovingRounds, self)._average(close))
+                reports.append(await super(MovingStepCloser, self)._average(close))
             except SwarmError as error:
                 failed.append(error)
             if failed or not reports[0].ok:

@@ -15,9 +15,9 @@ from typing import Protocol
 import trio
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import Phase
-from swarm_client.membership.admission_gate import Gate
-from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.fault_injection.faults import FaultPoint
+from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_client.pipeline.held_stage import Holding
@@ -49,11 +49,11 @@ HELLO_LIMITS = FrameLimits(max_header_bytes=16 * 1024)
 MAX_HEADER_BYTES = 512 * 1024
 """Of a stage message: some hundred receipts of half a kilobyte."""
 
-STALL_SECONDS = 30.0
+ANSWER_STALL_SECONDS = 30.0
 """A sender that takes less than a megabyte of its answer in this time is let go: what it keeps
 waiting takes places in the queue that others need."""
 
-PAUSED = "this peer is paused"
+PAUSED_DETAIL = "this peer is paused"
 
 TOKEN_BYTES = 4
 """Token ids and targets cross the wire as uint32."""
@@ -86,21 +86,21 @@ class StageServer:
         membership: Callable[[], Membership | None],
         holding: Callable[[], Holding | None],
         next_stage: Callable[[], Downstream | None],
-        gate: Gate,
-        line_seconds: Callable[[Holding], float],
-        tell: Callable[[NotFinite], None] = lambda _: None,
+        gate: AdmissionGate,
+        uplink_seconds: Callable[[Holding], float],
+        report_not_finite: Callable[[NotFinite], None] = lambda _: None,
     ) -> None:
-        """`line_seconds` says what the line takes for one microbatch; `tell` takes word to the
+        """`uplink_seconds` says what the line takes for one microbatch; `tell` takes word to the
         coordinator of what went wrong at this very peer."""
-        self._tell = tell
-        self._line_seconds = line_seconds
+        self._report_not_finite = report_not_finite
+        self._uplink_seconds = uplink_seconds
         self._membership = membership
         self._holding = holding
         self._next_stage = next_stage
         self._gate = gate
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
         self._paused = False
-        self._works: set[trio.CancelScope] = set()
+        self._task_scopes: set[trio.CancelScope] = set()
         """Of the microbatches in flight, from before the forward to the gradient."""
 
     def pause(self) -> None:
@@ -113,12 +113,12 @@ class StageServer:
     def hand_back(self) -> None:
         """While paused: end what is still in flight, so that its senders give it to others."""
         if self._paused:
-            for work in self._works:
+            for work in self._task_scopes:
                 work.cancel()
 
     async def handle(self, stream: Stream) -> None:
         """Serve one sender until its stream ends."""
-        manifest = await self._greet(stream)
+        manifest = await self._handshake(stream)
         if manifest is None:
             return
         stream.expect(stage_limits(manifest))
@@ -151,7 +151,7 @@ class StageServer:
         except* LinkClosed:
             pass  # the sender is gone: nobody waits for these gradients any more
 
-    async def _greet(self, stream: Stream) -> Manifest | None:
+    async def _handshake(self, stream: Stream) -> Manifest | None:
         """The run's manifest; None when the sender was refused."""
         frame = await stream.receive(timeout_seconds=HELLO_SECONDS)
         hello = parse(stage_requests, frame.header)
@@ -194,7 +194,7 @@ class StageServer:
                 refusal = await self._try_to_serve(stream, message, payload)
                 if refusal is not None:
                     self.refused[refusal.reason] += 1
-                    await stream.send(encode(refusal), stall_seconds=STALL_SECONDS)
+                    await stream.send(encode(refusal), stall_seconds=ANSWER_STALL_SECONDS)
         finally:
             del scopes[message.request]
 
@@ -207,60 +207,62 @@ class StageServer:
             return StageRefused(request=message.request, reason=reason, detail=detail[:500])
 
         try:
-            self._gate.check_still(stream.remote)
+            self._gate.check_not_revoked(stream.remote)
         except AdmissionError as error:
             return refuse(RefusalReason.NOT_ADMITTED, str(error))
         membership, holding = self._membership(), self._holding()
         if membership is None or holding is None or holding.stage != message.stage:
             return refuse(RefusalReason.WRONG_STEP, "this peer holds another stage")
-        if not _takes(holding, message):
+        if not _has_parameters_for(holding, message):
             return refuse(RefusalReason.WRONG_STEP, f"this peer works on step {holding.step}")
         if not self._gate.may_send(stream.remote, message.stage):
             # Not for good: the roster may be on its way.
             return refuse(RefusalReason.WRONG_STEP, "the roster has you in no stage before this")
         if self._paused:
-            return refuse(RefusalReason.BUSY, PAUSED)
+            return refuse(RefusalReason.BUSY, PAUSED_DETAIL)
         if holding.in_flight >= membership.manifest.limits.stage_queue:
             return refuse(RefusalReason.BUSY, f"{holding.in_flight} microbatches are queued")
         self._check_sizes(stream.remote, holding, membership.manifest, message, payload)
         holding.in_flight += 1
         try:
-            faults.cut(Phase.FORWARD, message.step)
-            work = _Work(holding, self._next_stage(), membership.manifest, message, payload)
-            answer = await self._run(work)
+            faults.inject_outage(FaultPoint.FORWARD, message.step)
+            work = _MicrobatchTask(
+                holding, self._next_stage(), membership.manifest, message, payload
+            )
+            answer = await self._run_task(work)
             if answer is None:
                 # Not busy: whoever is behind may have counted it, and the sender asks for a mask.
-                return refuse(RefusalReason.FAILED, PAUSED)
+                return refuse(RefusalReason.FAILED, PAUSED_DETAIL)
             header, gradient = answer
-            header = header.model_copy(update={"line_seconds": self._line_seconds(holding)})
-            faults.cut(Phase.RECEIPT, message.step)
-            faults.strike(Phase.RECEIPT, message.step)
+            header = header.model_copy(update={"uplink_seconds": self._uplink_seconds(holding)})
+            faults.inject_outage(FaultPoint.RECEIPT, message.step)
+            faults.inject(FaultPoint.RECEIPT, message.step)
             try:
                 await stream.send(
-                    encode(header), gradient.payload or b"", stall_seconds=STALL_SECONDS
+                    encode(header), gradient.payload or b"", stall_seconds=ANSWER_STALL_SECONDS
                 )
             finally:
                 gradient.release()
         except (RequestFailed, WorkerDied, MicrobatchAbandoned) as error:
             training = message.mode == "train"
             if training and isinstance(error, RequestFailed) and error.code == "not_finite":
-                self._tell(NotFinite(step=message.step, microbatch=message.microbatch))
-            over = not _takes(holding, message)
+                self._report_not_finite(NotFinite(step=message.step, microbatch=message.microbatch))
+            over = not _has_parameters_for(holding, message)
             reason = RefusalReason.WRONG_STEP if over else RefusalReason.FAILED
             return refuse(reason, str(error))
         finally:
             holding.in_flight -= 1
         return None
 
-    async def _run(self, work: _Work) -> tuple[Backward, Output] | None:
+    async def _run_task(self, work: _MicrobatchTask) -> tuple[Backward, Output] | None:
         """None when this peer was paused before the gradient was there."""
         answer = None
         with trio.CancelScope() as scope:
-            self._works.add(scope)
+            self._task_scopes.add(scope)
             try:
                 answer = await work.run()
             finally:
-                self._works.discard(scope)
+                self._task_scopes.discard(scope)
         return answer
 
     def _check_sizes(
@@ -276,14 +278,14 @@ class StageServer:
             )
 
 
-def _takes(holding: Holding, message: Forward) -> bool:
+def _has_parameters_for(holding: Holding, message: Forward) -> bool:
     """Whether this peer has the parameters that the message is to be computed with."""
     if message.mode == "evaluate":
         return holding.evaluates(message.step)
     return holding.works_on(message.step)
 
 
-class _Work:
+class _MicrobatchTask:
     """One microbatch in this stage."""
 
     def __init__(
@@ -301,17 +303,17 @@ class _Work:
         view = memoryview(payload)
         self._input = view[: message.input_bytes]
         self._targets = view[message.input_bytes :]
-        self._service_seconds = 0.0
+        self._compute_seconds = 0.0
         self._arrived = time.monotonic()
-        self._counting = False
+        self._accumulation_requested = False
 
-    def _wanted(self) -> bool:
-        return _takes(self._holding, self._message)
+    def _still_wanted(self) -> bool:
+        return _has_parameters_for(self._holding, self._message)
 
     def _receipt(self) -> str | None:
         return self._holding.receipts.get(self._message.step, self._message.microbatch)
 
-    def _accumulates(self) -> bool:
+    def _may_accumulate(self) -> bool:
         """Counted here only if the mask says so, once, and not while the table is closed."""
         return (
             self._message.mode == "train"
@@ -320,55 +322,58 @@ class _Work:
             and not self._holding.closes(self._message.step)
         )
 
-    def _asked_to_count(self) -> bool:
+    def _request_accumulation(self) -> bool:
         """The same, said to the worker and remembered."""
-        self._counting = self._accumulates()
-        return self._counting
+        self._accumulation_requested = self._may_accumulate()
+        return self._accumulation_requested
 
-    def _unsigned(self, output: Output) -> bool:
+    def _needs_receipt(self, output: Output) -> bool:
         """Whether the accumulator holds the microbatch and no receipt says so yet.
 
         Not only when it was added just now: the sender of an earlier request may have gone in the
         middle of it, when the worker had counted it and nobody was left to sign. The worker then
         adds it no more, and without a receipt it would be leased again for ever.
         """
-        if not self._wanted():
+        if not self._still_wanted():
             return False
-        held = self._counting and not self._holding.closes(self._message.step)
+        held = self._accumulation_requested and not self._holding.closes(self._message.step)
         return output.added or (held and self._receipt() is None)
 
     async def run(self) -> tuple[Backward, Output]:
         if self._message.mode == "evaluate":
             return await self._evaluate()
         if self._holding.is_last:
-            return await self._last()
-        return await self._middle()
+            return await self._run_last_stage()
+        return await self._run_middle_stage()
 
-    async def _last(self) -> tuple[Backward, Output]:
+    async def _run_last_stage(self) -> tuple[Backward, Output]:
         message, worker = self._message, self._holding.worker
         output = await worker.forward(
-            message.step, message.microbatch, self._asked_to_count(), (self._input, self._targets)
+            message.step,
+            message.microbatch,
+            self._request_accumulation(),
+            (self._input, self._targets),
         )
         self._holding.observe(output.seconds)
-        self._service_seconds = output.seconds
+        self._compute_seconds = output.seconds
         return self._answer(output, (), output.loss_sum or 0.0), output
 
-    async def _middle(self) -> tuple[Backward, Output]:
+    async def _run_middle_stage(self) -> tuple[Backward, Output]:
         message, worker, downstream = self._message, self._holding.worker, self._next_stage
         assert downstream is not None
         activation = await worker.forward(
-            message.step, message.microbatch, self._asked_to_count(), (self._input,)
+            message.step, message.microbatch, self._request_accumulation(), (self._input,)
         )
         try:
             assert activation.payload is not None
             answer = await downstream.send(
-                Parcel(
+                MicrobatchRequest(
                     "train", message.step, message.microbatch, message.accumulate,
                     activation.payload, self._targets,
                 ),
-                self._wanted,
+                self._still_wanted,
             )  # fmt: skip
-            faults.cut(Phase.BACKWARD, message.step)
+            faults.inject_outage(FaultPoint.BACKWARD, message.step)
             if memoryview(answer.payload).nbytes != worker.sizes.output_gradient_bytes:
                 raise MicrobatchAbandoned("the gradient that came back has another size")
             gradient = await worker.backward(activation, answer.payload)
@@ -376,8 +381,8 @@ class _Work:
             worker.discard(activation)
             raise
         activation.release()
-        self._service_seconds = activation.seconds + gradient.seconds
-        self._holding.observe(self._service_seconds)
+        self._compute_seconds = activation.seconds + gradient.seconds
+        self._holding.observe(self._compute_seconds)
         return (
             self._answer(gradient, answer.header.receipts, answer.header.loss_sum),
             gradient,
@@ -385,7 +390,7 @@ class _Work:
 
     def _answer(self, output: Output, receipts: tuple[str, ...], loss_sum: float) -> Backward:
         message, book = self._message, self._holding.receipts
-        if self._unsigned(output):
+        if self._needs_receipt(output):
             book.add(
                 message.step,
                 message.microbatch,
@@ -397,7 +402,7 @@ class _Work:
         return Backward(
             request=message.request,
             receipts=(*receipts, own) if own is not None else receipts,
-            service_seconds=self._service_seconds,
+            service_seconds=self._compute_seconds,
             total_seconds=time.monotonic() - self._arrived,
             loss_sum=loss_sum,
             tokens=output.tokens,
@@ -415,11 +420,11 @@ class _Work:
                 assert output.payload is not None
                 assert self._next_stage is not None
                 answer = await self._next_stage.send(
-                    Parcel(
+                    MicrobatchRequest(
                         "evaluate", message.step, message.microbatch, (),
                         output.payload, self._targets,
                     ),
-                    self._wanted,
+                    self._still_wanted,
                 )  # fmt: skip
             finally:
                 output.release()

@@ -15,7 +15,7 @@ from typing import Protocol
 import trio
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import Phase
+from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import ProtocolError, SwarmError
@@ -53,13 +53,13 @@ class Averager(Protocol):
         """Fill the result segment's part; AveragingFailed otherwise."""
 
 
-RoundMessage = Close | AbortRound | Apply | SaveSnapshot
+CloseOrder = Close | AbortRound | Apply | SaveSnapshot
 
-MOST_ORDERS = 256
+MAX_QUEUED_ORDERS = 256
 """That wait, of which each takes a moment."""
 
 
-class Rounds:
+class StepCloser:
     """Give it messages with `put`; run `run` while a stage is held."""
 
     def __init__(
@@ -80,21 +80,21 @@ class Rounds:
         self._save_snapshot = save_snapshot
         self._applied = applied
         self._out_of_step = out_of_step
-        self._put, self._inbox = trio.open_memory_channel[tuple[int, RoundMessage]](MOST_ORDERS)
+        self._put, self._inbox = trio.open_memory_channel[tuple[int, CloseOrder]](MAX_QUEUED_ORDERS)
         self._session = 0
         """Of the orders that come now; counts up."""
         self._attempt: tuple[Step, int] | None = None
-        self._called_off: set[tuple[Step, int]] = set()
+        self._aborted_attempts: set[tuple[Step, int]] = set()
         """Attempts that wait and whose end waits behind them."""
         self._scope: trio.CancelScope | None = None
 
-    def put(self, message: RoundMessage) -> None:
+    def put(self, message: CloseOrder) -> None:
         """ProtocolError when so many wait already that something must be wrong."""
         try:
             self._put.send_nowait((self._session, message))
         except trio.WouldBlock as error:
             raise ProtocolError(
-                f"the coordinator has sent {MOST_ORDERS} orders that wait to be carried out; "
+                f"the coordinator has sent {MAX_QUEUED_ORDERS} orders that wait to be carried out; "
                 "this volunteer takes no more before it has attached again"
             ) from error
         if not isinstance(message, AbortRound):
@@ -104,7 +104,7 @@ class Rounds:
             assert self._scope is not None
             self._scope.cancel()
         else:
-            self._called_off.add(attempt)
+            self._aborted_attempts.add(attempt)
 
     def session_lost(self) -> None:
         """The coordinator is away: an attempt it cannot hear of is over, what is averaged stays."""
@@ -117,11 +117,11 @@ class Rounds:
         async for session, message in self._inbox:
             if isinstance(message, Close):
                 # Nobody comes to an attempt that is over: it would be waited for until it fails.
-                over = (message.step, message.attempt) in self._called_off
+                over = (message.step, message.attempt) in self._aborted_attempts
                 if session == self._session and not over:
                     await self._close(message)
             elif isinstance(message, AbortRound):
-                self._called_off.discard((message.step, message.attempt))
+                self._aborted_attempts.discard((message.step, message.attempt))
                 self._holding.closing = False
                 self._holding.averaged_attempt = None
             elif isinstance(message, Apply):
@@ -167,10 +167,10 @@ class Rounds:
         failed = await self._reconcile(close)
         if failed is not None:
             return failed
-        faults.cut(Phase.ALL_REDUCE, close.step)
+        faults.inject_outage(FaultPoint.ALL_REDUCE, close.step)
         for reduction in close.reductions:
             await self._averager.reduce(holding, close.step, close.attempt, reduction)
-        faults.cut(Phase.NORM, close.step)
+        faults.inject_outage(FaultPoint.NORM, close.step)
         norm = await worker.norm(close.step, self._manifest.tokens_per_step)
         if not norm.finite:
             return RoundReport(
@@ -190,8 +190,8 @@ class Rounds:
         holding, worker = self._holding, self._holding.worker
         committed = set(close.committed)
         while True:
-            round_ = await worker.prepare_round(close.step)
-            prepared = set(round_.microbatches)
+            prepared_round = await worker.prepare_round(close.step)
+            prepared = set(prepared_round.microbatches)
             extra = tuple(sorted(prepared - committed))
             if not extra:
                 break
@@ -203,7 +203,7 @@ class Rounds:
                     reason=f"{len(extra)} extra microbatches could not be taken out again",
                 )  # fmt: skip
             holding.receipts.drop(close.step, extra)
-        if not round_.finite:
+        if not prepared_round.finite:
             # Each of them was finite when it was added. Whatever happened since, none is trusted.
             await worker.reset_accumulator(close.step)
             holding.receipts.clear(close.step)
@@ -226,7 +226,7 @@ class Rounds:
             log.warning("told to apply step %s, which is not averaged here", apply.step)
             self._out_of_step()
             return
-        faults.cut(Phase.APPLY, apply.step)
+        faults.inject_outage(FaultPoint.APPLY, apply.step)
         try:
             done = await holding.worker.apply(
                 apply.step, self._manifest.tokens_per_step, apply.global_norm, apply.learning_rate

@@ -13,12 +13,12 @@ from typing import Protocol
 import numpy as np
 import trio
 
-from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult
-from swarm_shared.scheduling.inflight_window import Departure, FlightWindow
+from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class Samples(Protocol):
 
 
 Report = Callable[[LeaseResult], None]
-StepNow = Callable[[], Step | None]
+CurrentStep = Callable[[], Step | None]
 """The oldest step that this volunteer's own stage works on; None while it holds none."""
 
 
@@ -45,7 +45,7 @@ class Trainer:
         samples: Samples,
         first_stage: Downstream,
         report: Report,
-        current_step: StepNow,
+        current_step: CurrentStep,
         nursery: trio.Nursery,
     ) -> None:
         self._samples = samples
@@ -54,15 +54,15 @@ class Trainer:
         self._current_step = current_step
         self._nursery = nursery
         self._waiting: list[tuple[Lease, LeasedMicrobatch]] = []
-        self._flight = FlightWindow()
-        self._least, self._most = 1, 1
+        self._flight = InFlightWindow()
+        self._min_window, self._max_window = 1, 1
         self._refusing: str | None = None
         """Why no lease is taken."""
 
     def take(self, lease: Lease) -> None:
         """Accept a lease; its microbatches start as the window allows."""
-        self._least = max(1, lease.window)
-        self._most = max(self._least, lease.largest_window)
+        self._min_window = max(1, lease.window)
+        self._max_window = max(self._min_window, lease.max_window)
         if self._refusing is not None:
             for leased in lease.microbatches:
                 self._hand_back(lease, leased, self._refusing)
@@ -93,13 +93,13 @@ class Trainer:
     def _start_more(self) -> None:
         step = self._current_step()
         self._waiting = [entry for entry in self._waiting if step is None or entry[0].step >= step]
-        window = self._flight.size(self._least, self._most)
-        while self._waiting and self._flight.under_way < window:
+        window = self._flight.size(self._min_window, self._max_window)
+        while self._waiting and self._flight.in_flight < window:
             lease, leased = self._waiting.pop(0)
-            departure = self._flight.departed(trio.current_time())
-            self._nursery.start_soon(self._drive, lease, leased, departure)
+            send_record = self._flight.sent(trio.current_time())
+            self._nursery.start_soon(self._drive, lease, leased, send_record)
 
-    async def _drive(self, lease: Lease, leased: LeasedMicrobatch, departure: Departure) -> None:
+    async def _drive(self, lease: Lease, leased: LeasedMicrobatch, send_record: SendRecord) -> None:
         result: LeaseResult | None = None
         try:
             result = await self._send(lease, leased)
@@ -111,7 +111,7 @@ class Trainer:
             self._hand_back(lease, leased, str(error))
         finally:
             if result is not None:
-                self._flight.returned(departure, trio.current_time())
+                self._flight.returned(send_record, trio.current_time())
             else:
                 self._flight.failed()
             self._start_more()
@@ -122,7 +122,7 @@ class Trainer:
             inputs_BT, targets_BT = self._samples.heldout(leased.microbatch)
         else:
             inputs_BT, targets_BT = self._samples.training(lease.step, leased.microbatch)
-        parcel = Parcel(
+        request = MicrobatchRequest(
             lease.mode,
             lease.step,
             leased.microbatch,
@@ -135,7 +135,7 @@ class Trainer:
             step = self._current_step()
             return step is not None and step <= lease.step
 
-        answer = await self._first_stage.send(parcel, wanted)
+        answer = await self._first_stage.send(request, wanted)
         header = answer.header
         return LeaseResult(
             step=lease.step,

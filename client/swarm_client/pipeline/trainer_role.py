@@ -8,7 +8,7 @@ import trio
 
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.samples import RunSamples
-from swarm_client.pipeline.trainer import Report, StepNow, Trainer
+from swarm_client.pipeline.trainer import CurrentStep, Report, Trainer
 from swarm_shared.protocol import Lease
 from swarm_shared.run.manifest import Manifest
 
@@ -16,7 +16,7 @@ from swarm_shared.run.manifest import Manifest
 class TrainerRole:
     """Nothing until `begin`: a volunteer that has no data yet takes no lease."""
 
-    def __init__(self, report: Report, current_step: StepNow, nursery: trio.Nursery) -> None:
+    def __init__(self, report: Report, current_step: CurrentStep, nursery: trio.Nursery) -> None:
         self._report = report
         self._current_step = current_step
         self._nursery = nursery

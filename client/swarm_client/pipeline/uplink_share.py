@@ -17,47 +17,53 @@ from typing import Protocol
 from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.clock import Clock, monotonic
 
-LEAST_SHARE = 0.25
+MIN_ACTIVATION_SHARE = 0.25
 """Of a line, that counts as left for microbatches: steps are shorter the less a peer is given of
 them, so that averages alone would seem to fill a thin line in the end."""
 
 
-class Line(Protocol):
+class UplinkEstimate(Protocol):
     @property
     def own_up_bytes_per_second(self) -> float:
         """What the line takes; 0 while that is unknown."""
 
 
-class Averages(Protocol):
+class AllReduceTraffic(Protocol):
     @property
     def sent_bytes(self) -> int:
         """In averages, so far."""
 
 
-class LineShare:
+class UplinkShare:
     """Of one peer, over its line."""
 
-    def __init__(self, line: Line, averages: Averages, clock: Clock = monotonic) -> None:
-        self._line = line
-        self._averages = averages
+    def __init__(
+        self, line: UplinkEstimate, averages: AllReduceTraffic, clock: Clock = monotonic
+    ) -> None:
+        self._uplink = line
+        self._all_reduce = averages
         self._clock = clock
         self._step_began: float | None = None
         self._bytes_before = 0
-        self._averages_per_second = 0.0
+        self._all_reduce_bytes_per_second = 0.0
 
     def step_applied(self) -> None:
         """Look at what the averages of one more step have taken."""
-        now, sent = self._clock(), self._averages.sent_bytes
+        now, sent = self._clock(), self._all_reduce.sent_bytes
         if self._step_began is not None and now > self._step_began:
-            self._averages_per_second = (sent - self._bytes_before) / (now - self._step_began)
+            self._all_reduce_bytes_per_second = (sent - self._bytes_before) / (
+                now - self._step_began
+            )
         self._step_began, self._bytes_before = now, sent
 
     def microbatch_seconds(self, holding: Holding) -> float:
         """For the activation and the gradient that a microbatch sends; 0 while the line has held
         nothing up."""
-        up = self._line.own_up_bytes_per_second
+        up = self._uplink.own_up_bytes_per_second
         if not up:
             return 0.0
         sizes = holding.worker.sizes
-        left = up - self._averages_per_second if holding.staleness else up
-        return (sizes.output_bytes + sizes.input_gradient_bytes) / max(left, LEAST_SHARE * up)
+        left = up - self._all_reduce_bytes_per_second if holding.staleness else up
+        return (sizes.output_bytes + sizes.input_gradient_bytes) / max(
+            left, MIN_ACTIVATION_SHARE * up
+        )

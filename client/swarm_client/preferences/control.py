@@ -20,7 +20,7 @@ _DAYS = {"hours_on": "hours", "network_hours_on": "network_hours"}
 """Tables by weekday, and what holds on a day of which they say nothing."""
 
 
-class PreferenceDesk:
+class PreferenceStore:
     """Reads the layers anew for each question: the file may have been edited by hand."""
 
     def __init__(self, path: Path, flags: Callable[[], Sequence[str]]) -> None:

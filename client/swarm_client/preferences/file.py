@@ -16,7 +16,7 @@ import tomlkit.items
 from pydantic.fields import FieldInfo
 
 from swarm_client.preferences.layers import (
-    Named,
+    FlatValues,
     Origin,
     build,
     check_name,
@@ -177,7 +177,7 @@ def _uncomment(content: str, table: str, key: str, value: object) -> str | None:
     return None
 
 
-def _check_same(content: str, named: Named, path: Path) -> None:
+def _check_same(content: str, named: FlatValues, path: Path) -> None:
     """What is about to be written says exactly what was meant, or nothing is written."""
     if parse_file(content.encode(), str(path)) != named:
         raise StorageError(

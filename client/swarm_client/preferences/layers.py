@@ -20,14 +20,14 @@ from pydantic_core import ErrorDetails
 from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
-from swarm_shared.base.settings_errors import complaint, nearest
+from swarm_shared.base.settings_errors import describe_setting_error, nearest
 
 FILE_NAME = "preferences.toml"
 ENVIRONMENT_PREFIX = "SWARM_"
 MAX_FILE_BYTES = 2**20
 """A file of all preferences has some 6 KB."""
 
-Named = dict[str, object]
+FlatValues = dict[str, object]
 """Values by their dotted names."""
 
 _TABLES = ("hours_on", "network_hours_on", "gpu")
@@ -64,8 +64,8 @@ class Layered:
 
 def preferences_path(home: Path | None) -> Path:
     """In the home that was named, or where the platform keeps settings for the usual one."""
-    place = Home.where(home).path
-    if place != Home.where(None).path:
+    place = Home.locate(home).path
+    if place != Home.locate(None).path:
         return place / FILE_NAME
     return platformdirs.user_config_path("swarmtrain", appauthor=False) / FILE_NAME
 
@@ -80,7 +80,7 @@ def load(
     ConfigurationError for an unknown name or an impossible value, VersionError for a newer file,
     StorageError for one that cannot be read. A file that is not there says nothing.
     """
-    values: Named = {}
+    values: FlatValues = {}
     origins: dict[str, Origin] = {}
     for layer, where, said in (
         ("file", str(path), read_file(path)),
@@ -92,7 +92,7 @@ def load(
     return Layered(build(values, origins), origins)
 
 
-def build(values: Named, origins: Mapping[str, Origin]) -> Preferences:
+def build(values: FlatValues, origins: Mapping[str, Origin]) -> Preferences:
     try:
         return Preferences.model_validate(unflatten(values))
     except ValidationError as error:
@@ -105,7 +105,7 @@ def build(values: Named, origins: Mapping[str, Origin]) -> Preferences:
 # ---------------------------------------------------------------------------------- the file
 
 
-def read_file(path: Path) -> Named:
+def read_file(path: Path) -> FlatValues:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
@@ -118,7 +118,7 @@ def read_file(path: Path) -> Named:
     return parse_file(content, str(path))
 
 
-def parse_file(content: bytes, where: str) -> Named:
+def parse_file(content: bytes, where: str) -> FlatValues:
     """What the file says, its names known and its version not too new; values are not checked."""
     if len(content) > MAX_FILE_BYTES:
         raise ConfigurationError(
@@ -144,7 +144,7 @@ def parse_file(content: bytes, where: str) -> Named:
     return named
 
 
-def _from_environment(environment: Mapping[str, str] | None) -> Iterator[tuple[str, Named]]:
+def _from_environment(environment: Mapping[str, str] | None) -> Iterator[tuple[str, FlatValues]]:
     """SWARM_CPU_PERCENT and SWARM_GPU_0_VRAM_GIB; other variables of that prefix are others'."""
     for variable, text in sorted((os.environ if environment is None else environment).items()):
         if not variable.startswith(ENVIRONMENT_PREFIX) or not text:
@@ -168,7 +168,7 @@ def _name_of_variable(words: str) -> str | None:
     return f"{table}.{rest}"
 
 
-def _from_flag(text: str) -> Named:
+def _from_flag(text: str) -> FlatValues:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigurationError(
@@ -221,8 +221,8 @@ def known_names() -> list[str]:
     return [*plain, "hours_on.saturday", "network_hours_on.saturday", *gpu]
 
 
-def flatten(document: Mapping[str, Any]) -> Named:
-    named: Named = {}
+def flatten(document: Mapping[str, Any]) -> FlatValues:
+    named: FlatValues = {}
     for name, value in document.items():
         if isinstance(value, Mapping):
             named |= {f"{name}.{key}": one for key, one in flatten(value).items()}
@@ -255,7 +255,7 @@ def _sentence(name: str, detail: ErrorDetails, origins: Mapping[str, Origin]) ->
         origin = next(inside, DEFAULT)
     listed = any(isinstance(part, int) for part in detail["loc"])
     shown = f"each part of {name}" if listed else name
-    return f"{origin.where}: {shown} {complaint(detail)}"
+    return f"{origin.where}: {shown} {describe_setting_error(detail)}"
 
 
 class PreferenceSource:

@@ -24,9 +24,9 @@ WHEN, NETWORK_WHEN, CPU, MEMORY, NETWORK, GPU = (
 )  # fmt: skip
 GROUPS = (WHEN, NETWORK_WHEN, CPU, MEMORY, NETWORK, GPU)
 
-LEAST_BYTES_PER_SECOND = 64 * 1024
+MIN_BYTES_PER_SECOND = 64 * 1024
 """Below it heartbeats and activations of one connection hold each other up beyond time limits."""
-LEAST_CPU_PERCENT = 5
+MIN_CPU_PERCENT = 5
 """Below it a pause after a computation is as long as the silence of a worker that hangs."""
 
 
@@ -47,14 +47,14 @@ def _off_or_from(least: float) -> AfterValidator:
 
 
 WindowText = Annotated[str, Field(max_length=40), AfterValidator(_window)]
-BytesPerSecond = Annotated[int, Field(ge=0, le=2**40), _off_or_from(LEAST_BYTES_PER_SECOND)]
+BytesPerSecond = Annotated[int, Field(ge=0, le=2**40), _off_or_from(MIN_BYTES_PER_SECOND)]
 Gib = Annotated[float, Field(ge=0, le=2**20), _off_or_from(0.01)]
 CpuAbove = Annotated[float, Field(ge=0, le=100), _off_or_from(1)]
 Celsius = Annotated[float, Field(ge=0, le=120), _off_or_from(30)]
 AppName = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-def _about(group: str, default: Any, text: str, **bounds: Any) -> Any:
+def _preference(group: str, default: Any, text: str, **bounds: Any) -> Any:
     return Field(default=default, description=text, json_schema_extra={"group": group}, **bounds)
 
 
@@ -67,99 +67,107 @@ class Section(FrozenModel):
 class GpuPreferences(Section):
     """Of one GPU, or of all that have no words of their own."""
 
-    use: bool = _about(GPU, True, "Whether this GPU may compute at all.")
-    vram_gib: Gib = _about(GPU, 0.0, "GiB of its memory that may be used at most; 0: no limit.")
-    temperature_ceiling_celsius: Celsius = _about(
+    use: bool = _preference(GPU, True, "Whether this GPU may compute at all.")
+    vram_gib: Gib = _preference(
+        GPU, 0.0, "GiB of its memory that may be used at most; 0: no limit."
+    )
+    temperature_ceiling_celsius: Celsius = _preference(
         GPU, 90.0, "At this temperature it pauses; 0: at none."
     )
-    temperature_hysteresis_celsius: float = _about(
+    temperature_hysteresis_celsius: float = _preference(
         GPU, 10.0, "It goes on when it is that much cooler than the ceiling.", ge=1, le=60
     )
-    duty_cycle_percent: float = _about(
-        GPU, 100.0, "Share of the time that it computes.", ge=LEAST_CPU_PERCENT, le=100
+    duty_cycle_percent: float = _preference(
+        GPU, 100.0, "Share of the time that it computes.", ge=MIN_CPU_PERCENT, le=100
     )
 
 
 class Preferences(Section):
     """All of them, with the defaults of a machine whose owner has said nothing."""
 
-    run_on_batteries: bool = _about(WHEN, False, "Compute while this machine runs on batteries.")
-    run_if_user_active: bool = _about(
+    run_on_batteries: bool = _preference(
+        WHEN, False, "Compute while this machine runs on batteries."
+    )
+    run_if_user_active: bool = _preference(
         WHEN, True, "Compute on the processor while somebody uses this machine."
     )
-    run_gpu_if_user_active: bool = _about(
+    run_gpu_if_user_active: bool = _preference(
         WHEN, False, "Compute on a GPU while somebody sits at this machine's display. A user of a "
         "terminal (ssh) does not count here.",
     )  # fmt: skip
-    idle_minutes: float = _about(
+    idle_minutes: float = _preference(
         WHEN, 3.0, "So long without a key or a mouse movement, and nobody uses it any more.",
         ge=0.05, le=1440,
     )  # fmt: skip
-    suspend_if_cpu_above_percent: CpuAbove = _about(
+    suspend_if_cpu_above_percent: CpuAbove = _preference(
         WHEN, 0.0, "Pause while other programs use more than this share of all cores; 0: never."
     )
-    hours: WindowText = _about(
+    hours: WindowText = _preference(
         WHEN, "always", 'Times of the day to compute at: "always", "never", or like '
         '"22:00-06:30", which ends on the next morning.',
     )  # fmt: skip
-    hours_on: dict[str, WindowText] = _about(
+    hours_on: dict[str, WindowText] = _preference(
         WHEN, {}, "Other hours on some days: monday, tuesday, … sunday. A window belongs to the "
         "day on which it begins.",
     )  # fmt: skip
-    exclusive_apps: tuple[AppName, ...] = _about(
+    exclusive_apps: tuple[AppName, ...] = _preference(
         WHEN, (), "Pause while one of these programs runs, by the name of its process; case does "
         'not matter, and neither does ".exe".', max_length=200,
     )  # fmt: skip
-    exclusive_gpu_apps: tuple[AppName, ...] = _about(
+    exclusive_gpu_apps: tuple[AppName, ...] = _preference(
         WHEN, (), "The same for computing on a GPU only.", max_length=200
     )
 
-    network_hours: WindowText = _about(
+    network_hours: WindowText = _preference(
         NETWORK_WHEN, "always", "Times of the day to use the network at, as for `hours`. Training "
         "needs the network, so outside of them everything pauses.",
     )  # fmt: skip
-    network_hours_on: dict[str, WindowText] = _about(
+    network_hours_on: dict[str, WindowText] = _preference(
         NETWORK_WHEN, {}, "Other network hours on some days."
     )
 
-    max_cores: int = _about(CPU, 0, "Processor cores to use at most; 0: all.", ge=0, le=4096)
-    cpu_percent: float = _about(
+    max_cores: int = _preference(CPU, 0, "Processor cores to use at most; 0: all.", ge=0, le=4096)
+    cpu_percent: float = _preference(
         CPU, 100.0, "Share of the time that the processor computes for a run; it rests in between.",
-        ge=LEAST_CPU_PERCENT, le=100,
+        ge=MIN_CPU_PERCENT, le=100,
     )  # fmt: skip
-    nice: int = _about(
+    nice: int = _preference(
         CPU, 10, "How far other programs go first: 0 not at all, 19 always. What runs already can "
         "be made to give way more, but not less, before the next start.", ge=0, le=19,
     )  # fmt: skip
 
-    memory_percent_busy: float = _about(
+    memory_percent_busy: float = _preference(
         MEMORY, 50.0, "Share of this machine's memory to use at most while somebody sits at its "
         "display.",
         ge=1, le=100,
     )  # fmt: skip
-    memory_percent_idle: float = _about(
+    memory_percent_idle: float = _preference(
         MEMORY,
         90.0,
         "The same while nobody does, and on a machine without a display.",
         ge=1,
         le=100,
     )
-    disk_gib: Gib = _about(MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit.")
-    disk_leave_free_gib: Gib = _about(MEMORY, 1.0, "GiB that stay free on that disk.")
+    disk_gib: Gib = _preference(
+        MEMORY, 0.0, "GiB of disk for data and states at most; 0: no limit."
+    )
+    disk_leave_free_gib: Gib = _preference(MEMORY, 1.0, "GiB that stay free on that disk.")
 
-    upload_bytes_per_second: BytesPerSecond = _about(
+    upload_bytes_per_second: BytesPerSecond = _preference(
         NETWORK, 0, f"Bytes a second to send at most, over all connections; 0: no limit, otherwise "
-        f"at least {LEAST_BYTES_PER_SECOND}.",
+        f"at least {MIN_BYTES_PER_SECOND}.",
     )  # fmt: skip
-    download_bytes_per_second: BytesPerSecond = _about(NETWORK, 0, "The same for what is received.")
-    transfer_gib: Gib = _about(
+    download_bytes_per_second: BytesPerSecond = _preference(
+        NETWORK, 0, "The same for what is received."
+    )
+    transfer_gib: Gib = _preference(
         NETWORK, 0.0, "GiB to send and receive, both together, in `transfer_days`; 0: no limit."
     )
-    transfer_days: int = _about(
+    transfer_days: int = _preference(
         NETWORK, 30, "Days that `transfer_gib` is for, today included.", ge=1, le=366
     )
 
-    gpu: dict[str, GpuPreferences] = _about(
+    gpu: dict[str, GpuPreferences] = _preference(
         GPU, {}, "A table for each GPU by its number, as [gpu.0], and [gpu.all] for the others."
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from swarm_client.service.steps import Remove, Run, Step, WriteFile
+from swarm_client.service.steps import Remove, RunCommand, Step, WriteFile
 
 LABEL = "org.swarmtrain.client"
 SHOW_SECONDS = 10.0
@@ -30,15 +30,15 @@ def agent_text(command: Sequence[str], log: Path) -> str:
 def install(path: Path, text: str, user_id: int) -> tuple[Step, ...]:
     """Again over an installed one: the new agent holds, and the daemon begins anew."""
     return (
-        Run(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
+        RunCommand(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
         WriteFile(path, text),
-        Run(("launchctl", "bootstrap", f"gui/{user_id}", str(path))),
+        RunCommand(("launchctl", "bootstrap", f"gui/{user_id}", str(path))),
     )
 
 
 def uninstall(path: Path, user_id: int) -> tuple[Step, ...]:
     return (
-        Run(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
+        RunCommand(("launchctl", "bootout", f"gui/{user_id}/{LABEL}"), may_fail=True),
         Remove(path),
     )
 

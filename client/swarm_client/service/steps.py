@@ -1,6 +1,7 @@
 """What installing a service does, step by step: told before it is done, then done.
 
-Owns the files and links; what other programs are asked to do is a `Run`. Nothing here knows of
+Owns the files and links; what other programs are asked to do is a `RunCommand`. Nothing here knows
+of
 any service manager.
 """
 
@@ -50,7 +51,7 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunCommand:
     words: Sequence[str]
     may_fail: bool = False
     """What it is for may have gone already."""
@@ -59,7 +60,7 @@ class Run:
         return f"run {shlex.join(self.words)}"
 
 
-Step = WriteFile | MakeLink | Remove | Run
+Step = WriteFile | MakeLink | Remove | RunCommand
 
 
 def carry_out(steps: Sequence[Step], report: Callable[[str], None]) -> None:
@@ -86,7 +87,7 @@ def _carry_out(step: Step) -> None:
                 raise storage_error(path, error) from error
         case Remove(path, whole):
             _remove(path, whole=whole)
-        case Run(words, may_fail):
+        case RunCommand(words, may_fail):
             _run(words, may_fail=may_fail)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from swarm_client.service.steps import MakeLink, Remove, Run, Step, WriteFile
+from swarm_client.service.steps import MakeLink, Remove, RunCommand, Step, WriteFile
 
 UNIT = "swarm-client.service"
 SYSTEM_USER = "swarmtrain"
@@ -25,7 +25,7 @@ PLAIN_PATH = re.compile(r"[^'\"\\\\$]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class UnitPlace:
     """Where one manager's units lie, and how it is asked."""
 
     folder: Path
@@ -41,12 +41,12 @@ class Place:
         return self.folder / f"{self.target}.wants" / UNIT
 
 
-def user_place(config_folder: Path) -> Place:
-    return Place(config_folder / "systemd" / "user", "default.target", ("systemctl", "--user"))
+def user_place(config_folder: Path) -> UnitPlace:
+    return UnitPlace(config_folder / "systemd" / "user", "default.target", ("systemctl", "--user"))
 
 
-def system_place(root: Path = Path("/etc")) -> Place:
-    return Place(root / "systemd" / "system", "multi-user.target", ("systemctl",))
+def system_place(root: Path = Path("/etc")) -> UnitPlace:
+    return UnitPlace(root / "systemd" / "system", "multi-user.target", ("systemctl",))
 
 
 def unit_text(command: Sequence[str], *, system: bool) -> str:
@@ -56,26 +56,26 @@ def unit_text(command: Sequence[str], *, system: bool) -> str:
     if not PLAIN_PATH.fullmatch(command[0]):
         # A unit's first word may have no quotes and knows no $$; all others may and do.
         command = ("/usr/bin/env", *command)
-    begin = f"ExecStart={' '.join(map(spell, command))}"
+    begin = f"ExecStart={' '.join(map(quote_word, command))}"
     lines = [begin if line.startswith("ExecStart=") else line for line in shipped.splitlines()]
     return "\n".join(lines) + "\n"
 
 
-def spell(word: str) -> str:
+def quote_word(word: str) -> str:
     """A word as a unit's command line has it: systemd expands %, $ and backslashes."""
     escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return f'"{escaped}"'
 
 
-def install(place: Place, text: str, *, running: bool) -> tuple[Step, ...]:
+def install(place: UnitPlace, text: str, *, running: bool) -> tuple[Step, ...]:
     """Again over an installed one: the new unit holds, and the daemon begins anew."""
     files: tuple[Step, ...] = (WriteFile(place.unit, text), MakeLink(place.link, place.unit))
     if not running:
         return files
     return (
         *files,
-        Run((*place.systemctl, "daemon-reload")),
-        Run((*place.systemctl, "restart", UNIT)),
+        RunCommand((*place.systemctl, "daemon-reload")),
+        RunCommand((*place.systemctl, "restart", UNIT)),
     )
 
 
@@ -84,33 +84,33 @@ def make_system_user(exists: bool) -> tuple[Step, ...]:
         return ()
     words = ("useradd", "--system", "--user-group", "--no-create-home")
     home = ("--home-dir", str(SYSTEM_HOME), "--shell", "/usr/sbin/nologin")
-    return (Run((*words, *home, SYSTEM_USER)),)
+    return (RunCommand((*words, *home, SYSTEM_USER)),)
 
 
-def uninstall(place: Place, *, running: bool) -> tuple[Step, ...]:
+def uninstall(place: UnitPlace, *, running: bool) -> tuple[Step, ...]:
     files: tuple[Step, ...] = (Remove(place.link), Remove(place.unit))
     if not running:
         return files
     return (
-        Run((*place.systemctl, "stop", UNIT), may_fail=True),
+        RunCommand((*place.systemctl, "stop", UNIT), may_fail=True),
         *files,
-        Run((*place.systemctl, "daemon-reload")),
+        RunCommand((*place.systemctl, "daemon-reload")),
         # What it failed with is not remembered of a unit that is gone.
-        Run((*place.systemctl, "reset-failed", UNIT), may_fail=True),
+        RunCommand((*place.systemctl, "reset-failed", UNIT), may_fail=True),
     )
 
 
 def purge_system() -> tuple[Step, ...]:
-    return (Remove(SYSTEM_HOME, whole=True), Run(("userdel", SYSTEM_USER), may_fail=True))
+    return (Remove(SYSTEM_HOME, whole=True), RunCommand(("userdel", SYSTEM_USER), may_fail=True))
 
 
-def manager_runs(place: Place) -> bool:
+def manager_runs(place: UnitPlace) -> bool:
     """Whether somebody answers: `is-system-running` prints a word then, whatever the word."""
     said = _ask((*place.systemctl, "is-system-running"))
     return said.strip() not in ("", "offline", "unknown")
 
 
-def shown(place: Place) -> Mapping[str, str]:
+def shown(place: UnitPlace) -> Mapping[str, str]:
     """The manager's own properties of the unit; empty where nobody answers."""
     names = ("LoadState", "ActiveState", "SubState", "MainPID", "StatusText")
     said = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))

@@ -11,10 +11,10 @@ from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
-from swarm_client.control.reasons import SuspendReason, Word
+from swarm_client.control.reasons import DaemonState, SuspendReason
 from swarm_client.tui.contribution import contribution, leaderboard
 from swarm_client.tui.logs import LogPane
-from swarm_client.tui.model import Model
+from swarm_client.tui.model import ClientModel
 from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
@@ -22,7 +22,7 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
 from swarm_shared.tui.formatting import clock_text, printable
-from swarm_shared.tui.source import Event, Logged, Seen, Source
+from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, line
 from swarm_shared.tui.terminal_style import Look
 
@@ -45,7 +45,7 @@ PAUSES: tuple[tuple[str, float | None], ...] = (
 LOG_PANE, SETTINGS_PANE = 4, 5
 
 
-class ClientView(_View):
+class ClientApp(_View):
     instead: ClassVar[str] = "swarm-client status"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -60,7 +60,7 @@ class ClientView(_View):
     def __init__(
         self, source: Source[Status], look: Look, recorder: Recorder | None = None
     ) -> None:
-        self.model = Model(look)
+        self.model = ClientModel(look)
         self._pane = 0
         super().__init__(source, look, recorder)
 
@@ -86,7 +86,7 @@ class ClientView(_View):
         status = self.document
         if status is None:
             return line(("swarm-client", "strong")), EMPTY, "Looking for the daemon."
-        word = status.word
+        word = status.state
         reason = f" ({_reason(status.reason)})" if status.reason is not None else ""
         until = f" until {clock_text(status.until)}" if status.until is not None else ""
         name, steps = "", None
@@ -95,13 +95,13 @@ class ClientView(_View):
         first = self.first_line(word.value, f"{reason}{until}", WORD_ROLES[word], name, steps)
         return *first, status.sentence
 
-    def heard(self, event: Event[Status]) -> None:
-        if isinstance(event, Seen):
+    def handle_event(self, event: Event[Status]) -> None:
+        if isinstance(event, DocumentReceived):
             before = self.model.status
             self.model.see(event.document)
-            if before is None or before.word != event.document.word:
+            if before is None or before.state != event.document.state:
                 self.refresh_bindings()
-        elif isinstance(event, Logged):
+        elif isinstance(event, LogReceived):
             self.model.hear(event.entries)
             if self._pane == LOG_PANE:
                 self.query_one(LogPane).renew()
@@ -124,7 +124,7 @@ class ClientView(_View):
         """Keys that mean nothing now are not shown."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
-        paused = self.document is not None and self.document.word is Word.PAUSED
+        paused = self.document is not None and self.document.state is DaemonState.PAUSED
         if action == "resume":
             return paused
         if action == "pause":
@@ -214,7 +214,7 @@ class ClientView(_View):
         self.query_one(LogPane).end_filter(keep=False)
 
     def get_system_commands(self, screen: Screen[Any]) -> Iterable[SystemCommand]:
-        paused = self.document is not None and self.document.word is Word.PAUSED
+        paused = self.document is not None and self.document.state is DaemonState.PAUSED
         if paused:
             yield SystemCommand("Resume", "Compute again", self.action_resume)
         else:

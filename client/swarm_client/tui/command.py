@@ -24,12 +24,12 @@ def top(home: Path | None, record: Path | None, replay: Path | None, unicode: bo
     from swarm_shared.tui.terminal import this_terminal
 
     look = this_terminal("swarm-client status", unicode=unicode)
-    from swarm_client.tui.app import ClientView
+    from swarm_client.tui.app import ClientApp
     from swarm_client.tui.socket_source import SocketSource
 
     open_view(
         PROGRAM,
-        ClientView,
+        ClientApp,
         _status,
         lambda: SocketSource(socket_of(home)),
         look,

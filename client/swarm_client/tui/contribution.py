@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 from typing import TYPE_CHECKING
 
-from swarm_client.tui.model import Model
+from swarm_client.tui.model import ClientModel
 from swarm_shared.tui.bars import bar
 from swarm_shared.tui.formatting import counted, number, percent, printable, short_number
 from swarm_shared.tui.plot import columns_plot
@@ -23,7 +23,7 @@ _EXPLAINED = (
 _LONGEST_HISTORY_DAYS = 366
 
 
-def contribution(model: Model, width: int, height: int) -> list[Line]:
+def contribution(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
         return [EMPTY]
@@ -104,7 +104,7 @@ _TEAMS = (
 _BAR = 14
 
 
-def leaderboard(model: Model, width: int, height: int) -> list[Line]:
+def leaderboard(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
         return [EMPTY]

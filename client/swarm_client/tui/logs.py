@@ -9,7 +9,7 @@ from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import Input
 
-from swarm_client.tui.model import Model
+from swarm_client.tui.model import ClientModel
 from swarm_shared.tui.formatting import clock_text, printable
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.styled_text import Line, Role, line
@@ -92,7 +92,7 @@ class LogPane(Vertical):
     LogPane > Pane { height: 1fr; }
     """
 
-    def __init__(self, model: Model, *, id: str) -> None:
+    def __init__(self, model: ClientModel, *, id: str) -> None:
         super().__init__(id=id)
         self._model = model
         self.words = ""

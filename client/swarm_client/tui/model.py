@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.terminal_style import Look
-from swarm_shared.tui.time_series import Trace
+from swarm_shared.tui.time_series import TimeSeries
 
 if TYPE_CHECKING:
     from swarm_client.control.status_document import DeviceView, StageView, Status
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 MAX_LOG_ENTRIES = 5000
 
 
-class Model:
+class ClientModel:
     def __init__(self, look: Look) -> None:
         self.look = look
         self.status: Status | None = None
-        self.loss = Trace(2000)
+        self.loss = TimeSeries(2000)
         """By step, not by time."""
-        self.versions = Trace()
+        self.versions = TimeSeries()
         """Of the run, by time."""
-        self.tokens_per_second = Trace()
-        self.sent = Trace()
-        self.received = Trace()
-        self.own_rate = Trace()
-        self.queued = Trace()
+        self.tokens_per_second = TimeSeries()
+        self.sent = TimeSeries()
+        self.received = TimeSeries()
+        self.own_rate = TimeSeries()
+        self.queued = TimeSeries()
         self.log: deque[LogEntry] = deque(maxlen=MAX_LOG_ENTRIES)
 
     def see(self, status: Status) -> None:
@@ -90,7 +90,7 @@ def stage_of(status: Status, stage: int | None) -> StageView | None:
     return next((row for row in status.stages if row.stage == stage), None)
 
 
-def seconds_left(model: Model) -> float | None:
+def seconds_left(model: ClientModel) -> float | None:
     """Until the run's last step, at the pace of the steps that were seen; None without any."""
     status = model.status
     points = model.versions.points()

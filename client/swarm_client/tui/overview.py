@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_client.control.reasons import Word
-from swarm_client.tui.model import Model, seconds_left, share_of_run, share_of_stage
+from swarm_client.control.reasons import DaemonState
+from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, share_of_stage
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
 from swarm_shared.tui.formatting import (
-    NOTHING,
+    MISSING,
     counted,
     disk_text,
     duration,
@@ -34,17 +34,17 @@ _TALLEST_CURVE = 14
 _NAME = 12
 """Cells for a line's name, so that what it says stands in a column."""
 
-WORD_ROLES: dict[Word, Role] = {
-    Word.CONTRIBUTING: "good",
-    Word.SYNCING: "accent",
-    Word.QUEUED: "accent",
-    Word.DEGRADED: "bad",
-    Word.PAUSED: "warn",
-    Word.STOPPED: "warn",
+WORD_ROLES: dict[DaemonState, Role] = {
+    DaemonState.CONTRIBUTING: "good",
+    DaemonState.SYNCING: "accent",
+    DaemonState.QUEUED: "accent",
+    DaemonState.DEGRADED: "bad",
+    DaemonState.PAUSED: "warn",
+    DaemonState.STOPPED: "warn",
 }
 
 
-def overview(model: Model, width: int, height: int) -> list[Line]:
+def overview(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
         return [EMPTY, line(("  waiting for the daemon's first word ...", "dim"))]
@@ -63,7 +63,7 @@ def overview(model: Model, width: int, height: int) -> list[Line]:
     return [*lines, *_curve(model, width, min(room, _TALLEST_CURVE))] if room >= 5 else lines
 
 
-def _curve(model: Model, width: int, height: int) -> list[Line]:
+def _curve(model: ClientModel, width: int, height: int) -> list[Line]:
     """The loss over the steps that were seen, where a tall terminal has room for it."""
     return [
         EMPTY,
@@ -87,7 +87,7 @@ def _named(name: str, *parts: Line) -> Line:
     return (*line((f"  {name:<{_NAME - 2}}", "dim")), *joined(parts, "  "))
 
 
-def _run(model: Model, status: Status, width: int) -> list[Line]:
+def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
     look, run = model.look, status.run
     if run is None:
         return [
@@ -202,7 +202,7 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
     ]
 
 
-def _network(model: Model, status: Status, width: int) -> list[Line]:
+def _network(model: ClientModel, status: Status, width: int) -> list[Line]:
     look, traffic = model.look, status.traffic
     spark = max(8, min(40, width - 34))
     lines = [
@@ -229,7 +229,7 @@ def _network(model: Model, status: Status, width: int) -> list[Line]:
     return lines
 
 
-def _given(model: Model, status: Status, width: int) -> list[Line]:
+def _given(model: ClientModel, status: Status, width: int) -> list[Line]:
     given, look = status.contribution, model.look
     return [
         heading("Given", width, look),
@@ -237,7 +237,7 @@ def _given(model: Model, status: Status, width: int) -> list[Line]:
             "tokens",
             line((short_number(given.tokens), "strong")),
             line(f"in {counted(given.steps, 'step', 'steps')}"),
-            line(f"credit {short_number(given.credit) if given.credit else NOTHING}"),
+            line(f"credit {short_number(given.credit) if given.credit else MISSING}"),
             line(f"{given.streak_days}-day streak") if given.streak_days else EMPTY,
         ),
     ]

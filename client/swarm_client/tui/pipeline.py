@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_client.tui.model import Model
+from swarm_client.tui.model import ClientModel
 from swarm_shared.tui.bars import sparkline
 from swarm_shared.tui.formatting import milliseconds, number, peer_text, printable, rate_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
@@ -29,7 +29,7 @@ _COLUMNS = (
 )
 
 
-def pipeline(model: Model, width: int, height: int) -> list[Line]:
+def pipeline(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
         return [EMPTY]
@@ -58,7 +58,7 @@ def _bars(status: Status) -> list[StageBar]:
     ]
 
 
-def _flow(model: Model, status: Status, width: int) -> list[Line]:
+def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
     """What waits here, what goes through, and by which ways it goes on."""
     look = model.look
     arrow = "→" if look.unicode else "->"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import ProtocolError, SwarmError, VersionError
-from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.source import DocumentReceived, Event, LogEntry, LogReceived, SourceLost
 
 if TYPE_CHECKING:
     from swarm_client.control.status_document import Status
@@ -86,13 +86,17 @@ class SocketSource:
         while True:
             try:
                 for answer in stream(self._path, "follow"):
-                    put(Seen(self._clock(), Status.model_validate(answer)))
-                put(Away(self._clock(), "the daemon has ended; the view waits for it to come back"))
+                    put(DocumentReceived(self._clock(), Status.model_validate(answer)))
+                put(
+                    SourceLost(
+                        self._clock(), "the daemon has ended; the view waits for it to come back"
+                    )
+                )
             except (ValidationError, VersionError) as error:
                 put(_other_form(error))
                 return
             except SwarmError as error:
-                put(Away(self._clock(), str(error)))
+                put(SourceLost(self._clock(), str(error)))
             self._rest(TRY_AGAIN_SECONDS)
 
     def _follow_log(self, put: Put) -> None:
@@ -107,7 +111,7 @@ class SocketSource:
                 for answer in stream(self._path, "log", after=self._log_number, follow=True):
                     lines = form.validate_python(answer["lines"])
                     self._log_number = max(self._log_number, *(line.number for line in lines))
-                    put(Logged(self._clock(), lines))
+                    put(LogReceived(self._clock(), lines))
             # Another daemon numbers its lines from the beginning.
             self._log_number = 0
             self._rest(TRY_AGAIN_SECONDS)

@@ -30,30 +30,30 @@ from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-BINDING_SECONDS = 7 * 24 * 3600.0
+BINDING_LIFETIME_SECONDS = 7 * 24 * 3600.0
 """Signed anew at every start, and at half that time."""
 MAX_ADDRESSES = 32
 """As many as a message may carry."""
 _MAX_BINDINGS = 4096
 
 
-class Pairs:
+class AveragingRoutes:
     """A view on the roster; members come from there alone."""
 
     def __init__(self, node: Node, roster: RosterView) -> None:
         self._node = node
         self._roster = roster
-        self._tied: frozenset[StageIndex] = frozenset()
+        self._tied_stages: frozenset[StageIndex] = frozenset()
         self._memory = RouteMemory(trio.current_time)
         self._bindings: dict[tuple[PeerId, str], tuple[str, float]] = {}
         """Bindings that held: p2pd's peer ID, and when to look again."""
-        self._own: tuple[str, float, str] | None = None
+        self._own_binding: tuple[str, float, str] | None = None
         """This peer's binding: p2pd's peer ID, when to sign anew, envelope."""
         node.on_path_change(lambda peer: self._memory.worked(peer, Route.HOST))
 
     def use_manifest(self, manifest: Manifest) -> None:
         first, last = StageIndex(0), StageIndex(manifest.stage_count - 1)
-        self._tied = frozenset((first, last) if manifest.model.tie_embeddings else ())
+        self._tied_stages = frozenset((first, last) if manifest.model.tie_embeddings else ())
 
     # ---------------------------------------------------------------------------- who belongs here
 
@@ -62,7 +62,7 @@ class Pairs:
         own, other = self._roster.get(self._node.peer_id), self._roster.get(peer)
         if own is None or other is None:
             return False
-        return own.stage == other.stage or {own.stage, other.stage} <= self._tied
+        return own.stage == other.stage or {own.stage, other.stage} <= self._tied_stages
 
     def admitted_p2pds(self) -> tuple[str, ...]:
         others = [record.peer for record in self._roster.all() if record.peer != self._node.peer_id]
@@ -124,16 +124,22 @@ class Pairs:
     ) -> CarrierAddress:
         """How others reach this peer's p2pd. The same until something changes."""
         now = time.time()
-        if self._own is None or self._own[0] != p2pd_peer_id or self._own[1] < now:
+        if (
+            self._own_binding is None
+            or self._own_binding[0] != p2pd_peer_id
+            or self._own_binding[1] < now
+        ):
             binding = CarrierBinding(
-                peer=identity.peer_id, carrier_peer_id=p2pd_peer_id, expires=now + BINDING_SECONDS
+                peer=identity.peer_id,
+                carrier_peer_id=p2pd_peer_id,
+                expires=now + BINDING_LIFETIME_SECONDS,
             )
             envelope = base64.b64encode(sign_carrier_binding(identity, binding)).decode()
-            self._own = (p2pd_peer_id, now + BINDING_SECONDS / 2, envelope)
+            self._own_binding = (p2pd_peer_id, now + BINDING_LIFETIME_SECONDS / 2, envelope)
         return CarrierAddress(
             peer=p2pd_peer_id,
-            addresses=tuple(sorted(addresses, key=_usefulness)[:MAX_ADDRESSES]),
-            binding=self._own[2],
+            addresses=tuple(sorted(addresses, key=_address_rank)[:MAX_ADDRESSES]),
+            binding=self._own_binding[2],
         )
 
     # ------------------------------------------------------------------------- what became of them
@@ -147,7 +153,7 @@ class Pairs:
         self._memory.failed(peer, route, carrier.addresses if carrier is not None else ())
 
 
-def _usefulness(address: str) -> int:
+def _address_rank(address: str) -> int:
     """Some read only the first ones: those that lead there from anywhere come before the rest."""
     if is_relayed(address):
         return 1

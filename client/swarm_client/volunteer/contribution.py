@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Contribution:
+class ContributionCounter:
     microbatches: int = 0
     tokens: int = 0
     steps: int = 0

@@ -15,11 +15,11 @@ from swarm_shared.base.types import RunId
 from swarm_shared.data.shards import verify_shard
 from swarm_shared.network import Node
 from swarm_shared.run.manifest import Manifest, ShardInfo
-from swarm_shared.transfer.transfer import Source, fetch
+from swarm_shared.transfer.transfer import TransferSource, fetch
 
 log = logging.getLogger(__name__)
 
-DOWNLOAD_SECONDS = 30.0
+DOWNLOAD_STALL_SECONDS = 30.0
 """An HTTP server that sends nothing for so long is given up, and the coordinator asked."""
 
 
@@ -28,12 +28,12 @@ async def fetch_data(
     home: Home,
     run: RunId,
     manifest: Manifest,
-    coordinator: Source,
+    coordinator: TransferSource,
     certificate: str,
     claim_disk: Callable[[int], None] = lambda size_bytes: None,
     *,
     use_urls: bool = True,
-    turn: trio.Lock | None = None,
+    lock: trio.Lock | None = None,
 ) -> Path:
     """Bring the run's token shards into the volunteer's folder, verified; the folder.
 
@@ -41,7 +41,7 @@ async def fetch_data(
     that fails. `claim_disk` is told of what will be needed and raises when it may not be. Who
     shares a `turn`, as the devices of a machine do, fills their one folder one after the other.
     """
-    async with turn or trio.Lock():
+    async with lock or trio.Lock():
         folder = home.data_folder(run)
         folder.mkdir(parents=True, exist_ok=True)
         missing = [shard for shard in manifest.data.shards if not (folder / shard.name).exists()]
@@ -86,7 +86,10 @@ def _download(url: str, path: Path, size_bytes: int) -> None:
     if not url.startswith(("http://", "https://")):
         raise ValueError("only http and https addresses are followed")
     part = path.with_suffix(".download")
-    with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as answer, part.open("wb") as file:
+    with (
+        urllib.request.urlopen(url, timeout=DOWNLOAD_STALL_SECONDS) as answer,
+        part.open("wb") as file,
+    ):
         left = size_bytes
         while left > 0 and (piece := answer.read(min(left, 2**20))):
             file.write(piece)

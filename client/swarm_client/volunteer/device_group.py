@@ -15,7 +15,7 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
 
 
-class Crew:
+class DeviceGroup:
     """Satisfies `Suspendable`, for the owner's own pause. Has at least one member."""
 
     def __init__(self, volunteers: Sequence[Volunteer]) -> None:
@@ -27,14 +27,14 @@ class Crew:
         """Of those, why, where it was an error."""
 
     @property
-    def working(self) -> Iterator[Volunteer]:
+    def active(self) -> Iterator[Volunteer]:
         """Those that take part."""
         return (one for one in self.volunteers if one.node.peer_id not in self.ended)
 
     @property
-    def speaker(self) -> Volunteer:
+    def reporting_device(self) -> Volunteer:
         """Whose word on the run as a whole is taken: one that hears the coordinator, if any."""
-        those = tuple(self.working) or self.volunteers
+        those = tuple(self.active) or self.volunteers
         return next((one for one in those if one.attachment.session is not None), those[0])
 
     @property
@@ -46,12 +46,12 @@ class Crew:
 
     @property
     def attached(self) -> bool:
-        return any(one.attachment.session is not None for one in self.working)
+        return any(one.attachment.session is not None for one in self.active)
 
     @property
     def suspended(self) -> Suspension | None:
         """The owner's pause, if there is one; else another one that holds for all of them."""
-        found = [one.suspended for one in self.working]
+        found = [one.suspended for one in self.active]
         known = [suspension for suspension in found if suspension is not None]
         own = [one for one in known if one.reason is SuspendReason.PAUSED_BY_USER]
         if own:
@@ -59,15 +59,15 @@ class Crew:
         return known[0] if known and len(known) == len(found) else None
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
-        for one in self.working:
+        for one in self.active:
             one.suspend(reason, until)
 
     def resume(self) -> None:
         """What their owner paused goes on; what was paused for another reason waits for its end."""
-        for one in self.working:
+        for one in self.active:
             if one.suspended is not None and one.suspended.reason is SuspendReason.PAUSED_BY_USER:
                 one.resume()
 
     def leave(self) -> None:
-        for one in self.working:
+        for one in self.active:
             one.leave()

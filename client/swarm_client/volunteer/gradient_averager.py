@@ -19,17 +19,17 @@ from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.all_reduce.member_link import abort_frame
 from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
 from swarm_client.averaging.all_reduce.reduce import all_reduce
-from swarm_client.averaging.all_reduce.routes import LinkReport, Route, RouteFault
-from swarm_client.averaging.all_reduce.stream_race import LONGEST_OPENING_SECONDS
+from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
+from swarm_client.averaging.all_reduce.stream_race import MAX_OPENING_SECONDS
 from swarm_client.averaging.handle.host_carrier import Libp2pAveraging
 from swarm_client.averaging.handle.supervisor import AveragingWorker
-from swarm_client.averaging.protocol.messages import ShowMembership, StartRound
+from swarm_client.averaging.protocol.messages import SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.equal_shares import shares_are_equal
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.step_close import AveragingFailed
-from swarm_client.volunteer.averaging_routes import Pairs
+from swarm_client.volunteer.averaging_routes import AveragingRoutes
 from swarm_shared.base.types import PeerId, RunId, Step
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node
@@ -56,31 +56,31 @@ class GroupAverager:
         self.stall_seconds = 10.0
         self.codec: AverageCodec = "none"
         self._host: Libp2pAveraging | None = None
-        self._pairs: Pairs | None = None
+        self._routes: AveragingRoutes | None = None
         self._roster: RosterView | None = None
         self._run: RunId | None = None
         self._me: PeerId | None = None
-        self._carried: dict[tuple[PeerId, Route], list[int]] = {}
-        self._shown: tuple[Identity, PeerId, str, tuple[PeerId, ...]] | None = None
+        self._carried_bytes: dict[tuple[PeerId, Route], list[int]] = {}
+        self._membership_proof: tuple[Identity, PeerId, str, tuple[PeerId, ...]] | None = None
         self._wake = trio.Event()
 
     def bind(self, node: Node, roster: RosterView, run: RunId) -> None:
-        self._pairs = pairs = Pairs(node, roster)
-        self._host = Libp2pAveraging(node, pairs.host_addresses)
-        self._host.hub.admits = lambda remote: pairs.may_average(PeerId(remote))
+        self._routes = routes = AveragingRoutes(node, roster)
+        self._host = Libp2pAveraging(node, routes.host_addresses)
+        self._host.hub.admits = lambda remote: routes.may_average(PeerId(remote))
         self._roster, self._run, self._me = roster, run, node.peer_id
         host = self._host
-        self.worker.use_host(lambda peer, relayed: host.open(peer, relayed=relayed))
+        self.worker.set_stream_opener(lambda peer, relayed: host.open(peer, relayed=relayed))
         self.worker.on_change(lambda: self._wake.set())
 
     def use_manifest(self, manifest: Manifest) -> None:
-        assert self._pairs is not None
+        assert self._routes is not None
         self.stall_seconds = manifest.limits.round_stall_seconds
         self.codec = manifest.codecs.average
-        self._pairs.use_manifest(manifest)
+        self._routes.use_manifest(manifest)
         self._wake.set()
 
-    def show_membership(
+    def set_membership(
         self,
         identity: Identity,
         organiser: PeerId,
@@ -88,7 +88,7 @@ class GroupAverager:
         revoked: tuple[PeerId, ...] = (),
     ) -> None:
         """What this peer proves itself with in hivemind's DHT, and who is no member any more."""
-        self._shown = (identity, organiser, certificate, revoked)
+        self._membership_proof = (identity, organiser, certificate, revoked)
         self._wake.set()
 
     async def run(self) -> None:
@@ -98,7 +98,7 @@ class GroupAverager:
             nursery.start_soon(self._follow_roster, self._roster)
             while True:
                 self._wake = trio.Event()
-                await self._inform()
+                await self._update_worker()
                 await self._wake.wait()
 
     async def _follow_roster(self, roster: RosterView) -> None:
@@ -106,19 +106,19 @@ class GroupAverager:
             await roster.wait_changed()
             self._wake.set()
 
-    async def _inform(self) -> None:
+    async def _update_worker(self) -> None:
         assert self._host is not None
-        assert self._pairs is not None
+        assert self._routes is not None
         assert self._run is not None
         self._host.hub.admission_changed()
-        await self.worker.admit(self._pairs.admitted_p2pds())
-        if self._shown is None:
+        await self.worker.admit(self._routes.admitted_p2pds())
+        if self._membership_proof is None:
             return
-        identity, organiser, certificate, revoked = self._shown
+        identity, organiser, certificate, revoked = self._membership_proof
         own = self.carrier_address(identity)
         if own is not None:
-            await self.worker.show_membership(
-                ShowMembership(
+            await self.worker.set_membership(
+                SetMembership(
                     run=self._run,
                     organiser=organiser,
                     certificate=certificate.encode(),
@@ -132,22 +132,22 @@ class GroupAverager:
     def carrier_address(self, identity: Identity) -> CarrierAddress | None:
         """How others reach this peer's p2pd, bound to its main key; None without one."""
         started = self.worker.started
-        if started is None or self._pairs is None:
+        if started is None or self._routes is None:
             return None
-        return self._pairs.own_address(identity, started.p2pd_peer_id, started.addresses)
+        return self._routes.own_address(identity, started.p2pd_peer_id, started.addresses)
 
     def links(self) -> tuple[LinkBytes, ...]:
         """Bytes that p2pd carried, per member of this peer's groups and kind of route."""
         return tuple(
             LinkBytes(remote=peer, protocol=P2PD_LINKS[route], sent=sent, received=received)
-            for (peer, route), (sent, received) in self._carried.items()
+            for (peer, route), (sent, received) in self._carried_bytes.items()
             if route in P2PD_LINKS
         )
 
     @property
     def sent_bytes(self) -> int:
         """In averages, over either carrier."""
-        return sum(sent for sent, _ in self._carried.values())
+        return sum(sent for sent, _ in self._carried_bytes.values())
 
     # ------------------------------------------------------------------------------------- rounds
 
@@ -177,7 +177,7 @@ class GroupAverager:
             else:
                 await self._in_daemon(holding, spec, offset)
         except RoundFailed as error:
-            self._learn(spec, error.links, self._faults_of(error), done=False)
+            self._record_outcome(spec, error.links, self._route_faults(error), done=False)
             raise AveragingFailed(
                 f"all-reduce: {error}", error.culprit, error.failure is RoundFailure.CARRIER
             ) from error
@@ -185,10 +185,10 @@ class GroupAverager:
     async def _in_worker(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
         """Streams that come to the host are handed on to the worker, while the round lasts."""
         assert self._host is not None
-        assert self._pairs is not None
+        assert self._routes is not None
         request = StartRound(
             round_id=spec.round_id,
-            members=self._pairs.members(spec.members),
+            members=self._routes.members(spec.members),
             me=spec.me,
             elements=spec.elements,
             codec=spec.codec,
@@ -197,12 +197,12 @@ class GroupAverager:
             result_shm_name=holding.worker.result_name,
             offset_elements=offset,
             stall_seconds=self.stall_seconds,
-            join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
+            join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
         )
         tag = round_tag(spec.round_id)
         failure: RoundFailed | None = None
         # The roster that this group comes from may be a moment old.
-        await self.worker.admit(self._pairs.admitted_p2pds())
+        await self.worker.admit(self._routes.admitted_p2pds())
         with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
             async with trio.open_nursery() as nursery:
 
@@ -215,61 +215,61 @@ class GroupAverager:
                     done = await self.worker.run_round(request)
                 except RoundFailed as error:
                     failure = error
-                    arrivals.farewell = abort_frame(spec, tag, error)
+                    arrivals.late_abort_frame = abort_frame(spec, tag, error)
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
         carried = [
-            LinkReport(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
+            StreamTraffic(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
         ]
         faults = [RouteFault(fault.peer, fault.route, fault.reason) for fault in done.faults]
-        self._learn(spec, carried, faults, done=True)
+        self._record_outcome(spec, carried, faults, done=True)
 
     async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
         assert self._host is not None
-        assert self._pairs is not None
+        assert self._routes is not None
         source = shared_memory.attach(holding.worker.gradients_name)
         result = shared_memory.attach(holding.worker.result_name)
         try:
-            async with self.worker.elsewhere(spec.round_id, self._pairs.p2pds(spec.members)):
+            async with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 report = await all_reduce(
                     spec,
                     self._host.carrier(),
                     _totals(source, spec, offset),
                     _totals(result, spec, offset),
                     stall_seconds=self.stall_seconds,
-                    join_seconds=self.stall_seconds + LONGEST_OPENING_SECONDS,
+                    join_seconds=self.stall_seconds + MAX_OPENING_SECONDS,
                     to_thread=_to_thread,
                 )
         finally:
             source.close()
             result.close()
-        self._learn(spec, report.links, (), done=True)
+        self._record_outcome(spec, report.links, (), done=True)
 
     # ------------------------------------------------------------------- what is learnt from them
 
-    def _learn(
+    def _record_outcome(
         self,
         spec: RoundSpec,
-        carried: Sequence[LinkReport],
+        carried: Sequence[StreamTraffic],
         faults: Sequence[RouteFault],
         *,
         done: bool,
     ) -> None:
-        assert self._pairs is not None
+        assert self._routes is not None
         for link in carried:
-            totals = self._carried.setdefault((link.peer, link.route), [0, 0])
+            totals = self._carried_bytes.setdefault((link.peer, link.route), [0, 0])
             totals[0] += link.bytes_sent
             totals[1] += link.bytes_received
             if done:  # one that merely could be opened has not worked yet
-                self._pairs.worked(link.peer, link.route)
+                self._routes.worked(link.peer, link.route)
         for fault in faults:
             log.info(
                 "%s: %s does not reach %s: %s", spec.round_id, fault.route, fault.peer, fault.reason
             )
-            self._pairs.failed(fault.peer, fault.route)
+            self._routes.failed(fault.peer, fault.route)
 
-    def _faults_of(self, error: RoundFailed) -> list[RouteFault]:
+    def _route_faults(self, error: RoundFailed) -> list[RouteFault]:
         """The routes that this failure speaks against, here or at whoever told of it."""
         faults = list(error.faults)
         culprit = error.culprit

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from swarm_client.connectivity.relay_policy import Position
+from swarm_client.connectivity.relay_policy import Announcement
 from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.volunteer.heartbeat import Present, Telling
+from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_shared.base.types import Version
 from swarm_shared.identity.invite import Invite
@@ -22,7 +22,7 @@ from swarm_shared.protocol import (
 
 
 def hello(
-    invite: Invite, options: VolunteerOptions, position: Position, holding: Holding | None
+    invite: Invite, options: VolunteerOptions, announcement: Announcement, holding: Holding | None
 ) -> Hello:
     return Hello(
         run=invite.run_id,
@@ -31,10 +31,10 @@ def hello(
         name=options.name,
         team=options.team,
         owner=options.owner,
-        addresses=position.addresses,
-        carrier=position.carrier,
-        reachability=position.reachability,
-        offers_relay=position.offers_relay,
+        addresses=announcement.addresses,
+        carrier=announcement.carrier,
+        reachability=announcement.reachability,
+        offers_relay=announcement.offers_relay,
         device=options.device.label,
         memory_bytes=options.device.memory_bytes,
         wanted_stage=options.wanted_stage,
@@ -56,12 +56,12 @@ def doctor_hello(invite: Invite, membership: Membership | None) -> DoctorHello:
 
 
 def heartbeat(
-    telling: Telling, members: int, holding: Holding | None, node: Node,
+    delta: HeartbeatDelta, members: int, holding: Holding | None, node: Node,
     links: tuple[LinkBytes, ...], *, paused: bool,
 ) -> Heartbeat:  # fmt: skip
     computed, busy_seconds = holding.take_work() if holding else (0, 0.0)
-    return telling.heartbeat(
-        Present(
+    return delta.heartbeat(
+        HeartbeatSnapshot(
             microbatches_per_second=holding.microbatches_per_second if holding else 0.0,
             queued=holding.in_flight if holding else 0,
             up_bytes_per_second=node.bandwidth.own_up_bytes_per_second,

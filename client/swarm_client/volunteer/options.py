@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import trio
 
-from swarm_client.control.suspension import LONG_SECONDS
+from swarm_client.control.suspension import LONG_PAUSE_SECONDS
 from swarm_client.machine.devices import Device
 from swarm_shared.base.types import StageIndex
 
@@ -18,9 +18,9 @@ class VolunteerOptions:
     wanted_stage: StageIndex | None
     name: str | None
     may_relay: bool = True
-    long_pause_seconds: float = LONG_SECONDS
+    long_pause_seconds: float = LONG_PAUSE_SECONDS
     team: str | None = None
     owner: str | None = None
     """The machine's word that this device is its own, in base64; None for the machine itself."""
-    data_turn: trio.Lock | None = None
+    data_lock: trio.Lock | None = None
     """Who shares a folder of data takes turns in filling it."""

@@ -23,16 +23,16 @@ class Pause:
         trainer: TrainerRole,
         server: StageServer,
         changed: Callable[[], None],
-        step_back: Callable[[], None],
+        leave_until_resumed: Callable[[], None],
         long_seconds: float,
         nursery: trio.Nursery,
     ) -> None:
-        """`step_back` gives the stage up: a pause has lasted for `long_seconds`."""
+        """`leave_until_resumed` gives the stage up: a pause has lasted for `long_seconds`."""
         self.suspension: Suspension | None = None
         self._trainer = trainer
         self._server = server
         self._changed = changed
-        self._step_back = step_back
+        self._leave_until_resumed = leave_until_resumed
         self._long_seconds = long_seconds
         self._nursery = nursery
         self._leaving = False
@@ -48,7 +48,7 @@ class Pause:
             self._changed()
             self._over = trio.Event()
             if not self._leaving:
-                self._nursery.start_soon(self._look_after, self._over)
+                self._nursery.start_soon(self._escalate, self._over)
 
     def resume(self) -> None:
         if self.suspension is not None:
@@ -71,7 +71,7 @@ class Pause:
         """Whether something stands still until the pause is over."""
         return self._over.statistics().tasks_waiting > 0
 
-    async def _look_after(self, over: trio.Event) -> None:
+    async def _escalate(self, over: trio.Event) -> None:
         with trio.move_on_after(GRACE_SECONDS):
             await over.wait()
             return
@@ -79,4 +79,4 @@ class Pause:
         with trio.move_on_after(self._long_seconds - GRACE_SECONDS):
             await over.wait()
             return
-        self._step_back()
+        self._leave_until_resumed()

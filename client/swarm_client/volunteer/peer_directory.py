@@ -27,9 +27,9 @@ from swarm_shared.protocol import PeerRecord
 log = logging.getLogger(__name__)
 
 DIRECTORY_DOMAIN = "swarmtrain-directory-1"
-RECORD_SECONDS = 120.0
+RECORD_LIFETIME_SECONDS = 120.0
 """A peer that is gone is forgotten in two minutes."""
-PUBLISH_SECONDS = 20.0
+PUBLISH_INTERVAL_SECONDS = 20.0
 """How often this peer's record is renewed."""
 MAX_RECORD_BYTES = 32 * 1024
 
@@ -39,7 +39,7 @@ class DirectoryRecord(FrozenModel):
     expires: float = Field(ge=0, allow_inf_nan=False)
 
 
-class Directory:
+class PeerDirectory:
     """Publishes this peer and looks others up; quietly does nothing without hivemind."""
 
     def __init__(
@@ -49,17 +49,17 @@ class Directory:
         self._requests = requests
         self._run = run
         self._organiser = organiser
-        self._entrances: tuple[str, ...] = ()
+        self._bootstrap_addresses: tuple[str, ...] = ()
 
-    def enter(self, addresses: tuple[str, ...]) -> None:
+    def bootstrap_from(self, addresses: tuple[str, ...]) -> None:
         """Use these p2pd addresses (…/p2p/ID) to enter at the next occasion."""
         if addresses:
-            self._entrances = addresses
+            self._bootstrap_addresses = addresses
 
     async def run(
         self,
         own_record: Callable[[], PeerRecord | None],
-        is_alone: Callable[[], bool],
+        coordinator_absent: Callable[[], bool],
         found: Callable[[PeerRecord], None],
     ) -> None:
         """Publish this peer while it has a record; look for others while nobody else tells."""
@@ -67,22 +67,24 @@ class Directory:
             record = own_record()
             if record is not None:
                 await self.publish(record)
-                if is_alone():
+                if coordinator_absent():
                     for other in await self.lookup():
                         found(other)
-            await trio.sleep(PUBLISH_SECONDS)
+            await trio.sleep(PUBLISH_INTERVAL_SECONDS)
 
     async def publish(self, record: PeerRecord) -> None:
         if not self._requests.available:
             return
-        expires = time.time() + RECORD_SECONDS
+        expires = time.time() + RECORD_LIFETIME_SECONDS
         signed = sign_message(
             self._identity, DirectoryRecord(record=record, expires=expires), DIRECTORY_DOMAIN
         )
         try:
             # An entrance may be away for a moment: its p2pd is started again, say.
-            if self._entrances and await self._requests.bootstrap(self._entrances):
-                self._entrances = ()
+            if self._bootstrap_addresses and await self._requests.bootstrap(
+                self._bootstrap_addresses
+            ):
+                self._bootstrap_addresses = ()
             await self._requests.publish(f"swarm/{self._run}", record.peer, signed, expires)
         except NetworkError as error:
             log.info("the directory could not be told: %s", error)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.volunteer.session import Session, attach, telling_error
+from swarm_client.volunteer.session import CoordinatorSession, attach, root_error
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
@@ -40,20 +40,20 @@ MAXIMUM_BACKOFF_SECONDS = 7.0
 """With the fifth that chance adds, a coordinator that comes back is found again within 10 s."""
 
 
-class Party(Protocol):
+class AttachmentHandler(Protocol):
     """Who is attached: the volunteer."""
 
     async def give_up_stage(self) -> None: ...
 
-    async def may_attach(self) -> bool:
+    async def wait_may_attach(self) -> bool:
         """Wait until there is a reason to; False when the volunteer leaves instead."""
 
     def hello(self) -> Hello: ...
 
-    async def enter(self, welcome: Welcome) -> LimitsConfig:
+    async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
         """Check what the coordinator shows, and use it."""
 
-    async def take_part(self, welcome: Welcome) -> None:
+    async def join_run(self, welcome: Welcome) -> None:
         """A newcomer's way in, beside the conversation."""
 
     def heartbeat(self) -> Heartbeat: ...
@@ -61,7 +61,7 @@ class Party(Protocol):
     def take_receipts(self) -> tuple[str, ...]:
         """Those that the coordinator has not been told of."""
 
-    async def act(self, message: CoordinatorMessage) -> None: ...
+    async def handle(self, message: CoordinatorMessage) -> None: ...
 
     def detached(self) -> None: ...
 
@@ -70,16 +70,16 @@ class Attachment:
     """One per volunteer. `stay` does everything."""
 
     def __init__(
-        self, party: Party, node: Node, invite: Invite, report: Callable[[str], None]
+        self, handler: AttachmentHandler, node: Node, invite: Invite, report: Callable[[str], None]
     ) -> None:
-        self.session: Session | None = None
+        self.session: CoordinatorSession | None = None
         self.problem: SwarmError | None = None
         """Why there is no session, if there has been no other one since."""
         self.finished = False
         self.leaving = False
-        self._stepping_back = False
+        self._leaving_until_resumed = False
         """A long pause has begun: the stage is to be given up, and had anew after it."""
-        self._party = party
+        self._handler = handler
         self._node = node
         self._invite = invite
         self._report = report
@@ -97,9 +97,9 @@ class Attachment:
         self.leaving = True
         self.send(Leaving())
 
-    def step_back(self) -> None:
+    def leave_until_resumed(self) -> None:
         """Leave in order, and attach anew when there is a reason to."""
-        self._stepping_back = True
+        self._leaving_until_resumed = True
         self.send(Leaving())
         self._attach_now.set()
 
@@ -117,26 +117,26 @@ class Attachment:
         """In words for people, to whom the coordinator's peer ID says nothing."""
         return str(problem).replace(str(self._invite.coordinator), "it")
 
-    async def stay(self) -> None:
+    async def run(self) -> None:
         """Attach, and attach again whenever the coordinator was lost, until the end."""
         backoff_seconds = FIRST_BACKOFF_SECONDS
         while not self.finished:
-            if self._stepping_back:
-                self._stepping_back = False
-                await self._party.give_up_stage()
-            if not await self._party.may_attach():
+            if self._leaving_until_resumed:
+                self._leaving_until_resumed = False
+                await self._handler.give_up_stage()
+            if not await self._handler.wait_may_attach():
                 return
             problem: SwarmError | None = None
             try:
-                async with attach(self._node, self._invite, self._party.hello()) as session:
+                async with attach(self._node, self._invite, self._handler.hello()) as session:
                     backoff_seconds = FIRST_BACKOFF_SECONDS
-                    problem = await self._live(session)
+                    problem = await self._run_session(session)
             except (NetworkError, ProtocolError) as error:
                 problem = error
             if self.finished:
                 return
             self.problem = problem
-            if self._stepping_back:
+            if self._leaving_until_resumed:
                 continue
             if self.leaving:
                 self._report("the coordinator is away; leaving without its goodbye")
@@ -151,10 +151,10 @@ class Attachment:
         with trio.move_on_after(seconds):
             await self._attach_now.wait()
 
-    async def _live(self, session: Session) -> SwarmError | None:
+    async def _run_session(self, session: CoordinatorSession) -> SwarmError | None:
         """Live through one session; the reason why it ended."""
-        party, welcome = self._party, session.welcome
-        limits = await party.enter(welcome)
+        handler, welcome = self._handler, session.welcome
+        limits = await handler.accept_welcome(welcome)
         self.session = session
         self.problem = None
         problem: SwarmError | None = None
@@ -162,33 +162,33 @@ class Attachment:
             async with trio.open_nursery() as nursery:
                 self._scope = nursery.cancel_scope
                 nursery.start_soon(session.write_all)
-                beat_seconds = welcome.heartbeat_seconds or limits.heartbeat_seconds
-                nursery.start_soon(session.beat, beat_seconds, party.heartbeat)
+                heartbeat_seconds = welcome.heartbeat_seconds or limits.heartbeat_seconds
+                nursery.start_soon(session.send_heartbeats, heartbeat_seconds, handler.heartbeat)
                 nursery.start_soon(self._report_receipts, limits.receipt_interval_seconds)
-                if self.leaving or self._stepping_back:
+                if self.leaving or self._leaving_until_resumed:
                     session.send(Leaving())
                 if not welcome.keep:
-                    nursery.start_soon(party.take_part, welcome)
+                    nursery.start_soon(handler.join_run, welcome)
                 while not self.finished:
                     message = await session.receive()
                     if isinstance(message, Goodbye):
                         self._report(f"the coordinator says goodbye: {message.reason}")
                         self.finished = message.finished or self.leaving
                         break
-                    await party.act(message)
+                    await handler.handle(message)
                 nursery.cancel_scope.cancel()
         except* (AdmissionError, VersionError, CapacityError) as refusals:
-            raise telling_error(refusals) from None
+            raise root_error(refusals) from None
         except* (NetworkError, ProtocolError) as errors:
-            problem = telling_error(errors)
+            problem = root_error(errors)
         finally:
             self.session = self._scope = None
-            party.detached()
+            handler.detached()
         return problem
 
     async def _report_receipts(self, interval_seconds: float) -> None:
         while True:
             await trio.sleep(interval_seconds)
-            batch = self._party.take_receipts()
+            batch = self._handler.take_receipts()
             if batch:
                 self.send(Receipts(receipts=batch))

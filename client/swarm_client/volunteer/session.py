@@ -49,7 +49,7 @@ REFUSALS = {
 }
 
 
-class Session:
+class CoordinatorSession:
     """One attachment. Made by `attach`."""
 
     def __init__(self, stream: FramedStream, welcome: Welcome) -> None:
@@ -73,10 +73,12 @@ class Session:
         frame = await self._stream.receive()
         message = parse(coordinator_messages, frame.header)
         if isinstance(message, Refused):
-            raise refusal(message)
+            raise refusal_error(message)
         return message
 
-    async def beat(self, interval_seconds: float, heartbeat: Callable[[], Heartbeat]) -> None:
+    async def send_heartbeats(
+        self, interval_seconds: float, heartbeat: Callable[[], Heartbeat]
+    ) -> None:
         while True:
             self.send(heartbeat())
             await trio.sleep(interval_seconds)
@@ -89,7 +91,7 @@ class Session:
 
 
 @asynccontextmanager
-async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Session]:
+async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[CoordinatorSession]:
     """Say hello and be welcomed. AdmissionError, VersionError, CapacityError when refused."""
     # From the port that others dial: the coordinator sees how the router maps that one.
     await node.connect(invite.coordinator, invite.addresses, from_listening_port=True)
@@ -101,20 +103,20 @@ async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[Sess
         frame = await stream.receive(timeout_seconds=WELCOME_SECONDS)
         answer = parse(coordinator_messages, frame.header)
         if isinstance(answer, Refused):
-            raise refusal(answer)
+            raise refusal_error(answer)
         if not isinstance(answer, Welcome):
             raise ProtocolError(f"the coordinator answered {answer.kind!r} to the hello")
-        yield Session(stream, answer)
+        yield CoordinatorSession(stream, answer)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(1.0):
             await stream.close()
 
 
-def refusal(message: Refused) -> Exception:
+def refusal_error(message: Refused) -> Exception:
     return REFUSALS[message.code](message.reason)
 
 
-def telling_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
+def root_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
     """The telling error of a group: a closed link is mostly the echo of another one."""
     leaves: list[SwarmError] = []
     queue: list[BaseException] = [group]

@@ -15,7 +15,7 @@ from pathlib import Path
 import trio
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import Phase
+from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.machine.home import Home, snapshot_item
 from swarm_client.pipeline.held_stage import Holding
 from swarm_shared.base.errors import StorageError, SwarmError
@@ -23,7 +23,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.network import Node
 from swarm_shared.protocol import AssignStage, SaveSnapshot, SnapshotFailed, SnapshotReady
-from swarm_shared.transfer.transfer import Source, fetch
+from swarm_shared.transfer.transfer import TransferSource, fetch
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ KEPT_SNAPSHOTS = 2
 """Newcomers and checkpoints fetch the newest; one older may still be in the middle of a fetch."""
 
 
-class Snapshots:
+class SnapshotStore:
     """The stage snapshots in this volunteer's folder, and their place in the catalogue."""
 
     def __init__(self, home: Home, run: RunId) -> None:
@@ -72,8 +72,8 @@ class Snapshots:
                 )
             )
             return
-        faults.cut(Phase.CHECKPOINT, request.version)
-        faults.spoil_file(Phase.CHECKPOINT, request.version, path)
+        faults.inject_outage(FaultPoint.CHECKPOINT, request.version)
+        faults.corrupt_file(FaultPoint.CHECKPOINT, request.version, path)
         self._served[item] = path
         while len(self._served) > KEPT_SNAPSHOTS:
             oldest = next(iter(self._served))
@@ -92,7 +92,7 @@ class Snapshots:
         path = self._folder / f"fetched-{assignment.version:08d}-{assignment.stage}.safetensors"
         await fetch(
             node,
-            [Source(holder.peer, holder.addresses) for holder in assignment.holders],
+            [TransferSource(holder.peer, holder.addresses) for holder in assignment.holders],
             assignment.item,
             assignment.bytes,
             assignment.sha256,

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import trio
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import Phase
+from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.stage_move import MovingRounds
-from swarm_client.pipeline.step_close import RoundMessage, Rounds
-from swarm_client.stage.handle.warm_worker import SpareWorker
+from swarm_client.pipeline.stage_move import MovingStepCloser
+from swarm_client.pipeline.step_close import CloseOrder, StepCloser
+from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.base.errors import SwarmError
@@ -41,9 +41,9 @@ WORKER_BACKOFF_SECONDS = 2.0
 """Pause before a stage is asked for again after its worker died, doubled each time up to 60 s."""
 
 
-def _strike(phase: Phase, version: int) -> None:
-    faults.cut(phase, version + 1)
-    faults.strike(phase, version + 1)
+def _inject_faults(phase: FaultPoint, version: int) -> None:
+    faults.inject_outage(phase, version + 1)
+    faults.inject(phase, version + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class WorkerLimits:
 
 
 @dataclass(slots=True, eq=False)
-class _Stay:
+class _StageTenure:
     """One stage's life here: from its worker's start to its end."""
 
     assignment: AssignStage
@@ -78,7 +78,7 @@ class _Stay:
         await self.ended.wait()
 
 
-class Holder:
+class StageManager:
     """What the volunteer holds, if anything, and what it prepares to hold beside that."""
 
     def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
@@ -86,24 +86,24 @@ class Holder:
         self.next_stage: Downstream | None = None
         self._volunteer = volunteer
         self._nursery = nursery
-        self._rounds: Rounds | None = None
-        self._held: _Stay | None = None
-        self._beside: _Stay | None = None
+        self._step_closer: StepCloser | None = None
+        self._held_tenure: _StageTenure | None = None
+        self._prepared_tenure: _StageTenure | None = None
         self._numbers = itertools.count(1)
         self._deaths = 0
         self._limits = WorkerLimits()
-        self._spare = SpareWorker(
+        self._spare = WarmWorker(
             volunteer.options.threads, volunteer.home.log_folder / "worker.log"
         )
         nursery.start_soon(self._spare.run)
 
     @property
-    def getting(self) -> StageIndex | None:
+    def loading_stage(self) -> StageIndex | None:
         """The stage that is brought up while none is held."""
-        held = self._held
+        held = self._held_tenure
         return held.assignment.stage if held is not None and self.holding is None else None
 
-    async def ready_to_take(self) -> None:
+    async def wait_ready(self) -> None:
         """Wait until a stage could be taken without delay: a newcomer holds up the others."""
         await self._spare.ready()
 
@@ -112,78 +112,78 @@ class Holder:
         its stage is the same: starting another one takes seconds, in which the run may wait."""
         await self._drop_prepared()
         if assignment.prepare:
-            self._beside = _Stay(assignment)
-            self._nursery.start_soon(self._hold, self._beside)
+            self._prepared_tenure = _StageTenure(assignment)
+            self._nursery.start_soon(self._run_tenure, self._prepared_tenure)
             return
-        held = self._held
+        held = self._held_tenure
         self._volunteer.snapshots.forget()
         again = held is not None and held.assignment.stage == assignment.stage
         if held is not None and held.serving is not None and again:
             held.assignment, held.holding = assignment, None
-            self.holding = self.next_stage = self._rounds = None
+            self.holding = self.next_stage = self._step_closer = None
             held.serving.cancel()
             return
         if held is not None:
             await held.end()
-            _strike(Phase.STAGE_MIGRATION, assignment.version)
-        self._held = _Stay(assignment)
-        self._nursery.start_soon(self._hold, self._held)
+            _inject_faults(FaultPoint.STAGE_MIGRATION, assignment.version)
+        self._held_tenure = _StageTenure(assignment)
+        self._nursery.start_soon(self._run_tenure, self._held_tenure)
 
     def limit(self, limits: WorkerLimits) -> None:
         """From now on, for every worker; one in the middle of something hears of it after that."""
         if limits != self._limits:
             self._limits = limits
-            for stay in filter(None, (self._held, self._beside)):
-                if stay.worker is not None:
-                    self._nursery.start_soon(self._limit, stay.worker)
+            for tenure in filter(None, (self._held_tenure, self._prepared_tenure)):
+                if tenure.worker is not None:
+                    self._nursery.start_soon(self._limit, tenure.worker)
 
     async def _limit(self, worker: StageWorker) -> None:
         limits = self._limits
-        # A worker that has died is its stay's business; the next one is limited at its start.
+        # A worker that has died is its tenure's business; the next one is limited at its start.
         with contextlib.suppress(WorkerDied):
             await worker.limit(limits.duty_cycle, limits.threads, limits.vram_bytes)
 
     async def drop(self) -> None:
         """End what is held and what is prepared, their workers included."""
         await self._drop_prepared()
-        if self._held is not None:
-            await self._held.end()
+        if self._held_tenure is not None:
+            await self._held_tenure.end()
 
     async def _drop_prepared(self) -> None:
-        if self._beside is not None:
-            await self._beside.end()
+        if self._prepared_tenure is not None:
+            await self._prepared_tenure.end()
 
-    def round_message(self, message: RoundMessage) -> None:
-        if self._rounds is not None:
-            self._rounds.put(message)
+    def put_close_order(self, message: CloseOrder) -> None:
+        if self._step_closer is not None:
+            self._step_closer.put(message)
 
     def session_lost(self) -> None:
         """The coordinator that comes back knows of no move; what is held stays."""
-        if self._beside is not None:
-            self._beside.scope.cancel()
-        if self._rounds is not None:
-            self._rounds.session_lost()
+        if self._prepared_tenure is not None:
+            self._prepared_tenure.scope.cancel()
+        if self._step_closer is not None:
+            self._step_closer.session_lost()
 
     def prepared(self) -> Holding | None:
-        return self._beside.holding if self._beside is not None else None
+        return self._prepared_tenure.holding if self._prepared_tenure is not None else None
 
-    async def _hold(self, stay: _Stay) -> None:
+    async def _run_tenure(self, tenure: _StageTenure) -> None:
         volunteer = self._volunteer
         died: WorkerDied | None = None
         try:
-            with stay.scope:
-                died = await self._live(stay)
+            with tenure.scope:
+                died = await self._run_worker(tenure)
         except SwarmError as error:
-            stage, version = stay.assignment.stage, stay.assignment.version
+            stage, version = tenure.assignment.stage, tenure.assignment.version
             volunteer.report(f"stage {stage} cannot be held: {error}")
             volunteer.send(SyncFailed(stage=stage, version=version, reason=str(error)[:500]))
         finally:
-            held = self._held is stay
+            held = self._held_tenure is tenure
             if held:
-                self.holding = self.next_stage = self._rounds = self._held = None
-            elif self._beside is stay:
-                self._beside = None
-            stay.ended.set()
+                self.holding = self.next_stage = self._step_closer = self._held_tenure = None
+            elif self._prepared_tenure is tenure:
+                self._prepared_tenure = None
+            tenure.ended.set()
         if died is not None and held:
             self._deaths += 1
             pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
@@ -191,13 +191,13 @@ class Holder:
             await trio.sleep(pause)
             volunteer.attachment.restart()
 
-    async def _live(self, stay: _Stay) -> WorkerDied | None:
+    async def _run_worker(self, tenure: _StageTenure) -> WorkerDied | None:
         """Hold the assigned stage, and again when it is assigned anew, until its worker dies."""
         volunteer, options = self._volunteer, self._volunteer.options
         assert volunteer.membership is not None
         async with open_worker(
             volunteer.membership.manifest,
-            stay.assignment.stage,
+            tenure.assignment.stage,
             options.device.name,
             options.threads,
             int(options.device.memory_bytes * GRAPH_SHARE),
@@ -205,63 +205,65 @@ class Holder:
             volunteer.home.log_folder / "worker.log",
             process=self._spare.process(),
         ) as worker:
-            stay.worker = worker
+            tenure.worker = worker
             if self._limits != WorkerLimits():
                 await self._limit(worker)
-            untouched = True
+            is_fresh = True
             while True:
-                with trio.CancelScope() as stay.serving:
-                    return await self._serve(worker, stay, untouched)
-                untouched = False
+                with trio.CancelScope() as tenure.serving:
+                    return await self._serve(worker, tenure, is_fresh)
+                is_fresh = False
         raise AssertionError("unreachable: the worker's context swallows nothing")
 
-    async def _serve(self, worker: StageWorker, stay: _Stay, untouched: bool) -> WorkerDied:
-        volunteer, assignment = self._volunteer, stay.assignment
+    async def _serve(self, worker: StageWorker, tenure: _StageTenure, is_fresh: bool) -> WorkerDied:
+        volunteer, assignment = self._volunteer, tenure.assignment
         where = f"stage {assignment.stage} at version {assignment.version}"
         if assignment.prepare:
             where += " beside the one that is held"
         volunteer.report(f"taking {where}")
         try:
-            digest = await self._bring_up(worker, assignment, untouched)
+            digest = await self._load_stage(worker, assignment, is_fresh)
         except WorkerDied as error:
             return error
         async with trio.open_nursery() as nursery:
-            stay.holding, stay.nursery = self._new_holding(worker, assignment), nursery
+            tenure.holding, tenure.nursery = self._new_holding(worker, assignment), nursery
             if not assignment.prepare:
-                self._install(stay.holding, stay)
+                self._install(tenure.holding, tenure)
             volunteer.send(Ready(stage=assignment.stage, version=assignment.version, digest=digest))
             volunteer.report(f"holding {where}")
             try:
                 died = await worker.wait_died()
             finally:
                 # Tasks of others' links, which outlive this nursery, send through it.
-                if stay.next_stage is not None:
-                    stay.next_stage.close()
+                if tenure.next_stage is not None:
+                    tenure.next_stage.close()
             nursery.cancel_scope.cancel()
         return died
 
-    async def _bring_up(self, worker: StageWorker, assignment: AssignStage, untouched: bool) -> str:
+    async def _load_stage(
+        self, worker: StageWorker, assignment: AssignStage, is_fresh: bool
+    ) -> str:
         """The digest of the stage's parameters at the assigned version.
 
-        `untouched`: the worker is as it began, with parameters from the manifest's seed.
+        `is_fresh`: the worker is as it began, with parameters from the manifest's seed.
         """
         volunteer = self._volunteer
         assert volunteer.membership is not None
         if assignment.source == "fresh":
-            if untouched:
+            if is_fresh:
                 return worker.configured.digest
-            return (await worker.adopt_fresh(assignment.version)).digest
+            return (await worker.reinitialise(assignment.version)).digest
         volunteer.claim_disk(assignment.bytes)
         path = await volunteer.snapshots.fetch(
             volunteer.node, assignment, volunteer.membership.certificate,
             volunteer.membership.run,
-            lambda _done, _all: _strike(Phase.STATE_DOWNLOAD, assignment.version),
+            lambda _done, _all: _inject_faults(FaultPoint.STATE_DOWNLOAD, assignment.version),
         )  # fmt: skip
         volunteer.report(
             f"downloaded {assignment.bytes / 1e6:.1f} MB of state from "
             f"{len(assignment.holders)} peer(s)"
         )
-        faults.spoil_file(Phase.STATE_DOWNLOAD, assignment.version + 1, path)
+        faults.corrupt_file(FaultPoint.STATE_DOWNLOAD, assignment.version + 1, path)
         try:
             return (await worker.load_state(path, assignment.version)).digest
         finally:
@@ -280,47 +282,47 @@ class Holder:
             staleness=volunteer.membership.manifest.training.staleness,
         )  # fmt: skip
 
-    def _install(self, holding: Holding, stay: _Stay) -> None:
+    def _install(self, holding: Holding, tenure: _StageTenure) -> None:
         """From now on this is what is held; its rounds live as long as its serving."""
         volunteer = self._volunteer
         assert volunteer.membership is not None
-        assert stay.nursery is not None
+        assert tenure.nursery is not None
         self.holding, self.next_stage = holding, None
         if not holding.is_last:
             self.next_stage = volunteer.stage_links.downstream(
-                StageIndex(holding.stage + 1), stay.nursery
+                StageIndex(holding.stage + 1), tenure.nursery
             )
-        stay.next_stage = self.next_stage
-        self._rounds = MovingRounds(
+        tenure.next_stage = self.next_stage
+        self._step_closer = MovingStepCloser(
             holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
             self._save_snapshot, self._applied, volunteer.attachment.restart, self.prepared,
-            self._switch, self._outdated,
+            self._switch_to_prepared, self._drop_outdated,
         )  # fmt: skip
-        stay.nursery.start_soon(self._run_rounds, self._rounds)
+        tenure.nursery.start_soon(self._run_step_closer, self._step_closer)
 
-    def _switch(self, prepared: Holding) -> None:
+    def _switch_to_prepared(self, prepared: Holding) -> None:
         """What was prepared is held from now on; what was held ends, its worker included."""
-        left, stay = self._held, self._beside
+        left, tenure = self._held_tenure, self._prepared_tenure
         assert left is not None
-        assert stay is not None
-        assert stay.holding is prepared
-        _strike(Phase.STAGE_MIGRATION, prepared.version)
-        self._held, self._beside = stay, None
+        assert tenure is not None
+        assert tenure.holding is prepared
+        _inject_faults(FaultPoint.STAGE_MIGRATION, prepared.version)
+        self._held_tenure, self._prepared_tenure = tenure, None
         # What was saved of the stage that is left is served on: others may be fetching it.
-        self._install(prepared, stay)
+        self._install(prepared, tenure)
         self._volunteer.report(f"moved to stage {prepared.stage}")
         left.scope.cancel()
 
-    def _outdated(self) -> None:
+    def _drop_outdated(self) -> None:
         """What is prepared is of the version before; the coordinator says where to get the next."""
-        if self._beside is not None:
-            self._beside.scope.cancel()
+        if self._prepared_tenure is not None:
+            self._prepared_tenure.scope.cancel()
 
-    async def _run_rounds(self, rounds: Rounds) -> None:
+    async def _run_step_closer(self, rounds: StepCloser) -> None:
         try:
             await rounds.run()
         except WorkerDied:
-            return  # `_live` waits for the same death and reports it
+            return  # `_run_worker` waits for the same death and reports it
 
     async def _save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
         await self._volunteer.snapshots.save(holding, request, self._volunteer.send)
@@ -329,7 +331,7 @@ class Holder:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0
-        volunteer.line_share.step_applied()
+        volunteer.uplink_share.step_applied()
         manifest = volunteer.membership.manifest
         volunteer.contribution.add_step(
             apply.step, counted, manifest.tokens_per_microbatch, manifest.work_share(holding.stage)

@@ -12,37 +12,37 @@ from dataclasses import replace
 
 import trio
 
-from swarm_client.connectivity.relay_policy import Traversal
+from swarm_client.connectivity.relay_policy import RelayPolicy
 from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspension
 from swarm_client.machine.home import Home
-from swarm_client.membership.admission_gate import Gate
-from swarm_client.membership.membership import Membership, membership_of, renewed
+from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import Membership, renew_certificate, verify_welcome
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
-from swarm_client.pipeline.mask_client import MaskDesk
+from swarm_client.pipeline.mask_client import MaskClient
 from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import HELLO_LIMITS, StageServer
 from swarm_client.pipeline.trainer_role import TrainerRole
-from swarm_client.pipeline.uplink_share import LineShare
+from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.volunteer import hello as self_report
-from swarm_client.volunteer.contribution import Contribution
+from swarm_client.volunteer.contribution import ContributionCounter
 from swarm_client.volunteer.dataset import fetch_data
 from swarm_client.volunteer.gradient_averager import GroupAverager
-from swarm_client.volunteer.heartbeat import Telling
+from swarm_client.volunteer.heartbeat import HeartbeatDelta
 from swarm_client.volunteer.options import VolunteerOptions
 from swarm_client.volunteer.pause import Pause
-from swarm_client.volunteer.peer_directory import Directory
+from swarm_client.volunteer.peer_directory import PeerDirectory
 from swarm_client.volunteer.reconnect import Attachment
-from swarm_client.volunteer.snapshots import Snapshots
-from swarm_client.volunteer.stage_manager import Holder, WorkerLimits
+from swarm_client.volunteer.snapshots import SnapshotStore
+from swarm_client.volunteer.stage_manager import StageManager, WorkerLimits
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import Generation, PeerId, StageIndex, Step
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node
-from swarm_shared.probe.server import member_judge, serve_probe
+from swarm_shared.probe.server import answer_members_only, serve_probe
 from swarm_shared.protocol import (
     STAGE_PROTOCOL,
     AbortRound,
@@ -67,7 +67,7 @@ from swarm_shared.protocol import (
 )
 from swarm_shared.run.manifest import LimitsConfig, Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
-from swarm_shared.transfer.transfer import Source, serve_transfers
+from swarm_shared.transfer.transfer import TransferSource, serve_transfers
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ Report = Callable[[str], None]
 
 
 class Volunteer:
-    """Give it a node and a nursery, then `attachment.stay` until it returns."""
+    """Give it a node and a nursery, then `attachment.run` until it returns."""
 
     def __init__(
         self,
@@ -100,38 +100,38 @@ class Volunteer:
         self.membership: Membership | None = None
         self.attachment = Attachment(self, node, invite, report)
         self.roster = RosterView()
-        self._telling = Telling(beat_seconds=1.0)
+        self._heartbeat_delta = HeartbeatDelta(heartbeat_seconds=1.0)
         self.news: RunNews | None = None
         self.on_admitted: Callable[[Manifest], None] = lambda manifest: None
-        self.contribution = Contribution()
-        self.snapshots = Snapshots(home, invite.run_id)
+        self.contribution = ContributionCounter()
+        self.snapshots = SnapshotStore(home, invite.run_id)
         self.averager = averager
         self.disk_guard: Callable[[int], None] = lambda size_bytes: None
         self._own_transport_only = False
         self._nursery = nursery
-        self._holder = Holder(self, nursery)
+        self._stage_manager = StageManager(self, nursery)
         self._trainer = TrainerRole(self.send, self.current_step, nursery)
-        self._masks = MaskDesk(self.attachment.send)
-        averager.worker.on_change(lambda: self.traversal.wake())
-        self.directory = Directory(
+        self._masks = MaskClient(self.attachment.send)
+        averager.worker.on_change(lambda: self.relay_policy.wake())
+        self.directory = PeerDirectory(
             identity, averager.worker.directory, invite.run_id, invite.organiser
         )
         averager.bind(node, self.roster, invite.run_id)
-        self.traversal = Traversal(
+        self.relay_policy = RelayPolicy(
             node, invite, self.roster, lambda: averager.carrier_address(identity),
             lambda relays: averager.worker.reconfigure(trusted_relays=relays),
             self.attachment.send, report, may_relay=options.may_relay,
         )  # fmt: skip
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change(self.attachment.network_changed)
-        self.gate = Gate(invite.run_id, invite.organiser, self.roster)
-        self.line_share = LineShare(node.bandwidth, averager)
+        self.gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
+        self.uplink_share = UplinkShare(node.bandwidth, averager)
         self._stage_server = server = StageServer(
-            lambda: self.membership, lambda: self.holding, lambda: self._holder.next_stage,
-            self.gate, self.line_share.microbatch_seconds, self.send,
+            lambda: self.membership, lambda: self.holding, lambda: self._stage_manager.next_stage,
+            self.gate, self.uplink_share.microbatch_seconds, self.send,
         )  # fmt: skip
         self.pause = Pause(
-            self._trainer, server, lambda: self.send(self.heartbeat()), self._step_back,
+            self._trainer, server, lambda: self.send(self.heartbeat()), self._leave_until_resumed,
             options.long_pause_seconds, nursery,
         )  # fmt: skip
         self.stage_links = StageLinks(
@@ -139,18 +139,18 @@ class Volunteer:
         )
         self.snapshots.clear()
         serve_transfers(node, self.snapshots.find, self.gate.check_transfer)
-        serve_probe(node, member_judge(invite.run_id, invite.organiser, self.gate.check))
+        serve_probe(node, answer_members_only(invite.run_id, invite.organiser, self.gate.check))
 
     # ---- what others ask
 
     @property
     def holding(self) -> Holding | None:
-        return self._holder.holding
+        return self._stage_manager.holding
 
     @property
-    def getting(self) -> StageIndex | None:
+    def loading_stage(self) -> StageIndex | None:
         """The stage that is being brought here while none is held."""
-        return self._holder.getting
+        return self._stage_manager.loading_stage
 
     def current_step(self) -> Step | None:
         return self.holding.step if self.holding is not None else None
@@ -187,17 +187,17 @@ class Volunteer:
     def _show_membership(self) -> None:
         membership = self.membership
         if membership is not None:
-            self.averager.show_membership(
+            self.averager.set_membership(
                 self.identity, self.invite.organiser, membership.certificate,
                 tuple(self.roster.revoked),
             )  # fmt: skip
 
-    # ---- a session (`attachment.Party`)
+    # ---- a session (`attachment.AttachmentHandler`)
 
     async def give_up_stage(self) -> None:
-        await self._holder.drop()
+        await self._stage_manager.drop()
 
-    async def may_attach(self) -> bool:
+    async def wait_may_attach(self) -> bool:
         """Wait out a pause in which nothing is held; False when the volunteer leaves meanwhile."""
         if self.suspended is not None and self.holding is None:
             await self.pause.wait_over()
@@ -205,15 +205,19 @@ class Volunteer:
         return True
 
     def hello(self) -> Hello:
-        return self_report.hello(self.invite, self.options, self.traversal.position(), self.holding)
+        return self_report.hello(
+            self.invite, self.options, self.relay_policy.announcement(), self.holding
+        )
 
-    async def enter(self, welcome: Welcome) -> LimitsConfig:
+    async def accept_welcome(self, welcome: Welcome) -> LimitsConfig:
         """Check what the coordinator shows before anything of it is used."""
-        membership = membership_of(welcome, self.invite, self.node.peer_id)
+        membership = verify_welcome(welcome, self.invite, self.node.peer_id)
         manifest, before = membership.manifest, self.membership
         self.gate.attached(welcome.generation)
         self.membership = membership
-        self._telling = Telling(welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds)
+        self._heartbeat_delta = HeartbeatDelta(
+            welcome.heartbeat_seconds or manifest.limits.heartbeat_seconds
+        )
         if before is None:
             # It asks for a certificate itself: a newcomer's may be here before the roster is.
             self.node.serve(
@@ -228,27 +232,27 @@ class Volunteer:
         else:
             self.report("attached to the coordinator again")
         if not welcome.keep or (before is not None and before.manifest != manifest):
-            await self._holder.drop()
+            await self._stage_manager.drop()
         self.averager.use_manifest(manifest)
         self._show_membership()
-        self.directory.enter(welcome.directory)
-        self.traversal.admitted()
+        self.directory.bootstrap_from(welcome.directory)
+        self.relay_policy.admitted()
         return manifest.limits
 
-    async def take_part(self, welcome: Welcome) -> None:
+    async def join_run(self, welcome: Welcome) -> None:
         """A newcomer's way in: data first, then the choice of a stage."""
         manifest = self.member.manifest
         if not self._trainer.begun:
             folder = await fetch_data(
                 self.node, self.home, self.invite.run_id, manifest,
-                Source(self.invite.coordinator, self.invite.addresses),
+                TransferSource(self.invite.coordinator, self.invite.addresses),
                 self.member.certificate, self.claim_disk,
-                use_urls=not self._own_transport_only, turn=self.options.data_turn,
+                use_urls=not self._own_transport_only, lock=self.options.data_lock,
             )  # fmt: skip
             self._trainer.begin(
                 manifest, folder, self.stage_links.downstream(StageIndex(0), self._nursery)
             )
-        await self._holder.ready_to_take()
+        await self._stage_manager.wait_ready()
         stage = self.options.wanted_stage
         if stage is None:
             stage = most_underserved_stage(welcome.stages, self.options.device.memory_bytes)
@@ -257,7 +261,12 @@ class Volunteer:
     def heartbeat(self) -> Heartbeat:
         paused = self.suspended is not None
         return self_report.heartbeat(
-            self._telling, len(self.roster), self.holding, self.node, self.links(), paused=paused
+            self._heartbeat_delta,
+            len(self.roster),
+            self.holding,
+            self.node,
+            self.links(),
+            paused=paused,
         )
 
     def take_receipts(self) -> tuple[str, ...]:
@@ -265,14 +274,14 @@ class Volunteer:
 
     def detached(self) -> None:
         self.gate.detached()
-        self._holder.session_lost()
+        self._stage_manager.session_lost()
         self._masks.session_lost()
 
     def links(self) -> tuple[LinkBytes, ...]:
         """Bytes per remote and protocol, both directions, over all carriers."""
         return (*self.node.link_bytes(), *self.averager.links())
 
-    async def act(self, message: CoordinatorMessage) -> None:
+    async def handle(self, message: CoordinatorMessage) -> None:
         """Carry out one of the coordinator's orders."""
         match message:
             case Roster():
@@ -280,15 +289,17 @@ class Volunteer:
             case RosterChange():
                 self._roster_changed(self.roster.change(message))
             case CertificateRenewed():
-                self.membership = renewed(self.member, message.certificate, self.node.peer_id)
+                self.membership = renew_certificate(
+                    self.member, message.certificate, self.node.peer_id
+                )
             case AssignStage():
-                await self._holder.take(message)
+                await self._stage_manager.take(message)
             case Lease():
                 self._trainer.take(message)
             case Mask():
                 self._masks.answer(message)
             case Close() | AbortRound() | Apply() | SaveSnapshot():
-                self._holder.round_message(message)
+                self._stage_manager.put_close_order(message)
             case RunNews():
                 self.news = message
             case _:
@@ -296,14 +307,14 @@ class Volunteer:
 
     def _roster_changed(self, revoked: frozenset[PeerId]) -> None:
         for peer in filter(self.node.is_connected, revoked):
-            self._nursery.start_soon(self._part_from, peer)
+            self._nursery.start_soon(self._disconnect_revoked, peer)
         self._show_membership()
         self._trainer.roster_changed()
-        self.traversal.roster_changed()
-        if self._holder.next_stage is not None:
-            self._holder.next_stage.roster_changed()
+        self.relay_policy.roster_changed()
+        if self._stage_manager.next_stage is not None:
+            self._stage_manager.next_stage.roster_changed()
 
-    async def _part_from(self, peer: PeerId) -> None:
+    async def _disconnect_revoked(self, peer: PeerId) -> None:
         """The coordinator has revoked it: whatever there is between it and this peer ends now."""
         try:
             await self.node.disconnect(peer)
@@ -323,10 +334,10 @@ class Volunteer:
     def resume(self) -> None:
         self.pause.resume()
 
-    def _step_back(self) -> None:
+    def _leave_until_resumed(self) -> None:
         """A long pause: leave in order, and attach anew when it is over."""
         self.report("this pause is a long one: the stage is given back until it is over")
-        self.attachment.step_back()
+        self.attachment.leave_until_resumed()
 
     # ---- limits
 
@@ -337,11 +348,11 @@ class Volunteer:
     def limit_network(self, *, own_transport_only: bool, for_others: bool) -> None:
         """Whether bytes may pass elsewhere than over this peer's host, and others' over it."""
         self._own_transport_only = own_transport_only
-        self.traversal.hold_relaying_back(not for_others)
+        self.relay_policy.set_relaying_disabled(not for_others)
 
     def limit(self, limits: WorkerLimits) -> None:
         """How much of its device the compute process may use, from now on."""
-        self._holder.limit(limits)
+        self._stage_manager.limit(limits)
 
     def offer_memory(self, memory_bytes: int) -> None:
         """What a stage may take; counts at the next choice of a stage, not for the one held."""

@@ -18,7 +18,7 @@ from swarm_coordinator.admission.book import (
     AdmissionRecord,
     MemberAdmitted,
 )
-from swarm_coordinator.admission.device_owners import OwnerBook, named_owner
+from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import AdmissionError, ProtocolError, StorageError, VersionError
 from swarm_shared.base.types import Generation, PeerId, RunId
@@ -40,16 +40,16 @@ RENEW_AFTER_SECONDS = CERTIFICATE_SECONDS / 3
 REVOKED_SECONDS = CERTIFICATE_SECONDS + CLOCK_SKEW_SECONDS
 """So long after its last certificate a peer could still show one that has not expired."""
 
-Write = Callable[[AdmissionRecord], Awaitable[None]]
+WriteRecord = Callable[[AdmissionRecord], Awaitable[None]]
 """Returns when the record is durable."""
 
 
-async def _nowhere(_: AdmissionRecord) -> None:
+async def _discard(_: AdmissionRecord) -> None:
     """For an admission that nobody will remember."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AdmissionAuthority:
     """The rules of one start of the coordinator."""
 
     organiser: Identity
@@ -57,9 +57,9 @@ class Admission:
     generation: Generation
     mode: AdmissionMode = "open"
     book: AdmissionBook = field(default_factory=AdmissionBook)
-    write: Write = _nowhere
+    write: WriteRecord = _discard
     clock: Clock = wall
-    owners: OwnerBook = field(default_factory=OwnerBook)
+    owners: DeviceOwners = field(default_factory=DeviceOwners)
 
     async def admit(self, peer: PeerId, hello: Hello) -> str:
         """A certificate for `peer` in base64; a token that it used is marked before, durably.

@@ -85,7 +85,7 @@ class TokenState(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenEntry:
     token: int
     secret_sha256: str
     note: str
@@ -96,7 +96,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
-class Ban:
+class BanEntry:
     reason: str
     banned_at: float
 
@@ -109,11 +109,11 @@ def hash_of(secret: str) -> str:
 class AdmissionBook:
     """Everything the organiser has decided, and whom tokens have let in."""
 
-    tokens: dict[int, Token] = field(default_factory=dict)
+    tokens: dict[int, TokenEntry] = field(default_factory=dict)
     admitted: dict[int, dict[PeerId, float]] = field(default_factory=dict)
     """token → the peers that came in by it, and when"""
     allowed: dict[PeerId, float] = field(default_factory=dict)
-    bans: dict[PeerId, Ban] = field(default_factory=dict)
+    bans: dict[PeerId, BanEntry] = field(default_factory=dict)
     _tokens_of: dict[PeerId, set[int]] = field(default_factory=dict)
     _by_hash: dict[str, int] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class AdmissionBook:
         """Take in a record that is written, or about to be."""
         match record:
             case TokenCreated(token, secret_sha256, note, uses, expires_at):
-                self.tokens[token] = Token(token, secret_sha256, note, uses, expires_at, now)
+                self.tokens[token] = TokenEntry(token, secret_sha256, note, uses, expires_at, now)
                 self._by_hash[secret_sha256] = token
             case TokenRevoked(token):
                 self.tokens[token] = replace(self.tokens[token], revoked_at=now)
@@ -133,7 +133,7 @@ class AdmissionBook:
             case PeerDisallowed(peer):
                 self.allowed.pop(peer, None)
             case PeerBanned(peer, reason):
-                self.bans[peer] = Ban(reason, now)
+                self.bans[peer] = BanEntry(reason, now)
             case PeerUnbanned(peer):
                 self.bans.pop(peer, None)
 
@@ -147,25 +147,25 @@ class AdmissionBook:
 
     # ---- tokens
 
-    def uses_left(self, token: Token) -> int | None:
+    def uses_left(self, token: TokenEntry) -> int | None:
         """A peer that returns does not use a token a second time."""
         if token.uses is None:
             return None
         return max(0, token.uses - len(self.admitted.get(token.token, ())))
 
-    def state_of(self, token: Token, now: float) -> TokenState:
+    def state_of(self, token: TokenEntry, now: float) -> TokenState:
         if token.revoked_at is not None:
             return TokenState.REVOKED
         if token.expires_at is not None and now >= token.expires_at:
             return TokenState.EXPIRED
         return TokenState.USED_UP if self.uses_left(token) == 0 else TokenState.VALID
 
-    def token_of(self, secret: str) -> Token | None:
+    def token_of(self, secret: str) -> TokenEntry | None:
         """By the hash: how long the search takes tells nothing about the secret."""
         token = self._by_hash.get(hash_of(secret))
         return None if token is None else self.tokens[token]
 
-    def usable_token(self, secret: str | None, now: float) -> Token:
+    def usable_token(self, secret: str | None, now: float) -> TokenEntry:
         """The token with this secret, when it admits one peer more. AdmissionError otherwise."""
         if not secret:
             raise AdmissionError(
@@ -181,13 +181,13 @@ class AdmissionBook:
         state = self.state_of(token, now)
         if state is not TokenState.VALID:
             raise AdmissionError(
-                f"the token of this invite {_SAID[state]}; ask the organiser for a new invite"
+                f"the token of this invite {_STATE_TEXT[state]}; ask the organiser for a new invite"
             )
         return token
 
     # ---- peers
 
-    def tokens_of(self, peer: PeerId) -> list[Token]:
+    def tokens_of(self, peer: PeerId) -> list[TokenEntry]:
         """The tokens that have let it in."""
         return [self.tokens[token] for token in sorted(self._tokens_of.get(peer, ()))]
 
@@ -224,7 +224,7 @@ class AdmissionBook:
             )
         return None
 
-    def concerned_by(self, record: AdmissionRecord) -> tuple[PeerId, ...]:
+    def affected_by(self, record: AdmissionRecord) -> tuple[PeerId, ...]:
         """Peers whose right to take part may have changed with a record that was entered."""
         if isinstance(record, TokenRevoked):
             return tuple(self.admitted.get(record.token, ()))
@@ -233,7 +233,7 @@ class AdmissionBook:
         return (record.peer,)
 
 
-_SAID: dict[TokenState, str] = {
+_STATE_TEXT: dict[TokenState, str] = {
     TokenState.EXPIRED: "has expired",
     TokenState.USED_UP: "was used already, as often as it could be",
     TokenState.REVOKED: "was revoked by the organiser",

@@ -17,7 +17,7 @@ from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import open_owner_binding
 
 
-class OwnerBook:
+class DeviceOwners:
     """The bindings that stand. A member's newest hello is what counts, as with its name."""
 
     def __init__(self, bound: Mapping[PeerId, PeerId] | None = None) -> None:

@@ -79,11 +79,11 @@ requests: TypeAdapter[Request] = TypeAdapter(Request)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class AdmissionChange:
     """What a request comes to. No record: it was so already."""
 
     record: AdmissionRecord | None
-    said: str
+    text: str
     details: dict[str, Any] = field(default_factory=dict)
     warning: str = ""
 
@@ -99,7 +99,7 @@ class Administration:
     write: Callable[[AdmissionRecord], Awaitable[None]]
     clock: Callable[[], float]
 
-    async def carry_out(self, request: Request) -> tuple[Change, tuple[PeerId, ...]]:
+    async def carry_out(self, request: Request) -> tuple[AdmissionChange, tuple[PeerId, ...]]:
         """The change, and the peers whose right to take part may be another one now."""
         change = plan(self.book, self.mode, self.organiser, request, self.clock())
         if change.record is None:
@@ -108,7 +108,7 @@ class Administration:
         self.book.enter(change.record, self.clock())
         if isinstance(change.record, TokenRevoked):
             self._forget_standing_token(change.record.token)
-        return change, self.book.concerned_by(change.record)
+        return change, self.book.affected_by(change.record)
 
     def _forget_standing_token(self, token: int) -> None:
         """A secret that admits nobody must not be printed in invites any more."""
@@ -132,7 +132,7 @@ def parse_request(question: dict[str, Any]) -> Request:
 
 def plan(
     book: AdmissionBook, mode: AdmissionMode, organiser: PeerId, request: Request, now: float
-) -> Change:
+) -> AdmissionChange:
     """What the request changes, and the sentence about it. UsageError when it makes no sense."""
     match request:
         case CreateToken():
@@ -142,31 +142,39 @@ def plan(
         case Allow(peer=peer):
             _check_peer(peer, organiser)
             if peer in book.allowed:
-                return Change(None, f"{peer} is on the list already")
-            return Change(PeerAllowed(peer), f"{peer} is on the list", warning=_unlisted(mode))
+                return AdmissionChange(None, f"{peer} is on the list already")
+            return AdmissionChange(
+                PeerAllowed(peer), f"{peer} is on the list", warning=_unused_list_warning(mode)
+            )
         case Disallow(peer=peer):
             if peer not in book.allowed:
                 raise UsageError(
                     f"{peer} is not on the list; see `swarm-coordinator allow list RUN_DIR`"
                 )
-            return Change(PeerDisallowed(peer), f"{peer} is off the list", warning=_unlisted(mode))
+            return AdmissionChange(
+                PeerDisallowed(peer), f"{peer} is off the list", warning=_unused_list_warning(mode)
+            )
         case BanPeer(peer=peer, reason=reason):
             _check_peer(peer, organiser)
             held = book.bans.get(peer)
             if held is not None and held.reason == reason:
-                return Change(None, f"{peer} is banned already")
-            return Change(
-                PeerBanned(peer, reason), f"banned {peer}", warning=_new_name(book, mode, peer, now)
+                return AdmissionChange(None, f"{peer} is banned already")
+            return AdmissionChange(
+                PeerBanned(peer, reason),
+                f"banned {peer}",
+                warning=_new_identity_warning(book, mode, peer, now),
             )
         case UnbanPeer(peer=peer):
             if peer not in book.bans:
                 raise UsageError(f"{peer} is not banned; `swarm-coordinator status` shows who is")
-            return Change(PeerUnbanned(peer), f"{peer} is not banned any more")
+            return AdmissionChange(PeerUnbanned(peer), f"{peer} is not banned any more")
         case _:
             assert_never(request)
 
 
-def _create(book: AdmissionBook, mode: AdmissionMode, request: CreateToken, now: float) -> Change:
+def _create(
+    book: AdmissionBook, mode: AdmissionMode, request: CreateToken, now: float
+) -> AdmissionChange:
     secret = secrets.token_urlsafe(SECRET_BYTES)
     number = max(book.tokens, default=0) + 1
     expires_at = None if request.expires_seconds is None else now + request.expires_seconds
@@ -176,7 +184,7 @@ def _create(book: AdmissionBook, mode: AdmissionMode, request: CreateToken, now:
             f'[admission] mode is "{mode}", so that no token is asked for; set it to "token" in '
             "run.toml and start the coordinator again"
         )
-    return Change(
+    return AdmissionChange(
         TokenCreated(number, hash_of(secret), request.note, request.uses, expires_at),
         f"token {number} is made",
         {"token": number, "secret": secret, "uses": request.uses, "expires_at": expires_at},
@@ -184,21 +192,23 @@ def _create(book: AdmissionBook, mode: AdmissionMode, request: CreateToken, now:
     )
 
 
-def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> Change:
+def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> AdmissionChange:
     token = book.tokens.get(number)
     if token is None:
         raise UsageError(f"there is no token {number}; see `swarm-coordinator token list RUN_DIR`")
     if token.revoked_at is not None:
-        return Change(None, f"token {number} is revoked already")
+        return AdmissionChange(None, f"token {number} is revoked already")
     count = len(book.admitted.get(number, ()))
     ended = f"; it had admitted {count} peer(s)" if count else ""
     warning = ""
     if count and mode != "token":
         warning = f'[admission] mode is "{mode}": whom it had admitted may still take part'
-    return Change(TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning)
+    return AdmissionChange(
+        TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning
+    )
 
 
-def _unlisted(mode: AdmissionMode) -> str:
+def _unused_list_warning(mode: AdmissionMode) -> str:
     if mode == "allow-list":
         return ""
     return (
@@ -207,7 +217,9 @@ def _unlisted(mode: AdmissionMode) -> str:
     )
 
 
-def _new_name(book: AdmissionBook, mode: AdmissionMode, peer: PeerId, now: float) -> str:
+def _new_identity_warning(
+    book: AdmissionBook, mode: AdmissionMode, peer: PeerId, now: float
+) -> str:
     """A new identity costs nothing: what lets the owner of a banned peer back in with one."""
     if mode == "open":
         return (

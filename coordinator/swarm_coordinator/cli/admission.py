@@ -32,18 +32,18 @@ from swarm_coordinator.admission.requests import (
 from swarm_coordinator.cli.run import RUN_DIR, run_addresses
 from swarm_coordinator.demo.run_summary import table
 from swarm_coordinator.durability.run_files import (
+    database_location,
     load_identity,
     load_manifest,
     load_settings,
-    place_of,
-    read_book,
+    read_admission_book,
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.listen_addresses import invite_for
 from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
-from swarm_coordinator.storage.location import is_there, reading
+from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import (
@@ -56,7 +56,7 @@ from swarm_shared.base.errors import (
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 
-REACH_SECONDS = 15.0
+CONNECT_SECONDS = 15.0
 """A coordinator that is starting, or ending, takes commands or gives the folder free by then."""
 SHORTEST_SUFFIX = 6
 """Of a peer ID: as long as those that the end of a run and `status` show, or nearly."""
@@ -75,9 +75,9 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON d
 # ---------------------------------------------------------------- carrying a decision out
 
 
-def decide(folder: RunFolder, request: Request) -> dict[str, Any]:
+def submit_request(folder: RunFolder, request: Request) -> dict[str, Any]:
     """Have the request carried out, by the running coordinator or here; prints what came of it."""
-    answer = _carry_out(folder, request)
+    answer = _execute(folder, request)
     if not answer.get("ok"):
         kind = _ERRORS.get(answer.get("exit_code", 1), SwarmError)
         raise kind(str(answer.get("error", "the coordinator gave no reason")))
@@ -86,11 +86,11 @@ def decide(folder: RunFolder, request: Request) -> dict[str, Any]:
     return answer
 
 
-def _carry_out(folder: RunFolder, request: Request) -> dict[str, Any]:
-    patience_ends = time.monotonic() + REACH_SECONDS
+def _execute(folder: RunFolder, request: Request) -> dict[str, Any]:
+    patience_ends = time.monotonic() + CONNECT_SECONDS
     while True:
         with contextlib.suppress(ConnectionRefusedError, FileNotFoundError):
-            return admin_socket.ask(folder.socket, request.model_dump())
+            return admin_socket.send_request(folder.socket, request.model_dump())
         with contextlib.ExitStack() as stack:
             try:
                 stack.enter_context(folder.lock())
@@ -101,13 +101,13 @@ def _carry_out(folder: RunFolder, request: Request) -> dict[str, Any]:
                         f"ready or has ended, and try again"
                     ) from error
             else:
-                return trio.run(_carry_out_alone, folder, request)
+                return trio.run(_execute_offline, folder, request)
         time.sleep(0.1)
 
 
-async def _carry_out_alone(folder: RunFolder, request: Request) -> dict[str, Any]:
+async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any]:
     settings, organiser = load_settings(folder), load_identity(folder).peer_id
-    store = open_store(place_of(folder))
+    store = open_store(database_location(folder))
     try:
         administration = Administration(
             folder, settings.admission.mode, organiser, store.admission(), store.write, wall
@@ -115,7 +115,7 @@ async def _carry_out_alone(folder: RunFolder, request: Request) -> dict[str, Any
         change, concerned = await administration.carry_out(request)
     finally:
         store.close()
-    said = change.said
+    said = change.text
     if concerned:
         said += "; no coordinator is running, so that it holds from the next start on"
     return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
@@ -144,10 +144,10 @@ def _peer_named(folder: RunFolder, text: str) -> PeerId:
 
 
 def _known_peers(folder: RunFolder) -> set[PeerId]:
-    place = place_of(folder)
-    if not is_there(place):
+    place = database_location(folder)
+    if not database_exists(place):
         return set()
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         book = read_admission(connection)
         return {*read_seen_since(connection, 0.0), *book.bans, *book.allowed}
 
@@ -202,16 +202,16 @@ def token_create_command(
     addresses = run_addresses(folder, settings)
     # Before the token is made: an address that is none must not cost one.
     invite_for(manifest, addresses, None)
-    made = decide(folder, CreateToken(uses=uses, expires_seconds=expires, note=note))
+    made = submit_request(folder, CreateToken(uses=uses, expires_seconds=expires, note=note))
     details = made["details"]
     invite = invite_for(manifest, addresses, details["secret"]).encode()
     if as_json:
         click.echo(json.dumps({**details, "note": note, "invite": invite}, indent=1))
         return
-    until = f", until {_when(details['expires_at'])}" if details["expires_at"] else ""
+    until = f", until {_time_text(details['expires_at'])}" if details["expires_at"] else ""
     click.echo(
-        f"token {details['token']}: admits {_uses(uses)}{until}; this invite carries it and is "
-        "not shown again:"
+        f"token {details['token']}: admits {_uses_text(uses)}{until}; this invite carries it and "
+        "is not shown again:"
     )
     click.echo(invite)
 
@@ -221,7 +221,7 @@ def token_create_command(
 @AS_JSON
 def token_list_command(run_dir: Path, as_json: bool) -> None:
     """List all tokens; their secrets are not stored."""
-    tokens = token_document(read_book(RunFolder.open(run_dir)), wall())
+    tokens = token_document(read_admission_book(RunFolder.open(run_dir)), wall())
     if as_json:
         click.echo(json.dumps(tokens, indent=1))
     elif not tokens:
@@ -232,9 +232,9 @@ def token_list_command(run_dir: Path, as_json: bool) -> None:
         rows = [
             (
                 str(token["token"]), token["state"],
-                _left(token),
-                str(len(token["admitted"])), _when(token["created_at"]),
-                _when(token["expires_at"]) if token["expires_at"] else "never",
+                _uses_left(token),
+                str(len(token["admitted"])), _time_text(token["created_at"]),
+                _time_text(token["expires_at"]) if token["expires_at"] else "never",
                 printable(token["note"]),
             )
             for token in tokens
@@ -251,7 +251,7 @@ def token_revoke_command(run_dir: Path, token: int) -> None:
 
     TOKEN is its number, as `list` shows it.
     """
-    click.echo(decide(RunFolder.open(run_dir), RevokeToken(token=token))["said"])
+    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["said"])
 
 
 # ---------------------------------------------------------------- allow
@@ -268,7 +268,7 @@ def allow_command() -> None:
 def allow_add_command(run_dir: Path, peer: str) -> None:
     """Add PEER (its peer ID) to the list."""
     folder = RunFolder.open(run_dir)
-    click.echo(decide(folder, Allow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["said"])
 
 
 @allow_command.command("remove")
@@ -277,7 +277,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 def allow_remove_command(run_dir: Path, peer: str) -> None:
     """Remove PEER from the list; in mode "allow-list" that ends its membership."""
     folder = RunFolder.open(run_dir)
-    click.echo(decide(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
 
 
 @allow_command.command("list")
@@ -285,7 +285,7 @@ def allow_remove_command(run_dir: Path, peer: str) -> None:
 @AS_JSON
 def allow_list_command(run_dir: Path, as_json: bool) -> None:
     """Print the list."""
-    book = read_book(RunFolder.open(run_dir))
+    book = read_admission_book(RunFolder.open(run_dir))
     if as_json:
         rows = [{"peer": peer, "added_at": added} for peer, added in book.allowed.items()]
         click.echo(json.dumps(rows, indent=1))
@@ -310,7 +310,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
     """
     folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
     request = BanPeer(peer=_peer_named(folder, peer), reason=reason)
-    click.echo(decide(folder, request)["said"])
+    click.echo(submit_request(folder, request)["said"])
 
 
 @click.command("unban")
@@ -319,7 +319,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 def unban_command(run_dir: Path, peer: str) -> None:
     """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
     folder = RunFolder.open(run_dir)
-    click.echo(decide(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
 
 
 # ---------------------------------------------------------------- words
@@ -331,15 +331,15 @@ def _checked(text: str, what: str) -> str:
     return printable(text)
 
 
-def _when(unix_seconds: float) -> str:
+def _time_text(unix_seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_seconds))
 
 
-def _left(token: dict[str, Any]) -> str:
+def _uses_left(token: dict[str, Any]) -> str:
     return "any number" if token["uses"] is None else f"{token['uses_left']} of {token['uses']}"
 
 
-def _uses(uses: int | None) -> str:
+def _uses_text(uses: int | None) -> str:
     if uses is None:
         return "any number of peers"
     return "one peer" if uses == 1 else f"{uses} peers"

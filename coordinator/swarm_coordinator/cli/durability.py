@@ -13,7 +13,7 @@ import click
 from swarm_coordinator.cli.run import RUN_DIR
 from swarm_coordinator.durability.backup import is_backup, make_backup, read_summary, verify_backup
 from swarm_coordinator.durability.integrity_check import (
-    Finding,
+    IntegrityFinding,
     RunCheck,
     check_run,
     refuse_damage,
@@ -53,14 +53,16 @@ def verify_command(run_dir: Path, as_json: bool, aside: bool) -> None:
             for path in set_aside(folder, check):
                 click.echo(f"moved to {path}", err=as_json)
         check = check_run(folder)
-        check = RunCheck(check.good, tuple(f for f in check.findings if _counts(f)), check.offers)
+        check = RunCheck(
+            check.good, tuple(f for f in check.findings if _is_still_damage(f)), check.offers
+        )
     if check.findings and not as_json:
         for finding in check.findings:
             click.echo(f"DAMAGED: {finding.problem}")
     refuse_damage(check)
 
 
-def _counts(finding: Finding) -> bool:
+def _is_still_damage(finding: IntegrityFinding) -> bool:
     """After what is damaged was moved away, that it is not there any more is no news."""
     return not (finding.part == "checkpoint" and finding.version is None)
 

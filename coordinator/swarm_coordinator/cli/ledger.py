@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from swarm_coordinator.cli.run import RUN_DIR
-from swarm_coordinator.durability.run_files import load_identity, load_manifest, place_of
+from swarm_coordinator.durability.run_files import database_location, load_identity, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.device_owner_rows import read_bindings
-from swarm_coordinator.storage.location import is_there, reading
+from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_shared.base.atomic_file import atomic_file
 from swarm_shared.base.clock import wall
 from swarm_shared.base.errors import StorageError, UsageError
@@ -40,13 +40,13 @@ def export_ledger_command(run_dir: Path, file: Path) -> None:
     folder = RunFolder.open(run_dir)
     load_manifest(folder)
     envelope = read_bytes(folder.manifest, MAX_MANIFEST_BYTES)
-    place = place_of(folder)
-    if not is_there(place):
+    place = database_location(folder)
+    if not database_exists(place):
         raise UsageError(
             f"the run in {run_dir} has not been started yet, so there is nothing in it"
         )
     lines = 0
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         begins = connection.execute(
             "SELECT min(step) FROM applied_steps WHERE superseded_by IS NULL"
         ).fetchone()[0]

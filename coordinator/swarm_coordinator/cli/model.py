@@ -14,11 +14,11 @@ from typing import Any
 import click
 
 from swarm_coordinator.core.events import CheckpointRecord
-from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.storage.history import HistoryStep, history, steps_document
-from swarm_coordinator.storage.location import is_there, reading
+from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
@@ -62,10 +62,10 @@ def newest_checkpoint(folder: RunFolder, manifest: Manifest) -> tuple[Version, l
 
 def _known(folder: RunFolder) -> dict[Version, CheckpointRecord] | None:
     """Checkpoints of the run's own history; None, for any, when its database is lost."""
-    place = place_of(folder)
-    if not is_there(place):
+    place = database_location(folder)
+    if not database_exists(place):
         return None
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return {record.version: record for record in read_checkpoints(connection)}
 
 
@@ -109,12 +109,14 @@ def reference_command(
             _write_steps(json_file, done)
     if heldout is not None:
         click.echo(f"held-out loss: {heldout:.4f}")
-    place = place_of(folder)
-    if is_there(place):
-        click.echo(compared(history(place).steps, done, manifest))
+    place = database_location(folder)
+    if database_exists(place):
+        click.echo(compare_losses(history(place).steps, done, manifest))
 
 
-def compared(run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest: Manifest) -> str:
+def compare_losses(
+    run: Sequence[HistoryStep], alone: Sequence[HistoryStep], manifest: Manifest
+) -> str:
     """What a person is told of a run's losses beside those of one process."""
     of_run = {step.step: step.loss for step in run}
     both = [(step.step, of_run[step.step], step.loss) for step in alone if step.step in of_run]

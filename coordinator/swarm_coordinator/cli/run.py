@@ -31,20 +31,20 @@ from swarm_coordinator.core.events import Restored
 from swarm_coordinator.durability.integrity_check import check_start, refuse_damage
 from swarm_coordinator.durability.run_files import (
     changed_settings,
+    database_location,
     load_identity,
     load_manifest,
     load_settings,
-    place_of,
-    read_book,
+    read_admission_book,
     read_progress,
 )
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.server.dashboard_process import Companion
+from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, invite_for, listen_address
-from swarm_coordinator.status.status_file import finite, read_status, status_lines
+from swarm_coordinator.status.status_file import read_status, status_lines, without_nan
 from swarm_coordinator.storage.history import history, steps_document
-from swarm_coordinator.storage.leader_election import wait_for_turn
-from swarm_coordinator.storage.location import Place, PostgresqlPlace
+from swarm_coordinator.storage.leader_election import wait_for_leadership
+from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import ConfigurationError, LeadershipError, NetworkError, UsageError
 from swarm_shared.identity.invite import Invite
@@ -158,8 +158,8 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
         parse_address(http)
     folder = RunFolder.open(run_dir)
     with folder.lock():
-        place = place_of(folder)
-        remote = isinstance(place, PostgresqlPlace)
+        place = database_location(folder)
+        remote = isinstance(place, PostgresqlLocation)
         if standby and not remote:
             raise UsageError(
                 "--standby needs a database that both coordinators reach; set [coordinator] store "
@@ -167,17 +167,17 @@ def start_command(run_dir: Path, port: int | None, http: str | None, standby: bo
             )
         _log_to(folder.log / "coordinator.log")
         while True:
-            if isinstance(place, PostgresqlPlace):
-                trio.run(partial(wait_for_turn, place, _report, stand_by=standby))
+            if isinstance(place, PostgresqlLocation):
+                trio.run(partial(wait_for_leadership, place, _report, stand_by=standby))
             if _serve(folder, place, port, http, standby):
                 return
 
 
 def _serve(
-    folder: RunFolder, place: Place, port: int | None, http: str | None, standby: bool
+    folder: RunFolder, place: DatabaseLocation, port: int | None, http: str | None, standby: bool
 ) -> bool:
     """Until its end. False when another one that stood by was quicker to take over."""
-    from swarm_coordinator.server.context import Service
+    from swarm_coordinator.server.context import CoordinatorContext
     from swarm_coordinator.server.coordinator import serve
     from swarm_coordinator.storage.open_store import open_store
 
@@ -190,13 +190,13 @@ def _serve(
         refuse_damage(check)
     restored = read_progress(folder)
     manifest = _follow_settings(folder, settings, manifest, restored)
-    if restored is not None and _is_over(restored, manifest):
-        _say_finished(folder, restored)
+    if restored is not None and _is_finished(restored, manifest):
+        _print_finished(folder, restored)
         return True
     identity = load_identity(folder)
     store = open_store(place)
     try:
-        service = Service(
+        service = CoordinatorContext(
             folder=folder,
             settings=settings,
             manifest=manifest,
@@ -205,8 +205,10 @@ def _serve(
             report=_report,
             port=port,
             verified=checkpoint,
-            on_serving=_say_serving(folder, settings, manifest),
-            companion=_companion(folder, settings.http.listen if http is None else http),
+            on_serving=_print_serving(folder, settings, manifest),
+            dashboard_process=_dashboard_process(
+                folder, settings.http.listen if http is None else http
+            ),
         )
         trio.run(serve, service)
     except LeadershipError:
@@ -216,13 +218,13 @@ def _serve(
     finally:
         store.close()
     end = read_progress(folder)
-    if end is not None and _is_over(end, manifest):
-        _say_finished(folder, end)
+    if end is not None and _is_finished(end, manifest):
+        _print_finished(folder, end)
     return True
 
 
-def _companion(folder: RunFolder, listen: str) -> Companion | None:
-    return Companion(folder, parse_address(listen), _report) if listen else None
+def _dashboard_process(folder: RunFolder, listen: str) -> DashboardProcess | None:
+    return DashboardProcess(folder, parse_address(listen), _report) if listen else None
 
 
 def _follow_settings(
@@ -267,11 +269,11 @@ def _follow_settings(
     return load_manifest(folder)
 
 
-def _is_over(restored: Restored, manifest: Manifest) -> bool:
+def _is_finished(restored: Restored, manifest: Manifest) -> bool:
     return restored.finished and restored.version >= manifest.training.steps
 
 
-def _say_finished(folder: RunFolder, restored: Restored) -> None:
+def _print_finished(folder: RunFolder, restored: Restored) -> None:
     heldout = restored.heldout_loss
     loss = f", held-out loss {heldout:.4f}" if heldout is not None else ""
     click.echo(f"the run is finished after {restored.version} steps{loss}")
@@ -283,7 +285,7 @@ def _say_finished(folder: RunFolder, restored: Restored) -> None:
     click.echo(f"or raise [training] steps in {folder.settings} and start again")
 
 
-def _say_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> Any:
+def _print_serving(folder: RunFolder, settings: RunSettings, manifest: Manifest) -> Any:
     mode = settings.admission.mode
 
     def say(invite: Invite) -> None:
@@ -357,7 +359,7 @@ def invite_command(run_dir: Path) -> None:
     addresses = run_addresses(folder, settings)
     token = None
     if settings.admission.mode == "token":
-        token, _ = standing_token(folder, read_book(folder))
+        token, _ = standing_token(folder, read_admission_book(folder))
         if token is None:
             raise UsageError(
                 "this run has no invite of its own: its token was revoked, or you have made "
@@ -405,7 +407,7 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     if document is None:
         document = {"run": load_manifest(folder).name, "phase": "never started"}
     if as_json:
-        click.echo(json.dumps(finite({**document, "running": running}), indent=1))
+        click.echo(json.dumps(without_nan({**document, "running": running}), indent=1))
     elif "time" not in document:
         how = f"swarm-coordinator start {quoted(run_dir)}"
         click.echo(f"{document['run']} has not been started yet: {how}")
@@ -423,7 +425,9 @@ def _admission_now(folder: RunFolder) -> dict[str, Any]:
         mode = load_settings(folder).admission.mode
     except ConfigurationError:
         return {}
-    return {"admission": admission_document(read_book(folder), mode, time.time(), attached=0)}
+    return {
+        "admission": admission_document(read_admission_book(folder), mode, time.time(), attached=0)
+    }
 
 
 def _lock_holder(folder: RunFolder) -> int | None:
@@ -439,7 +443,7 @@ def _lock_holder(folder: RunFolder) -> int | None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def history_command(run_dir: Path, as_json: bool) -> None:
     """Print every applied step of the run in RUN_DIR; needs no running coordinator."""
-    found = history(place_of(RunFolder.open(run_dir)))
+    found = history(database_location(RunFolder.open(run_dir)))
     if as_json:
         click.echo(json.dumps(steps_document(found.steps)))
         return

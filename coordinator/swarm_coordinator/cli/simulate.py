@@ -21,12 +21,12 @@ from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.report import outcome_document, outcome_lines
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
-from swarm_coordinator.simulator.trace import Change, read_trace, write_trace
+from swarm_coordinator.simulator.trace import TraceEvent, read_trace, write_trace
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import UsageError
 from swarm_shared.scheduling.placement import MovePolicy
 
-MOST_FOLLOWED = 200
+MAX_FOLLOWED_MACHINES = 200
 """Machines up to which following every microbatch takes minutes, not hours."""
 
 
@@ -92,10 +92,10 @@ def simulate_command(
         write_trace(save_trace, changes, f"--trace {trace} --fleet {fleet} --seed {seed}")
     if level == "auto":
         level = "microbatches" if len(machines) <= 32 and hours <= 1 else "fluid"
-    if level == "microbatches" and len(machines) > MOST_FOLLOWED:
+    if level == "microbatches" and len(machines) > MAX_FOLLOWED_MACHINES:
         raise UsageError(
             f"microbatches of {len(machines):,} machines are too many to follow; use "
-            f"--level fluid, or at most {MOST_FOLLOWED} machines"
+            f"--level fluid, or at most {MAX_FOLLOWED_MACHINES} machines"
         )
     plane = MicrobatchPlane if level == "microbatches" else FluidPlane
     options = SwarmOptions(
@@ -115,7 +115,7 @@ def simulate_command(
         click.echo(f"written to {out}")
 
 
-def trace_from(text: str, machines: int, hours: float, seed: int) -> list[Change]:
+def trace_from(text: str, machines: int, hours: float, seed: int) -> list[TraceEvent]:
     """`--trace`: a file if there is one of that name, else a model's changes."""
     path = Path(text)
     if path.is_file():

@@ -26,13 +26,13 @@ def top_command(
     look = this_terminal("swarm-coordinator status", unicode=unicode)
     from swarm_coordinator.run_dir.folder import RunFolder
     from swarm_coordinator.status.document import RunDocument
-    from swarm_coordinator.tui.app import RunView
+    from swarm_coordinator.tui.app import RunApp
     from swarm_coordinator.tui.run_source import RunFolderSource
 
     folder = Path() if run_dir is None else RunFolder.open(run_dir, complete=False).path
     open_view(
         PROGRAM,
-        RunView,
+        RunApp,
         lambda: RunDocument,
         lambda: RunFolderSource(folder),
         look,

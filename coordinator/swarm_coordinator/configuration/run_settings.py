@@ -19,7 +19,7 @@ from swarm_coordinator.admission.book import AdmissionMode
 from swarm_coordinator.configuration.http_address import parse_address
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.settings_errors import complaint, nearest
+from swarm_shared.base.settings_errors import describe_setting_error, nearest
 from swarm_shared.codecs.quality import measured_noise
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.run.manifest import (
@@ -133,7 +133,7 @@ class CodecsSection(FrozenModel):
         return self
 
     @property
-    def to_be_chosen(self) -> bool:
+    def needs_selection(self) -> bool:
         return self.activation == AUTO
 
     @property
@@ -345,7 +345,7 @@ def _sentence(detail: ErrorDetails, where: str, section: str | None) -> str:
     name = f"[{path[0]}] {path[1]}" if len(path) > 1 else path[0]
     if len(path) > 2:
         name = f"each part of {name}"
-    return f"{where}: {name} {complaint(detail)}"
+    return f"{where}: {name} {describe_setting_error(detail)}"
 
 
 def settings_differences(settings: RunSettings, manifest: Manifest) -> list[str]:

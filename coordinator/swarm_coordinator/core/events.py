@@ -22,7 +22,7 @@ from swarm_shared.protocol import (
     SnapshotReady,
 )
 
-Session = NewType("Session", int)
+SessionNumber = NewType("SessionNumber", int)
 """One attachment of one client; grows, so that words of an older attachment are known as stale."""
 
 
@@ -33,7 +33,7 @@ Session = NewType("Session", int)
 class PeerAttached:
     """A client said Hello and was admitted: certificate and receipts are already verified."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
     hello: Hello
     certificate: str
@@ -44,7 +44,7 @@ class PeerAttached:
 class SessionLost:
     """The control stream of a session ended without a Goodbye."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
 
 
@@ -52,7 +52,7 @@ class SessionLost:
 class ReceiptsVerified:
     """Receipts whose signatures hold, from a Receipts message; reporter is the session's peer."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
     receipts: tuple[Receipt, ...]
 
@@ -61,7 +61,7 @@ class ReceiptsVerified:
 class LeaseResolved:
     """A trainer's LeaseResult with its receipts verified."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
     step: Step
     microbatch: MicrobatchIndex
@@ -75,29 +75,29 @@ class LeaseResolved:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """Any other message of an attached client; a heartbeat comes in `HeartbeatsHeard`."""
+    """Any other message of an attached client; a heartbeat comes in `HeartbeatsReceived`."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
     message: ClientMessage
 
 
-class Beat(NamedTuple):
+class PeerHeartbeat(NamedTuple):
     """What one of them said. Thousands are made every second."""
 
-    session: Session
+    session: SessionNumber
     peer: PeerId
     message: Heartbeat
 
 
 @dataclass(frozen=True, slots=True)
-class HeartbeatsHeard:
+class HeartbeatsReceived:
     """All that were heard since the last event of this kind.
 
     Thousands beat every second, and no rule depends on one of them alone.
     """
 
-    beats: Sequence[Beat]
+    heartbeats: Sequence[PeerHeartbeat]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class Tick:
 
 Event = (
     PeerAttached | SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived
-    | HeartbeatsHeard | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated
+    | HeartbeatsReceived | CheckpointStored | CheckpointFailed | PeersRevoked | PeersReinstated
     | CertificateIssued | StopRequested | Tick
 )  # fmt: skip
 
@@ -286,11 +286,11 @@ class CloseSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class ShutDown:
     """Everything is durable and everybody has been told; the shell may exit."""
 
 
-Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | Stopped
+Command = Send | Broadcast | Persist | Note | FetchSnapshot | CloseSession | ShutDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,5 +305,5 @@ class Restored:
     heldout_loss: float | None
     rolled_back: bool = False
     """Whether a version's number may also mean a state of a history that was given up."""
-    on_branch: frozenset[PeerId] = frozenset()
+    on_current_history: frozenset[PeerId] = frozenset()
     """After a roll-back: who has counted in a step since, and so holds no state of before."""

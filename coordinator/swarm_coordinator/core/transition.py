@@ -30,7 +30,7 @@ from swarm_coordinator.core.events import (
     Command,
     EvaluationRecord,
     Event,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
@@ -41,7 +41,7 @@ from swarm_coordinator.core.events import (
     Restored,
     RunFinished,
     SessionLost,
-    Stopped,
+    ShutDown,
     StopRequested,
     Tick,
 )
@@ -63,6 +63,7 @@ from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState, display
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
+    AddressUpdate,
     Applied,
     Goodbye,
     Leaving,
@@ -75,11 +76,10 @@ from swarm_shared.protocol import (
     SnapshotReady,
     StageRequest,
     SyncFailed,
-    Whereabouts,
 )
 from swarm_shared.run.manifest import Manifest
 
-STOP_SECONDS = 30.0
+STOP_TIMEOUT_SECONDS = 30.0
 """After Ctrl-C the last checkpoint gets this long; the one before it is always safe."""
 
 NUMBERS_PER_GENERATION = 2**24
@@ -115,7 +115,7 @@ def begin(
         # A run whose steps were raised after its end is evaluated again at its new end.
         heldout_loss=restored.heldout_loss if restored.version >= manifest.training.steps else None,
         rolled_back=restored.rolled_back,
-        on_branch=set(restored.on_branch),
+        on_current_history=set(restored.on_current_history),
         revoked=dict(revoked or {}),
         rebalancing=rebalancing.rebalancing_of(manifest, moves or RebalancingSettings()),
     )
@@ -128,8 +128,8 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     if isinstance(event, ReceiptsVerified | LeaseResolved):
         # Most words are of work done. They change the table and the leases, nothing else.
         _advance_step(run, now)
-    elif not isinstance(event, HeartbeatsHeard) and not (
-        run.phase is phase and _one_of_many(run, event)
+    elif not isinstance(event, HeartbeatsReceived) and not (
+        run.phase is phase and _is_intermediate_answer(run, event)
     ):
         _advance(run, now)
     if roster.publish(run, now):
@@ -138,7 +138,7 @@ def transition(run: RunState, event: Event, now: float) -> list[Command]:
     return commands
 
 
-def _one_of_many(run: RunState, event: Event) -> bool:
+def _is_intermediate_answer(run: RunState, event: Event) -> bool:
     """Everybody answers a close and an apply, within a second. Nothing follows from any answer
     before the last one, with which the phase changes, or before the next tick."""
     if run.phase not in (RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING):
@@ -147,15 +147,15 @@ def _one_of_many(run: RunState, event: Event) -> bool:
     return isinstance(message, Applied) or (isinstance(message, RoundReport) and message.ok)
 
 
-_ROSTERS = frozenset({"roster", "roster_change"})
+_ROSTER_KINDS = frozenset({"roster", "roster_change"})
 
 
 def _order_roster_first(run: RunState) -> None:
     """Rosters go before the work that relies on them, and after Welcome and records."""
-    rosters = [c for c in run.commands if _kind(c) in _ROSTERS]
+    rosters = [c for c in run.commands if _kind(c) in _ROSTER_KINDS]
     if not rosters:
         return
-    rest = [c for c in run.commands if _kind(c) not in _ROSTERS]
+    rest = [c for c in run.commands if _kind(c) not in _ROSTER_KINDS]
     relying = {"lease", "close", "mask"}
     at = next((i for i, c in enumerate(rest) if _kind(c) in relying), len(rest))
     run.commands = rest[:at] + rosters + rest[at:]
@@ -174,9 +174,9 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
-        _notice_the_dead(run, now)
+        _drop_silent_peers(run, now)
         step_close.give_up_catching_up(run, now)
-        roster.forget_revoked(run, now)
+        roster.drop_expired_revocations(run, now)
     elif isinstance(event, PeerAttached):
         # Whatever the older attachment held is either told again in this Hello or gone.
         drop(run, event.peer, "attached anew", now, announce=False)
@@ -197,11 +197,11 @@ def _dispatch(run: RunState, event: Event, now: float) -> None:
     elif isinstance(event, StopRequested):
         if run.stop_requested_at is None:
             run.stop_requested_at = now
-    elif isinstance(event, HeartbeatsHeard):
-        for beat in event.beats:
+    elif isinstance(event, HeartbeatsReceived):
+        for beat in event.heartbeats:
             peer = _session_peer(run, beat.peer, beat.session)
             if peer is not None:
-                microbatches.heard(run, peer, beat.message, now)
+                microbatches.record_heartbeat(run, peer, beat.message, now)
     elif isinstance(event, SessionLost | ReceiptsVerified | LeaseResolved | MessageReceived):
         peer = _session_peer(run, event.peer, event.session)
         if peer is not None:
@@ -231,8 +231,8 @@ def _from_peer(
 
 def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float) -> None:
     message = event.message
-    if isinstance(message, Whereabouts):
-        roster.moved(run, peer, message, now)
+    if isinstance(message, AddressUpdate):
+        roster.update_addresses(run, peer, message, now)
     elif isinstance(message, StageRequest):
         membership.choose_stage(run, peer, message.stage, now)
     elif isinstance(message, MaskRequest):
@@ -263,10 +263,10 @@ def _message(run: RunState, peer: PeerState, event: MessageReceived, now: float)
 def drop(run: RunState, peer: PeerId, reason: str, now: float, *, announce: bool = True) -> None:
     """A peer is gone: its cells, its leases, and what depended on it of the close."""
     membership.remove(run, peer, reason, now, announce=announce)
-    step_close.go_on(run, now)
+    step_close.advance_close(run, now)
 
 
-def _notice_the_dead(run: RunState, now: float) -> None:
+def _drop_silent_peers(run: RunState, now: float) -> None:
     limit = run.manifest.limits.dead_after_seconds
     for peer in [peer for peer in run.peers.values() if now - peer.last_heard > limit]:
         run.commands.append(CloseSession(peer.peer, "silent for too long"))
@@ -278,13 +278,13 @@ def _advance(run: RunState, now: float) -> None:
     checkpoints.check(run, now)
     stage_recovery.recover_lost_stages(run, now)
     if run.peers.movers:
-        rebalancing.look_after(run, now)
+        rebalancing.abandon_stale_moves(run, now)
     rebalancing.consider(run, now)
     state_transfer.find_sources(run, now)
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         departure.release_leavers(run, now)
     step_close.time_out(run, now)
-    step_close.go_on(run, now)
+    step_close.advance_close(run, now)
     _advance_step(run, now)
     if run.stop_requested_at is not None:
         _stop(run, now)
@@ -312,21 +312,21 @@ def _collect(run: RunState, now: float) -> None:
     microbatches.begin_ahead(run, now)
     if not microbatches.complete(run):
         microbatches.lease_open_microbatches(run, step, now)
-        speculation.hedge(run, now)
+        speculation.lease_stragglers(run, now)
         return
     if step.complete_at is None:
         step.complete_at = now
     held = now < step.complete_at + run.manifest.limits.join_hold_seconds and (
-        _newcomer_holds(run, now) or rebalancing.holds_the_close(run, now)
+        _joining_peer_delays_close(run, now) or rebalancing.mover_delays_close(run, now)
     )
     if now >= step.close_not_before and not held:
         step_close.start_close(run, now)
 
 
-def _newcomer_holds(run: RunState, now: float) -> bool:
+def _joining_peer_delays_close(run: RunState, now: float) -> bool:
     """A newcomer that is downloading this version may hold the close, for a bounded time."""
     return any(
-        not peer.leaving and now < peer.hold_until and run.round_of(peer.stage) is None
+        not peer.leaving and now < peer.close_delayed_until and run.round_of(peer.stage) is None
         for peer in run.peers.syncing.values()
     )
 
@@ -340,11 +340,11 @@ def _next(run: RunState, now: float) -> None:
         checkpoints.request(run, now)
     if not at_end:
         rebalancing.move_between_steps(run, now)
-    step_start.spread(run, now)
+    step_start.balance_stages(run, now)
     evaluated = run.heldout_loss is not None or run.manifest.training.evaluation_microbatches == 0
     if at_end and evaluated:
         _finish(run)
-    elif lacking := step_start.lacking(run, now):
+    elif lacking := step_start.unmet_requirement(run, now):
         run.waiting_reason = lacking
     elif departure.must_wait(run):
         run.waiting_reason = "writing a checkpoint before the last peer of a stage leaves"
@@ -361,7 +361,7 @@ def _evaluate(run: RunState, now: float) -> None:
         return
     if len(step.evaluations) < microbatches.microbatch_count(run):
         microbatches.lease_open_microbatches(run, step, now)
-        speculation.hedge(run, now)
+        speculation.lease_stragglers(run, now)
         return
     tokens = sum(count for _, count in step.evaluations.values())
     loss = math.fsum(total for total, _ in step.evaluations.values()) / tokens
@@ -387,7 +387,7 @@ def _finish(run: RunState) -> None:
         run.send(peer.peer, Goodbye(finished=True, reason="the run is finished"))
         run.commands.append(CloseSession(peer.peer, "the run is finished"))
     run.peers.clear()
-    run.commands.append(Stopped())
+    run.commands.append(ShutDown())
 
 
 def _stop(run: RunState, now: float) -> None:
@@ -395,7 +395,7 @@ def _stop(run: RunState, now: float) -> None:
     assert run.stop_requested_at is not None
     if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
         return
-    late = now - run.stop_requested_at > STOP_SECONDS
+    late = now - run.stop_requested_at > STOP_TIMEOUT_SECONDS
     if run.phase in (RunPhase.CLOSING, RunPhase.APPLYING) and not late:
         return
     if not checkpoints.stored(run) and not late and checkpoints.request(run, now):
@@ -405,4 +405,4 @@ def _stop(run: RunState, now: float) -> None:
         run.send(peer.peer, Goodbye(reason="the coordinator is stopping"))
         run.commands.append(CloseSession(peer.peer, "the coordinator is stopping"))
     run.note(f"stopped after step {run.version}")
-    run.commands.append(Stopped())
+    run.commands.append(ShutDown())

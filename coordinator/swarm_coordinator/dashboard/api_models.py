@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 API_VERSION = 1
 
 
-class Word(StrEnum):
+class HealthState(StrEnum):
     """The run's health, in one word."""
 
     HEALTHY = "healthy"
@@ -25,23 +25,23 @@ class Word(StrEnum):
     FINISHED = "finished"
 
 
-class Document(BaseModel):
+class ApiModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Problem(Document):
+class ErrorBody(ApiModel):
     """Every answer that is no success."""
 
     error: str = Field(description="What was seen, and what is needed.")
 
 
-class Health(Document):
-    word: Word
+class Health(ApiModel):
+    state: HealthState
     sentence: str
     unreachable_stages: tuple[int, ...] = Field(description="Stages without a reachable peer.")
 
 
-class Run(Document):
+class RunStatus(ApiModel):
     api_version: int = API_VERSION
     name: str
     software: str
@@ -71,7 +71,7 @@ class Run(Document):
     )
 
 
-class Stage(Document):
+class StageStatus(ApiModel):
     stage: int
     first_layer: int
     end_layer: int
@@ -87,13 +87,13 @@ class Stage(Document):
     p95_seconds: float | None
 
 
-class Stages(Document):
-    stages: tuple[Stage, ...]
+class Stages(ApiModel):
+    stages: tuple[StageStatus, ...]
     rebalancing: tuple[str, ...] = Field(description="The newest decisions, oldest first.")
-    nobody_moves: str = Field(description="Why nobody moves now; empty if somebody does.")
+    no_move_reason: str = Field(description="Why nobody moves now; empty if somebody does.")
 
 
-class Peer(Document):
+class PublicPeer(ApiModel):
     id_end: str = Field(description="The end of its peer ID.")
     name: str | None
     stage: int | None
@@ -102,13 +102,13 @@ class Peer(Document):
     microbatches_per_second: float
 
 
-class Peers(Document):
+class Peers(ApiModel):
     total: int
     offset: int
-    peers: tuple[Peer, ...]
+    peers: tuple[PublicPeer, ...]
 
 
-class StepRow(Document):
+class StepRow(ApiModel):
     step: int
     loss: float | None
     tokens: int
@@ -116,12 +116,12 @@ class StepRow(Document):
     written_at: float
 
 
-class Steps(Document):
+class Steps(ApiModel):
     steps: tuple[StepRow, ...]
     next_after: int | None = Field(description="The next page's `after`; null at the end.")
 
 
-class CurvePoint(Document):
+class CurvePoint(ApiModel):
     """Several consecutive steps as one point."""
 
     first_step: int
@@ -132,12 +132,12 @@ class CurvePoint(Document):
     tokens_per_second: float | None
 
 
-class Curve(Document):
+class Curve(ApiModel):
     steps_per_point: int
     points: tuple[CurvePoint, ...]
 
 
-class Contribution(Document):
+class ContributionRow(ApiModel):
     """What one person gave: of all devices that prove to be the same owner's."""
 
     rank: int
@@ -155,13 +155,13 @@ class Contribution(Document):
     credit_per_day: float = Field(description="Recent average, with a half-life of 7 days.")
 
 
-class Contributions(Document):
+class Contributions(ApiModel):
     total: int
     offset: int
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[ContributionRow, ...]
 
 
-class Team(Document):
+class Team(ApiModel):
     rank: int
     team: str
     members: int = Field(description="People who are in it now and have counted in a step.")
@@ -170,19 +170,19 @@ class Team(Document):
     credit_per_day: float
 
 
-class Teams(Document):
+class Teams(ApiModel):
     total: int
     offset: int
     teams: tuple[Team, ...]
 
 
-class EventRow(Document):
+class EventRow(ApiModel):
     id: int
     written_at: float
     text: str
 
 
-class Events(Document):
+class Events(ApiModel):
     events: tuple[EventRow, ...] = Field(description="Oldest first.")
     next_after: int = Field(description="The `after` that gives what comes later.")
 
@@ -190,7 +190,7 @@ class Events(Document):
 # ---------------------------------------------------------------- the organiser's
 
 
-class Path(Document):
+class PeerPath(ApiModel):
     """The best connection of one peer to another, as the peer reports it."""
 
     remote: str
@@ -200,7 +200,7 @@ class Path(Document):
     bytes_per_second: float
 
 
-class FullPeer(Document):
+class FullPeer(ApiModel):
     peer: str
     name: str | None
     stage: int | None
@@ -213,31 +213,31 @@ class FullPeer(Document):
     microbatches_per_second: float
     queued: int
     silent_seconds: float
-    marked_times: int = Field(description="How often it has computed something wrong.")
-    marked: str
-    paths: tuple[Path, ...]
+    flagged_times: int = Field(description="How often it has computed something wrong.")
+    flagged_reason: str
+    paths: tuple[PeerPath, ...]
 
 
-class FullPeers(Document):
+class FullPeers(ApiModel):
     coordinator: str = Field(description="Its own peer ID, which paths may name.")
     total: int
     offset: int
     peers: tuple[FullPeer, ...]
 
 
-class Ban(Document):
+class BanItem(ApiModel):
     peer: str
     reason: str
     banned_at: float
 
 
-class Admission(Document):
+class AdmissionOverview(ApiModel):
     mode: str
     members: int
-    bans: tuple[Ban, ...]
+    bans: tuple[BanItem, ...]
 
 
-class Token(Document):
+class TokenItem(ApiModel):
     """Of its secret there is only a hash anywhere."""
 
     token: int
@@ -251,5 +251,5 @@ class Token(Document):
     revoked_at: float | None
 
 
-class Tokens(Document):
-    tokens: tuple[Token, ...]
+class Tokens(ApiModel):
+    tokens: tuple[TokenItem, ...]

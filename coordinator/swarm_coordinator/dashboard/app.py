@@ -21,50 +21,50 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from swarm_coordinator.dashboard import page
 from swarm_coordinator.dashboard.api_models import (
-    Admission,
+    AdmissionOverview,
     Contributions,
     Curve,
+    ErrorBody,
     Events,
     FullPeers,
     Health,
+    HealthState,
     Peers,
-    Problem,
-    Run,
+    RunStatus,
     Stages,
     Steps,
     Teams,
     Tokens,
-    Word,
 )
 from swarm_coordinator.dashboard.http_server import Message
 from swarm_coordinator.dashboard.middleware import is_organiser
 from swarm_coordinator.dashboard.snapshot import STALE_SECONDS, Snapshot
-from swarm_coordinator.dashboard.snapshot_loop import Feed
-from swarm_coordinator.dashboard.sse import encoded
+from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
+from swarm_coordinator.dashboard.sse import encode_event
 
 MAX_PAGE = 500
 MAX_STEPS = 1_000
 PING_SECONDS = 15.0
 """Between two comments on a stream without events, so that nobody on the way takes it for dead."""
-LARGEST = 2**53 - 1
+MAX_INTEGER = 2**53 - 1
 
 BEARER = HTTPBearer(auto_error=False, description="Made by `start`, printed by `dashboard`.")
-Offset = Annotated[int, Query(ge=0, le=LARGEST)]
+Offset = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
-After = Annotated[int, Query(ge=0, le=LARGEST)]
+After = Annotated[int, Query(ge=0, le=MAX_INTEGER)]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class AppContext:
     """What the paths answer from."""
 
-    feed: Feed
+    snapshot_loop: SnapshotLoop
     token: str
     """The organiser's."""
     metrics: Callable[[Snapshot], bytes]
 
 
-def build_app(site: Site) -> FastAPI:
+def build_app(context: AppContext) -> FastAPI:
     app = FastAPI(
         title="swarmtrain coordinator",
         version="1",
@@ -74,15 +74,18 @@ def build_app(site: Site) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         responses={
-            429: {"model": Problem, "description": "Too many requests."},
-            503: {"model": Problem, "description": "Too many connections, or nothing to say yet."},
+            429: {"model": ErrorBody, "description": "Too many requests."},
+            503: {
+                "model": ErrorBody,
+                "description": "Too many connections, or nothing to say yet.",
+            },
         },
     )
-    _add_problems(app)
-    _add_public(app, site)
-    _add_history(app, site)
-    _add_organisers(app, site)
-    _add_watching(app, site)
+    _add_error_handlers(app)
+    _add_public_paths(app, context)
+    _add_history_paths(app, context)
+    _add_organiser_paths(app, context)
+    _add_monitoring_paths(app, context)
     page.add_to(app)
     app.openapi()  # made once, and now: it is no request that finds a mistake in it
     return app
@@ -92,75 +95,75 @@ def answer(document: BaseModel, status: int = 200) -> Response:
     return Response(document.model_dump_json(), status, media_type="application/json")
 
 
-def _now(site: Site) -> Snapshot:
-    if site.feed.snapshot is None:
+def _current_snapshot(context: AppContext) -> Snapshot:
+    if context.snapshot_loop.snapshot is None:
         raise HTTPException(503, "the coordinator has not said anything yet; come again")
-    return site.feed.snapshot
+    return context.snapshot_loop.snapshot
 
 
-def _add_problems(app: FastAPI) -> None:
-    """Every error has the form of `Problem`."""
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error has the form of `ErrorBody`."""
 
     @app.exception_handler(StarletteHTTPException)
-    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
-        problem = Problem(error=str(error.detail))
+    async def answer_http_error(request: Request, error: StarletteHTTPException) -> Response:
+        problem = ErrorBody(error=str(error.detail))
         return JSONResponse(problem.model_dump(), error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
-    async def confess(request: Request, error: Exception) -> Response:
+    async def answer_unexpected_error(request: Request, error: Exception) -> Response:
         """Only the answer: the server logs and counts what happened."""
-        return answer(Problem(error="this should not have happened; the log says more"), 500)
+        return answer(ErrorBody(error="this should not have happened; the log says more"), 500)
 
     @app.exception_handler(RequestValidationError)
-    async def explain(request: Request, error: RequestValidationError) -> Response:
+    async def answer_invalid_parameter(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])[:100]
-        return answer(Problem(error=f"{place}: {first['msg']}"[:300]), 422)
+        return answer(ErrorBody(error=f"{place}: {first['msg']}"[:300]), 422)
 
 
-_UNFIT: dict[int | str, dict[str, Any]] = {
-    422: {"model": Problem, "description": "A parameter that cannot be."}
+_INVALID_PARAMETER: dict[int | str, dict[str, Any]] = {
+    422: {"model": ErrorBody, "description": "A parameter that cannot be."}
 }
 
 
-def _add_public(app: FastAPI, site: Site) -> None:
-    @app.get("/api/v1/run", response_model=Run)
+def _add_public_paths(app: FastAPI, context: AppContext) -> None:
+    @app.get("/api/v1/run", response_model=RunStatus)
     async def run() -> Response:
         """How the run stands."""
-        return answer(_now(site).run)
+        return answer(_current_snapshot(context).run)
 
     @app.get("/api/v1/health", response_model=Health)
     async def health() -> Response:
         """The run's health in one word, and a sentence."""
-        return answer(_now(site).health)
+        return answer(_current_snapshot(context).health)
 
     @app.get("/api/v1/stages", response_model=Stages)
     async def stages() -> Response:
         """The pipeline, stage by stage, and what rebalancing decided lately."""
-        return answer(_now(site).stages)
+        return answer(_current_snapshot(context).stages)
 
-    @app.get("/api/v1/peers", response_model=Peers, responses=_UNFIT)
+    @app.get("/api/v1/peers", response_model=Peers, responses=_INVALID_PARAMETER)
     async def peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Who takes part now, without addresses."""
-        found = _now(site).peers
+        found = _current_snapshot(context).peers
         return answer(Peers(total=len(found), offset=offset, peers=found[offset : offset + limit]))
 
     @app.get("/api/v1/events/stream", response_class=EventStream, status_code=200)
     async def stream() -> Response:
         """Server-sent events: `run`, `stages`, `step` and `event`, as they happen."""
-        snapshot = _now(site)
-        if site.feed.hub.full:
+        snapshot = _current_snapshot(context)
+        if context.snapshot_loop.hub.full:
             raise HTTPException(503, "too many readers; come again", {"Retry-After": "30"})
-        return EventStream(site.feed, snapshot)
+        return EventStream(context.snapshot_loop, snapshot)
 
 
-def _add_history(app: FastAPI, site: Site) -> None:
-    @app.get("/api/v1/steps", response_model=Steps, responses=_UNFIT)
+def _add_history_paths(app: FastAPI, context: AppContext) -> None:
+    @app.get("/api/v1/steps", response_model=Steps, responses=_INVALID_PARAMETER)
     async def steps(
         after: After = 0, limit: Annotated[int, Query(ge=1, le=MAX_STEPS)] = 100
     ) -> Response:
         """Applied steps, oldest first, beginning after step `after`."""
-        read = _now(site).read
+        read = _current_snapshot(context).database
         # Steps of a run's history are numbered without gaps.
         first = read.steps.step[0] if read.step_count else 1
         begin = min(read.step_count, max(0, after - first + 1))
@@ -173,35 +176,35 @@ def _add_history(app: FastAPI, site: Site) -> None:
     @app.get("/api/v1/curve", response_model=Curve)
     async def curve() -> Response:
         """Loss and throughput over the whole run, in a bounded number of points."""
-        return answer(_now(site).read.curve)
+        return answer(_current_snapshot(context).database.curve)
 
-    @app.get("/api/v1/contributions", response_model=Contributions, responses=_UNFIT)
+    @app.get("/api/v1/contributions", response_model=Contributions, responses=_INVALID_PARAMETER)
     async def contributions(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Who has contributed what, the most credit first."""
-        found = _now(site).read.contributions
+        found = _current_snapshot(context).database.contributions
         part = found[offset : offset + limit]
         return answer(Contributions(total=len(found), offset=offset, contributions=part))
 
-    @app.get("/api/v1/teams", response_model=Teams, responses=_UNFIT)
+    @app.get("/api/v1/teams", response_model=Teams, responses=_INVALID_PARAMETER)
     async def teams(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Teams that volunteers have named, the most credit first."""
-        found = _now(site).read.teams
+        found = _current_snapshot(context).database.teams
         part = found[offset : offset + limit]
         return answer(Teams(total=len(found), offset=offset, teams=part))
 
-    @app.get("/api/v1/events", response_model=Events, responses=_UNFIT)
+    @app.get("/api/v1/events", response_model=Events, responses=_INVALID_PARAMETER)
     async def events(after: After = 0, limit: Limit = 100) -> Response:
         """What happened, of the newest few hundred: those after `after`, the newest `limit`."""
-        found = [event for event in _now(site).events if event.id > after][-limit:]
+        found = [event for event in _current_snapshot(context).events if event.id > after][-limit:]
         return answer(Events(events=tuple(found), next_after=found[-1].id if found else after))
 
 
-def _add_organisers(app: FastAPI, site: Site) -> None:
+def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
     def organiser_only(
         request: Request,
         credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)],
     ) -> None:
-        if not is_organiser(request.headers.get("authorization"), site.token):
+        if not is_organiser(request.headers.get("authorization"), context.token):
             raise HTTPException(
                 401,
                 "this is for the run's organiser; `swarm-coordinator dashboard RUN_DIR` prints a "
@@ -211,16 +214,16 @@ def _add_organisers(app: FastAPI, site: Site) -> None:
 
     guarded = [Depends(organiser_only)]
     refused: dict[int | str, dict[str, Any]] = {
-        401: {"model": Problem, "description": "Without the organiser's token."}
+        401: {"model": ErrorBody, "description": "Without the organiser's token."}
     }
 
     @app.get(
         "/api/v1/organiser/peers", response_model=FullPeers, dependencies=guarded,
-        responses={**refused, **_UNFIT},
+        responses={**refused, **_INVALID_PARAMETER},
     )  # fmt: skip
     async def full_peers(offset: Offset = 0, limit: Limit = 100) -> Response:
         """Who takes part now, with everything that is known of them."""
-        snapshot = _now(site)
+        snapshot = _current_snapshot(context)
         found = snapshot.full_peers
         return answer(
             FullPeers(
@@ -232,39 +235,42 @@ def _add_organisers(app: FastAPI, site: Site) -> None:
         )
 
     @app.get(
-        "/api/v1/organiser/bans", response_model=Admission, dependencies=guarded, responses=refused
+        "/api/v1/organiser/bans",
+        response_model=AdmissionOverview,
+        dependencies=guarded,
+        responses=refused,
     )
     async def bans() -> Response:
         """Who may join, and who may not."""
-        return answer(_now(site).admission)
+        return answer(_current_snapshot(context).admission)
 
     @app.get(
         "/api/v1/organiser/tokens", response_model=Tokens, dependencies=guarded, responses=refused
     )
     async def tokens() -> Response:
         """Invites that carry a token. Their secrets are not kept."""
-        return answer(_now(site).tokens)
+        return answer(_current_snapshot(context).tokens)
 
 
-def _add_watching(app: FastAPI, site: Site) -> None:
-    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | Problem}})
+def _add_monitoring_paths(app: FastAPI, context: AppContext) -> None:
+    @app.get("/healthz", response_model=Health, responses={503: {"model": Health | ErrorBody}})
     async def healthz() -> Response:
         """200 while the coordinator speaks."""
-        snapshot = _now(site)
+        snapshot = _current_snapshot(context)
         fresh = snapshot.taken_at - snapshot.status["time"] <= STALE_SECONDS
         return answer(snapshot.health, 200 if fresh else 503)
 
-    @app.get("/readyz", response_model=Health, responses={503: {"model": Health | Problem}})
+    @app.get("/readyz", response_model=Health, responses={503: {"model": Health | ErrorBody}})
     async def readyz() -> Response:
         """200 while the run trains, or is finished."""
-        health = _now(site).health
-        ready = health.word in (Word.HEALTHY, Word.FINISHED)
+        health = _current_snapshot(context).health
+        ready = health.state in (HealthState.HEALTHY, HealthState.FINISHED)
         return answer(health, 200 if ready else 503)
 
     @app.get("/metrics", response_class=MetricsText)
     async def metrics() -> Response:
         """For Prometheus."""
-        return MetricsText(site.metrics(_now(site)))
+        return MetricsText(context.metrics(_current_snapshot(context)))
 
 
 class MetricsText(Response):
@@ -276,9 +282,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot_loop: SnapshotLoop, snapshot: Snapshot) -> None:
         super().__init__()
-        self._feed = feed
+        self._snapshot_loop = snapshot_loop
         self._first = snapshot
 
     async def __call__(
@@ -288,9 +294,9 @@ class EventStream(Response):
         send: Callable[[Message], Awaitable[None]],
     ) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-        with self._feed.hub.reader() as events:
+        with self._snapshot_loop.hub.reader() as events:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            first = encoded("run", self._first.run)
+            first = encode_event("run", self._first.run)
             await send({"type": "http.response.body", "body": first, "more_body": True})
             while True:
                 content = b": still there\n\n"

@@ -50,7 +50,7 @@ class _Bucket:
         )
 
 
-class CurveKeeper:
+class CurveBuilder:
     """Steps go in, in order; a curve of at most `max_points` comes out."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.dashboard.api_models import Contribution, Curve, StepRow, Team
-from swarm_coordinator.dashboard.curve import CurveKeeper
+from swarm_coordinator.dashboard.api_models import ContributionRow, Curve, StepRow, Team
+from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.location import Place, is_there, reading
+from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.credit import RecentCredit, credit_of
-from swarm_shared.identity.owners import people, standing, word_of
+from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
 
-ROWS_AT_ONCE = 5_000
+STEPS_PER_QUERY = 5_000
 """Steps of one query: a long run is read in parts, and memory stays small."""
 EVENTS_KEPT = 500
 """The newest; `swarm-coordinator` keeps all of them in its log and database."""
@@ -32,7 +32,7 @@ ID_END = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class StoredNote:
     """A line of the run's diary as it stands in the database."""
 
     id: int
@@ -75,7 +75,7 @@ class StepColumns:
 
 
 @dataclass(slots=True)
-class _Tally:
+class _PeerTotals:
     """One peer's work over all steps."""
 
     steps: int = 0
@@ -87,7 +87,7 @@ class _Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class DatabaseView:
     """Everything the database told, as of one look."""
 
     steps: StepColumns
@@ -96,11 +96,11 @@ class Read:
     seconds: float
     """Of all applied steps together."""
     curve: Curve
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[ContributionRow, ...]
     """The most credit first."""
     teams: tuple[Team, ...]
     """The most credit first."""
-    noted: tuple[Noted, ...]
+    notes: tuple[StoredNote, ...]
     """The newest, oldest first."""
     rollbacks: int
     durations: tuple[int, ...]
@@ -112,39 +112,39 @@ STEP_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 """Bounds of the histogram of step durations."""
 
 
-class Reader:
+class DatabaseReader:
     """Keeps what it has read. `look` reads on."""
 
-    def __init__(self, place: Place, work_shares: Sequence[float]) -> None:
+    def __init__(self, place: DatabaseLocation, work_shares: Sequence[float]) -> None:
         self._place = place
         self._work_shares = work_shares
         self._names: dict[PeerId, str | None] = {}
         self._teams: dict[PeerId, str | None] = {}
         self._owners: dict[PeerId, PeerId] = {}
         self._names_until = -1.0
-        self._noted: list[Noted] = []
-        self._forget_steps()
+        self._notes: list[StoredNote] = []
+        self._reset_steps()
         self._rollbacks = 0
-        self._ranked: tuple[Contribution, ...] = ()
-        self._ranked_of: tuple[int, int, float] | None = None
+        self._ranked: tuple[ContributionRow, ...] = ()
+        self._ranked_for: tuple[int, int, float] | None = None
 
-    def _forget_steps(self) -> None:
+    def _reset_steps(self) -> None:
         self._last_row = 0
         self._steps = StepColumns()
         self._tokens = 0
         self._seconds = 0.0
         self._durations = [0] * (len(STEP_SECONDS) + 1)
-        self._curve = CurveKeeper()
-        self._tallies: dict[PeerId, _Tally] = {}
+        self._curve = CurveBuilder()
+        self._peer_totals: dict[PeerId, _PeerTotals] = {}
 
-    def look(self, now: float) -> Read:
+    def refresh(self, now: float) -> DatabaseView:
         """StorageError where the database cannot be read."""
-        if is_there(self._place):
-            with reading(self._place) as connection:
+        if database_exists(self._place):
+            with open_for_reading(self._place) as connection:
                 rollbacks = int(_one(connection, "SELECT coalesce(max(id), 0) FROM rollbacks"))
                 if rollbacks != self._rollbacks:
                     self._rollbacks = rollbacks
-                    self._forget_steps()
+                    self._reset_steps()
                 while self._read_steps(connection):
                     pass
                 self._read_names(connection)
@@ -153,7 +153,7 @@ class Reader:
         else:
             book = AdmissionBook()
         contributions = self._rank(now)
-        return Read(
+        return DatabaseView(
             steps=self._steps,
             step_count=len(self._steps),
             tokens=self._tokens,
@@ -161,7 +161,7 @@ class Reader:
             curve=self._curve.curve(),
             contributions=contributions,
             teams=teams_of(contributions),
-            noted=tuple(self._noted),
+            notes=tuple(self._notes),
             rollbacks=self._rollbacks,
             durations=tuple(self._durations),
             book=book,
@@ -174,7 +174,7 @@ class Reader:
         rows = connection.execute(
             "SELECT id, step, loss, tokens, seconds, written_at FROM applied_steps "
             "WHERE id > ? AND superseded_by IS NULL ORDER BY id LIMIT ?",
-            (self._last_row, ROWS_AT_ONCE),
+            (self._last_row, STEPS_PER_QUERY),
         ).fetchall()
         if not rows:
             return False
@@ -196,7 +196,7 @@ class Reader:
             if row in written:
                 self._enter_share(row, peer, stage, microbatches, tokens, written[row])
         self._last_row = rows[-1][0]
-        return len(rows) == ROWS_AT_ONCE
+        return len(rows) == STEPS_PER_QUERY
 
     def _enter_step(self, row: StepRow) -> None:
         self._steps.append(row)
@@ -210,7 +210,7 @@ class Reader:
     def _enter_share(
         self, row: int, peer: PeerId, stage: int, microbatches: int, tokens: int, at: float
     ) -> None:
-        tally = self._tallies.setdefault(peer, _Tally())
+        tally = self._peer_totals.setdefault(peer, _PeerTotals())
         tally.steps += tally.last_step_row != row
         tally.last_step_row = row
         tally.microbatches += microbatches
@@ -218,15 +218,15 @@ class Reader:
         credit = credit_of([(stage, tokens)], self._work_shares)
         tally.recent = tally.recent.with_credit(credit, at)
 
-    def _rank(self, now: float) -> tuple[Contribution, ...]:
+    def _rank(self, now: float) -> tuple[ContributionRow, ...]:
         """Made again only when a step or a name came; the averages are as of then."""
         of = (self._rollbacks, len(self._steps), self._names_until)
-        if of == self._ranked_of:
+        if of == self._ranked_for:
             return self._ranked
-        devices_of = people(self._tallies, standing(self._owners))
+        devices_of = group_by_owner(self._peer_totals, effective_bindings(self._owners))
         rows = [(self._credit(devices), person, devices) for person, devices in devices_of.items()]
         rows.sort(key=lambda row: (-row[0], row[1]))
-        self._ranked_of = of
+        self._ranked_for = of
         self._ranked = tuple(
             self._row(place, credit, person, devices, now)
             for place, (credit, person, devices) in enumerate(rows, start=1)
@@ -234,18 +234,18 @@ class Reader:
         return self._ranked
 
     def _credit(self, devices: Sequence[PeerId]) -> float:
-        done = (part for one in devices for part in self._tallies[one].tokens.items())
+        done = (part for one in devices for part in self._peer_totals[one].tokens.items())
         return credit_of(done, self._work_shares)
 
     def _row(
         self, place: int, credit: float, person: PeerId, devices: Sequence[PeerId], now: float
-    ) -> Contribution:
-        tallies = [self._tallies[one] for one in devices]
-        return Contribution(
+    ) -> ContributionRow:
+        tallies = [self._peer_totals[one] for one in devices]
+        return ContributionRow(
             rank=place,
             id_end=person[-ID_END:],
-            name=word_of(person, devices, self._names),
-            team=word_of(person, devices, self._teams),
+            name=owner_display(person, devices, self._names),
+            team=owner_display(person, devices, self._teams),
             devices=len(devices),
             stages=tuple(sorted({stage for tally in tallies for stage in tally.tokens})),
             steps=max(tally.steps for tally in tallies),
@@ -274,18 +274,18 @@ class Reader:
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:
-        last = self._noted[-1].id if self._noted else 0
+        last = self._notes[-1].id if self._notes else 0
         rows = connection.execute(
             "SELECT id, written_at, text FROM notes WHERE id > ? ORDER BY id DESC LIMIT ?",
             (last, EVENTS_KEPT),
         ).fetchall()
-        self._noted += [Noted(*row) for row in reversed(rows)]
-        del self._noted[:-EVENTS_KEPT]
+        self._notes += [StoredNote(*row) for row in reversed(rows)]
+        del self._notes[:-EVENTS_KEPT]
 
 
-def teams_of(contributions: Sequence[Contribution]) -> tuple[Team, ...]:
+def teams_of(contributions: Sequence[ContributionRow]) -> tuple[Team, ...]:
     """Whoever is in a team now counts for it with everything, as in other such projects."""
-    members: dict[str, list[Contribution]] = {}
+    members: dict[str, list[ContributionRow]] = {}
     for one in contributions:
         if one.team is not None:
             members.setdefault(one.team, []).append(one)

@@ -50,12 +50,12 @@ Application = Callable[
 ]
 
 
-class Gone(OSError):
+class ClientDisconnected(OSError):
     """The other side is not there any more, or takes nothing."""
 
 
 @dataclass(slots=True)
-class Counts:
+class ServerCounters:
     """For metrics: what came of connections and requests."""
 
     refused_connections: int = 0
@@ -79,7 +79,7 @@ class HttpServer:
         self.max_connections_of_one_address = max_connections_of_one_address
         self.head_seconds = head_seconds
         self.send_seconds = send_seconds
-        self.counts = Counts()
+        self.counts = ServerCounters()
         self._open: Counter[str] = Counter()
 
     @property
@@ -100,12 +100,12 @@ class HttpServer:
             if not self._has_room(address):
                 self.counts.refused_connections += 1
                 with trio.move_on_after(1.0):
-                    await _quietly_send(stream, _BUSY)
+                    await _send_ignoring_errors(stream, _BUSY)
                 return
             self._open[address] += 1
             try:
                 await _Connection(self, stream, address).run()
-            except (Gone, trio.BrokenResourceError, trio.ClosedResourceError):
+            except (ClientDisconnected, trio.BrokenResourceError, trio.ClosedResourceError):
                 pass
             except Exception:  # a supervisor: one request's trouble must not end the others
                 self.counts.failures += 1
@@ -168,7 +168,7 @@ class _Connection:
                 if isinstance(event, h11.EndOfMessage):
                     return bytes(body)
                 if not isinstance(event, h11.Data):
-                    raise Gone("the request ended in its body")
+                    raise ClientDisconnected("the request ended in its body")
                 body += event.data
                 if len(body) > MAX_BODY_BYTES:
                     raise h11.RemoteProtocolError("the body is too long", error_status_hint=413)
@@ -204,9 +204,9 @@ class _Connection:
             try:
                 await self._stream.send_all(content)
             except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-                raise Gone("the connection is closed") from error
+                raise ClientDisconnected("the connection is closed") from error
             return
-        raise Gone("it takes nothing")
+        raise ClientDisconnected("it takes nothing")
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
@@ -266,7 +266,7 @@ class _Exchange:
         if failure is not None:
             raise failure
         if not self._ended:
-            raise Gone("it went away before its answer was complete")
+            raise ClientDisconnected("it went away before its answer was complete")
 
     async def _watch(self, scope: trio.CancelScope) -> None:
         with suppress(h11.RemoteProtocolError, trio.BrokenResourceError, trio.ClosedResourceError):
@@ -307,7 +307,7 @@ def _reason(status: int) -> bytes:
         return b""
 
 
-async def _quietly_send(stream: trio.SocketStream, content: bytes) -> None:
+async def _send_ignoring_errors(stream: trio.SocketStream, content: bytes) -> None:
     try:
         await stream.send_all(content)
     except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -14,8 +14,8 @@ from swarm_shared.base.rate_limit import RateLimit
 BURST = 120.0
 PER_SECOND = 30.0
 """Of one address: a page asks for a dozen things when it opens, then two a second."""
-BURST_OF_ALL = 600.0
-PER_SECOND_OF_ALL = 300.0
+TOTAL_BURST = 600.0
+TOTAL_PER_SECOND = 300.0
 """Of everybody together. This machine counts here only: a reverse proxy's visitors are many."""
 
 _HEADERS = (
@@ -33,18 +33,18 @@ _HEADERS = (
 )
 
 
-class Guard:
+class GuardMiddleware:
     """An ASGI application around another one."""
 
     def __init__(
         self,
         application: Application,
-        of_one: RateLimit | None = None,
-        of_all: RateLimit | None = None,
+        per_address: RateLimit | None = None,
+        overall: RateLimit | None = None,
     ) -> None:
         self._application = application
-        self._of_one = of_one or RateLimit(BURST, PER_SECOND)
-        self._of_all = of_all or RateLimit(BURST_OF_ALL, PER_SECOND_OF_ALL, max_keys=1)
+        self._per_address = per_address or RateLimit(BURST, PER_SECOND)
+        self._overall = overall or RateLimit(TOTAL_BURST, TOTAL_PER_SECOND, max_keys=1)
         self.answers: Counter[str] = Counter()
         """By class of status: 2xx and so on."""
 
@@ -67,8 +67,8 @@ class Guard:
             await self._application(scope, receive, with_headers)
 
     def _wait_seconds(self, address: str) -> float:
-        wait = 0.0 if is_this_machine(address) else self._of_one.take(address)
-        return wait or self._of_all.take("everybody")
+        wait = 0.0 if is_this_machine(address) else self._per_address.take(address)
+        return wait or self._overall.take("everybody")
 
 
 def _caching(message: Message) -> tuple[tuple[bytes, bytes], ...]:

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import trio
 
-from swarm_coordinator.dashboard.app import Site, build_app
-from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.app import AppContext, build_app
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.http_server import HttpServer
-from swarm_coordinator.dashboard.middleware import Guard
-from swarm_coordinator.dashboard.prometheus import Serving, exposition
+from swarm_coordinator.dashboard.middleware import GuardMiddleware
+from swarm_coordinator.dashboard.prometheus import HttpStatistics, exposition
 from swarm_coordinator.dashboard.snapshot import Snapshot
-from swarm_coordinator.dashboard.snapshot_loop import Feed
-from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
+from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.credit.credit import work_shares
@@ -36,41 +36,45 @@ NICE = 5
 LOG_BYTES, LOG_FILES = 2 * 2**20, 2
 
 
-class Pages:
+class Dashboard:
     """Everything that one process of pages consists of, wired together."""
 
     def __init__(self, folder: RunFolder) -> None:
         manifest = load_manifest(folder)
         shares = work_shares([stage.work_flops for stage in manifest.stages])
-        self.feed = Feed(folder, manifest, Reader(place_of(folder), shares))
-        self.app = build_app(Site(self.feed, folder.dashboard_token(), self._metrics))
-        self.guard = Guard(self.app)
+        self.snapshot_loop = SnapshotLoop(
+            folder, manifest, DatabaseReader(database_location(folder), shares)
+        )
+        self.app = build_app(
+            AppContext(self.snapshot_loop, folder.dashboard_token(), self._metrics)
+        )
+        self.guard = GuardMiddleware(self.app)
         self.server = HttpServer(self.guard)
 
     def _metrics(self, snapshot: Snapshot) -> bytes:
         counts = self.server.counts
-        serving = Serving(
+        serving = HttpStatistics(
             requests=self.guard.answers,
             failures={
                 "request": counts.failures,
                 "refused connection": counts.refused_connections,
                 "no request": counts.bad_requests,
-                "unreadable": self.feed.failures,
-                "slow reader": self.feed.hub.dropped,
+                "unreadable": self.snapshot_loop.failures,
+                "slow reader": self.snapshot_loop.hub.dropped,
             },
             connections=self.server.connections,
-            readers=len(self.feed.hub),
-            joined=self.feed.joined,
-            left=self.feed.left,
+            readers=len(self.snapshot_loop.hub),
+            joined=self.snapshot_loop.joined,
+            left=self.snapshot_loop.left,
         )
         return exposition(snapshot, serving)
 
     async def serve(self, listener: trio.SocketListener) -> None:
         """Until cancelled."""
         async with trio.open_nursery() as nursery:
-            looked = trio.Event()
-            nursery.start_soon(self.feed.run, looked)
-            await looked.wait()  # so that the first visitor is not sent away
+            first_read = trio.Event()
+            nursery.start_soon(self.snapshot_loop.run, first_read)
+            await first_read.wait()  # so that the first visitor is not sent away
             nursery.start_soon(self.server.serve, listener)
 
 
@@ -92,14 +96,14 @@ async def _serve(folder: RunFolder, descriptor: int) -> None:
     bound = socket.socket(fileno=descriptor)
     bound.setblocking(False)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
-    pages = Pages(folder)
+    pages = Dashboard(folder)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(pages.serve, listener)
-        await _until_the_coordinator_is_gone()
+        await _wait_for_coordinator_exit()
         nursery.cancel_scope.cancel()
 
 
-async def _until_the_coordinator_is_gone() -> None:
+async def _wait_for_coordinator_exit() -> None:
     async with trio.lowlevel.FdStream(os.dup(0)) as pipe:
         while await pipe.receive_some(1):
             pass

@@ -23,7 +23,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarm_coordinator.core.state.utilisation import BOUNDS
-from swarm_coordinator.dashboard.api_models import Word
+from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
 from swarm_coordinator.dashboard.snapshot import Snapshot, figures_of
 
@@ -31,96 +31,96 @@ GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class MetricSpec:
     kind: str
     text: str
     labels: tuple[str, ...] = ()
 
 
-METRICS: dict[str, Described] = {
-    "swarm_run_health": Described(
-        GAUGE, "1 for the word that describes the run now, 0 for the others.", ("word",)
+METRICS: dict[str, MetricSpec] = {
+    "swarm_run_health": MetricSpec(
+        GAUGE, "1 for the state that the run is in, 0 for every other state.", ("state",)
     ),
-    "swarm_run_phase": Described(GAUGE, "1 for the phase the run is in.", ("phase",)),
-    "swarm_status_age_seconds": Described(GAUGE, "Since the coordinator last said how it stands."),
-    "swarm_coordinator_uptime_seconds": Described(GAUGE, "Since this start of the coordinator."),
-    "swarm_applied_steps": Described(GAUGE, "Optimizer steps in the run's history."),
-    "swarm_target_steps": Described(GAUGE, "Optimizer steps of the whole run."),
-    "swarm_checkpoint_step": Described(GAUGE, "The step of the newest checkpoint; 0 for none."),
-    "swarm_rollbacks_total": Described(COUNTER, "Returns to a checkpoint, ever."),
-    "swarm_loss_nats": Described(GAUGE, "Mean loss per token in the last applied step."),
-    "swarm_heldout_loss_nats": Described(GAUGE, "Mean loss per held-out token, once measured."),
-    "swarm_trained_tokens": Described(GAUGE, "Of all steps in the run's history."),
-    "swarm_tokens_per_second": Described(GAUGE, "In the last applied step."),
-    "swarm_step_seconds": Described(
+    "swarm_run_phase": MetricSpec(GAUGE, "1 for the phase the run is in.", ("phase",)),
+    "swarm_status_age_seconds": MetricSpec(GAUGE, "Since the coordinator last said how it stands."),
+    "swarm_coordinator_uptime_seconds": MetricSpec(GAUGE, "Since this start of the coordinator."),
+    "swarm_applied_steps": MetricSpec(GAUGE, "Optimizer steps in the run's history."),
+    "swarm_target_steps": MetricSpec(GAUGE, "Optimizer steps of the whole run."),
+    "swarm_checkpoint_step": MetricSpec(GAUGE, "The step of the newest checkpoint; 0 for none."),
+    "swarm_rollbacks_total": MetricSpec(COUNTER, "Returns to a checkpoint, ever."),
+    "swarm_loss_nats": MetricSpec(GAUGE, "Mean loss per token in the last applied step."),
+    "swarm_heldout_loss_nats": MetricSpec(GAUGE, "Mean loss per held-out token, once measured."),
+    "swarm_trained_tokens": MetricSpec(GAUGE, "Of all steps in the run's history."),
+    "swarm_tokens_per_second": MetricSpec(GAUGE, "In the last applied step."),
+    "swarm_step_seconds": MetricSpec(
         HISTOGRAM, "How long the steps took that are in the run's history."
     ),
-    "swarm_step_cells_done": Described(GAUGE, "Microbatches times stages of the step under way."),
-    "swarm_step_cells": Described(GAUGE, "Microbatches times stages of one step."),
-    "swarm_microbatches_counted_total": Described(
+    "swarm_step_cells_done": MetricSpec(GAUGE, "Microbatches times stages of the step under way."),
+    "swarm_step_cells": MetricSpec(GAUGE, "Microbatches times stages of one step."),
+    "swarm_microbatches_counted_total": MetricSpec(
         COUNTER, "Microbatches times stages entered since the start."
     ),
-    "swarm_microbatches_duplicated_total": Described(
+    "swarm_microbatches_duplicated_total": MetricSpec(
         COUNTER, "Of these, counted by a second peer too and taken out, since the start."
     ),
-    "swarm_microbatches_cleared_total": Described(
+    "swarm_microbatches_cleared_total": MetricSpec(
         COUNTER, "Of these, lost with their peer, to be computed again, since the start."
     ),
-    "swarm_stage_ready_peers": Described(GAUGE, "Peers that hold the stage.", ("stage",)),
-    "swarm_stage_microbatches_per_second": Described(
+    "swarm_stage_ready_peers": MetricSpec(GAUGE, "Peers that hold the stage.", ("stage",)),
+    "swarm_stage_microbatches_per_second": MetricSpec(
         GAUGE, "Rate of the stage, all of its peers together.", ("stage",)
     ),
-    "swarm_stage_microbatch_seconds": Described(
+    "swarm_stage_microbatch_seconds": MetricSpec(
         HISTOGRAM,
         "How long microbatches took to compute in the stage, since the start.",
         ("stage",),
     ),
-    "swarm_stage_held_seconds_total": Described(
+    "swarm_stage_held_seconds_total": MetricSpec(
         COUNTER, "Peers' time at the stage while steps were made, since the start.", ("stage",)
     ),
-    "swarm_stage_idle_ratio": Described(
+    "swarm_stage_idle_ratio": MetricSpec(
         GAUGE, "Share of that time without anything to compute, in the last minutes.", ("stage",)
     ),
-    "swarm_bubble_ratio": Described(GAUGE, "The same of all stages together."),
-    "swarm_rejected_total": Described(
+    "swarm_bubble_ratio": MetricSpec(GAUGE, "The same of all stages together."),
+    "swarm_rejected_total": MetricSpec(
         COUNTER, "Gradients, states and receipts that did not count, since the start.", ("reason",)
     ),
-    "swarm_unreachable_stages": Described(GAUGE, "Stages without a reachable peer."),
-    "swarm_peers": Described(GAUGE, "Attached peers.", ("phase",)),
-    "swarm_peers_reachability": Described(
+    "swarm_unreachable_stages": MetricSpec(GAUGE, "Stages without a reachable peer."),
+    "swarm_peers": MetricSpec(GAUGE, "Attached peers.", ("phase",)),
+    "swarm_peers_reachability": MetricSpec(
         GAUGE, "Attached peers, by whether others can dial them.", ("reachability",)
     ),
-    "swarm_marked_peers": Described(GAUGE, "Attached peers that have computed something wrong."),
-    "swarm_joins_total": Described(COUNTER, "Peers that came while these pages were served."),
-    "swarm_departures_total": Described(COUNTER, "Peers that went while these pages were served."),
-    "swarm_paths": Described(GAUGE, "Connections between peers, as these report them.", ("kind",)),
-    "swarm_path_bytes_per_second": Described(
+    "swarm_flagged_peers": MetricSpec(GAUGE, "Attached peers that have computed something wrong."),
+    "swarm_joins_total": MetricSpec(COUNTER, "Peers that came while these pages were served."),
+    "swarm_departures_total": MetricSpec(COUNTER, "Peers that went while these pages were served."),
+    "swarm_paths": MetricSpec(GAUGE, "Connections between peers, as these report them.", ("kind",)),
+    "swarm_path_bytes_per_second": MetricSpec(
         GAUGE, "The highest rates seen lately, added up.", ("kind",)
     ),
-    "swarm_sessions": Described(GAUGE, "Control streams."),
-    "swarm_sessions_ended_total": Described(
+    "swarm_sessions": MetricSpec(GAUGE, "Control streams."),
+    "swarm_sessions_ended_total": MetricSpec(
         COUNTER, "Control streams that ended without a goodbye, since the start.", ("reason",)
     ),
-    "swarm_rebalancing_moves_total": Described(
+    "swarm_rebalancing_moves_total": MetricSpec(
         COUNTER, "Moves to another stage since the start.", ("outcome",)
     ),
-    "swarm_rebalancing_bytes_total": Described(
+    "swarm_rebalancing_bytes_total": MetricSpec(
         COUNTER, "State downloaded for moves since the start."
     ),
-    "swarm_bans": Described(GAUGE, "Peers that are banned."),
-    "swarm_valid_tokens": Described(GAUGE, "Invite tokens that still let somebody in."),
-    "swarm_contributors": Described(GAUGE, "People who have counted in any applied step."),
-    "swarm_http_requests_total": Described(
+    "swarm_bans": MetricSpec(GAUGE, "Peers that are banned."),
+    "swarm_valid_tokens": MetricSpec(GAUGE, "Invite tokens that still let somebody in."),
+    "swarm_contributors": MetricSpec(GAUGE, "People who have counted in any applied step."),
+    "swarm_http_requests_total": MetricSpec(
         COUNTER, "Requests answered, by class of status, since these pages began.", ("status",)
     ),
-    "swarm_http_failures_total": Described(
+    "swarm_http_failures_total": MetricSpec(
         COUNTER, "What went wrong in serving pages, since these pages began.", ("kind",)
     ),
-    "swarm_http_restarts_total": Described(
+    "swarm_http_restarts_total": MetricSpec(
         COUNTER, "Times that the process of the pages had to be started again."
     ),
-    "swarm_http_connections": Described(GAUGE, "Open connections to these pages."),
-    "swarm_http_event_readers": Described(GAUGE, "Browsers that follow events live."),
+    "swarm_http_connections": MetricSpec(GAUGE, "Open connections to these pages."),
+    "swarm_http_event_readers": MetricSpec(GAUGE, "Browsers that follow events live."),
 }
 
 Values = Mapping[tuple[str, ...], float]
@@ -132,7 +132,7 @@ PHASES = (
 
 
 @dataclass(slots=True)
-class Serving:
+class HttpStatistics:
     """What the pages' process knows about itself."""
 
     requests: Mapping[str, int]
@@ -143,15 +143,15 @@ class Serving:
     left: int
 
 
-def exposition(snapshot: Snapshot, serving: Serving) -> bytes:
+def exposition(snapshot: Snapshot, serving: HttpStatistics) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshotted(snapshot, serving))
+    registry.register(_SnapshotCollector(snapshot, serving))
     return generate_latest(registry)
 
 
-class _Snapshotted(Collector):
-    def __init__(self, snapshot: Snapshot, serving: Serving) -> None:
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: Snapshot, serving: HttpStatistics) -> None:
         self._values = values_of(snapshot, serving)
         self._buckets = buckets_of(snapshot)
 
@@ -169,7 +169,7 @@ class _Snapshotted(Collector):
                 family.add_metric(labels, value)
             yield family
 
-    def _histogram(self, name: str, described: Described) -> Metric:
+    def _histogram(self, name: str, described: MetricSpec) -> Metric:
         family = HistogramMetricFamily(name, described.text, labels=described.labels)
         for labels, (bounds, counts, total) in self._buckets[name].items():
             ends = [*(str(float(f"{bound:.6g}")) for bound in bounds), "+Inf"]
@@ -179,7 +179,7 @@ class _Snapshotted(Collector):
 
 def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
     """By name. Every second bound of a stage's histogram: the others are for quantiles here."""
-    read = snapshot.read
+    read = snapshot.database
     stages: dict[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]] = {}
     for stage, told in enumerate(figures_of(snapshot.status).get("stages", ())):
         counts = list(accumulate(told["microbatches"]))
@@ -190,7 +190,7 @@ def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
     }
 
 
-def values_of(snapshot: Snapshot, serving: Serving) -> dict[str, Values]:
+def values_of(snapshot: Snapshot, serving: HttpStatistics) -> dict[str, Values]:
     """By name; what has no value now is left out."""
     return {
         **_of_the_run(snapshot),
@@ -202,10 +202,12 @@ def values_of(snapshot: Snapshot, serving: Serving) -> dict[str, Values]:
 
 
 def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
-    status, run, read = snapshot.status, snapshot.run, snapshot.read
+    status, run, read = snapshot.status, snapshot.run, snapshot.database
     work = status["work"]
     return {
-        "swarm_run_health": {(word.value,): float(word is run.health.word) for word in Word},
+        "swarm_run_health": {
+            (state.value,): float(state is run.health.state) for state in HealthState
+        },
         "swarm_run_phase": {(phase,): float(phase == run.phase) for phase in PHASES},
         "swarm_status_age_seconds": _one(max(0.0, snapshot.taken_at - run.time)),
         "swarm_coordinator_uptime_seconds": _one(run.uptime_seconds),
@@ -245,7 +247,7 @@ def _of_figures(figures: Mapping[str, Any]) -> dict[str, Values]:
 
 
 def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
-    peers, book = snapshot.status["peers"], snapshot.read.book
+    peers, book = snapshot.status["peers"], snapshot.database.book
     phases = Counter({"admitted": 0, "syncing": 0, "ready": 0})
     phases.update(peer["phase"] for peer in peers)
     reachability = Counter({"unknown": 0, "public": 0, "mapped": 0, "behind_nat": 0})
@@ -253,7 +255,7 @@ def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
     return {
         "swarm_peers": _labelled(phases),
         "swarm_peers_reachability": _labelled(reachability),
-        "swarm_marked_peers": _one(sum("marked" in peer for peer in peers)),
+        "swarm_flagged_peers": _one(sum("flagged_reason" in peer for peer in peers)),
         "swarm_bans": _one(len(book.bans)),
         "swarm_valid_tokens": _one(sum(token.state == "valid" for token in snapshot.tokens.tokens)),
     }
@@ -268,7 +270,7 @@ def _of_paths(status: Mapping[str, Any]) -> dict[str, Values]:
     return {"swarm_paths": _labelled(count), "swarm_path_bytes_per_second": _labelled(rates)}
 
 
-def _of_serving(status: Mapping[str, Any], serving: Serving) -> dict[str, Values]:
+def _of_serving(status: Mapping[str, Any], serving: HttpStatistics) -> dict[str, Values]:
     told = status["rebalancing"]
     return {
         "swarm_joins_total": _one(serving.joined),

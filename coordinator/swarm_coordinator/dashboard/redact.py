@@ -13,18 +13,18 @@ import re
 REPLACEMENT = "(address)"
 
 _MULTIADDR = re.compile(r"/(?:ip4|ip6|ip6zone|dns|dns4|dns6|dnsaddr)/\S*")
-_FOUR = re.compile(r"\d{1,3}(?:\s*\.\s*\d{1,3}){3}(?::\d{1,5})?")
-_SIX = re.compile(r"\[?[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?\]?(?::\d{1,5})?")
+_IPV4 = re.compile(r"\d{1,3}(?:\s*\.\s*\d{1,3}){3}(?::\d{1,5})?")
+_IPV6 = re.compile(r"\[?[0-9A-Fa-f:]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(?:%\w+)?\]?(?::\d{1,5})?")
 
 
 def without_addresses(text: str) -> str:
     text = _MULTIADDR.sub(REPLACEMENT, text)
     # Six before four: an IPv6 address may end in an IPv4 one.
-    text = _SIX.sub(_six, text)
-    return _FOUR.sub(REPLACEMENT, text)
+    text = _IPV6.sub(_redact_ipv6, text)
+    return _IPV4.sub(REPLACEMENT, text)
 
 
-def _six(found: re.Match[str]) -> str:
+def _redact_ipv6(found: re.Match[str]) -> str:
     """Clock times such as 12:03:44 have colons as well."""
     text = found.group()
     core = text.strip("[]").split("%")[0]

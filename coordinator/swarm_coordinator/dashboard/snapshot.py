@@ -17,20 +17,20 @@ from typing import Any
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.admission.requests import admission_document, token_document
 from swarm_coordinator.dashboard.api_models import (
-    Admission,
+    AdmissionOverview,
     EventRow,
     FullPeer,
     Health,
-    Path,
-    Peer,
-    Run,
-    Stage,
+    HealthState,
+    PeerPath,
+    PublicPeer,
+    RunStatus,
     Stages,
-    Token,
+    StageStatus,
+    TokenItem,
     Tokens,
-    Word,
 )
-from swarm_coordinator.dashboard.database_reader import ID_END, Noted, Read
+from swarm_coordinator.dashboard.database_reader import ID_END, DatabaseView, StoredNote
 from swarm_coordinator.dashboard.redact import without_addresses
 from swarm_coordinator.status.status_file import printable
 from swarm_shared.credit.credit import work_shares
@@ -51,7 +51,7 @@ class Snapshot:
     """One moment of the run, from which every request is answered until the next one."""
 
     status: Mapping[str, Any]
-    read: Read
+    database: DatabaseView
     manifest: Manifest
     taken_at: float
     """Unix seconds."""
@@ -61,7 +61,7 @@ class Snapshot:
         return health_of(self.status, self.manifest, self.taken_at)
 
     @cached_property
-    def run(self) -> Run:
+    def run(self) -> RunStatus:
         return run_of(self)
 
     @cached_property
@@ -69,11 +69,11 @@ class Snapshot:
         return stages_of(self.status, self.manifest)
 
     @cached_property
-    def peers(self) -> tuple[Peer, ...]:
+    def peers(self) -> tuple[PublicPeer, ...]:
         return tuple(
-            Peer(
+            PublicPeer(
                 id_end=peer["peer"][-ID_END:],
-                name=_shown(peer["name"]),
+                name=_printable_name(peer["name"]),
                 stage=peer["stage"],
                 phase=peer["phase"],
                 leaving=peer["leaving"],
@@ -84,23 +84,23 @@ class Snapshot:
 
     @cached_property
     def events(self) -> tuple[EventRow, ...]:
-        return tuple(public_event(noted) for noted in self.read.noted)
+        return tuple(public_event(noted) for noted in self.database.notes)
 
     @cached_property
     def full_peers(self) -> tuple[FullPeer, ...]:
         return full_peers(self.status)
 
     @cached_property
-    def admission(self) -> Admission:
+    def admission(self) -> AdmissionOverview:
         mode = self.status.get("admission", {}).get("mode", "open")
         told = admission_document(
-            self.read.book, mode, self.taken_at, attached=len(self.status["peers"])
+            self.database.book, mode, self.taken_at, attached=len(self.status["peers"])
         )
-        return Admission(mode=told["mode"], members=told["members"], bans=told["bans"])
+        return AdmissionOverview(mode=told["mode"], members=told["members"], bans=told["bans"])
 
     @cached_property
     def tokens(self) -> Tokens:
-        return tokens_of(self.read.book, self.taken_at)
+        return tokens_of(self.database.book, self.taken_at)
 
 
 def parse_status(content: bytes) -> Mapping[str, Any]:
@@ -115,29 +115,35 @@ def health_of(status: Mapping[str, Any], manifest: Manifest, now: float) -> Heal
     """Healthy only if every stage has a reachable peer."""
     alone = unreachable_stages(status, manifest)
 
-    def say(word: Word, sentence: str) -> Health:
-        return Health(word=word, sentence=sentence, unreachable_stages=alone)
+    def say(state: HealthState, sentence: str) -> Health:
+        return Health(state=state, sentence=sentence, unreachable_stages=alone)
 
     if status["phase"] == FINISHED:
-        return say(Word.FINISHED, f"all {status['steps']} steps are made")
+        return say(HealthState.FINISHED, f"all {status['steps']} steps are made")
     age_seconds = now - status["time"]
     if age_seconds > STALE_SECONDS:
-        return say(Word.DEGRADED, f"the coordinator has said nothing for {age_seconds:.0f} seconds")
+        return say(
+            HealthState.DEGRADED, f"the coordinator has said nothing for {age_seconds:.0f} seconds"
+        )
     if status["phase"] == WAITING:
-        return say(Word.WAITING, printable(status["waiting_for"]) or "training has not begun")
+        return say(
+            HealthState.WAITING, printable(status["waiting_for"]) or "training has not begun"
+        )
     if alone:
         names = ", ".join(str(stage) for stage in alone)
-        return say(Word.DEGRADED, f"nobody who can be reached holds stage {names}")
+        return say(HealthState.DEGRADED, f"nobody who can be reached holds stage {names}")
     if status["version"] > 0 and _number(status["loss"]) is None:
-        return say(Word.DEGRADED, "the loss is not a number any more: the training has diverged")
+        return say(
+            HealthState.DEGRADED, "the loss is not a number any more: the training has diverged"
+        )
     thin = [row["stage"] for row in status["stages"] if row["peers"] == 1]
     if thin:
         names = ", ".join(str(stage) for stage in thin)
         return say(
-            Word.HEALTHY,
+            HealthState.HEALTHY,
             f"every stage has a peer that can be reached, stage {names} only one",
         )
-    return say(Word.HEALTHY, "every stage has peers that can be reached")
+    return say(HealthState.HEALTHY, "every stage has peers that can be reached")
 
 
 def unreachable_stages(status: Mapping[str, Any], manifest: Manifest) -> tuple[int, ...]:
@@ -155,9 +161,9 @@ def unreachable_stages(status: Mapping[str, Any], manifest: Manifest) -> tuple[i
     return tuple(stage for stage in range(manifest.stage_count) if stage not in reachable)
 
 
-def run_of(snapshot: Snapshot) -> Run:
-    status, read = snapshot.status, snapshot.read
-    return Run(
+def run_of(snapshot: Snapshot) -> RunStatus:
+    status, read = snapshot.status, snapshot.database
+    return RunStatus(
         name=printable(status["run"]),
         software=SOFTWARE_VERSION,
         time=status["time"],
@@ -203,7 +209,7 @@ def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
     told = status.get("rebalancing") or {}
     return Stages(
         stages=tuple(
-            Stage(
+            StageStatus(
                 stage=row["stage"],
                 first_layer=layers.first_layer,
                 end_layer=layers.end_layer,
@@ -222,21 +228,21 @@ def stages_of(status: Mapping[str, Any], manifest: Manifest) -> Stages:
         rebalancing=tuple(
             without_addresses(printable(decision["text"])) for decision in told.get("decisions", [])
         ),
-        nobody_moves=printable(told.get("reason", "")),
+        no_move_reason=printable(told.get("reason", "")),
     )
 
 
-def public_event(noted: Noted) -> EventRow:
+def public_event(noted: StoredNote) -> EventRow:
     return EventRow(
         id=noted.id, written_at=noted.written_at, text=without_addresses(printable(noted.text))
     )
 
 
 def full_peers(status: Mapping[str, Any]) -> tuple[FullPeer, ...]:
-    paths: dict[str, list[Path]] = {}
+    paths: dict[str, list[PeerPath]] = {}
     for path in status.get("paths", []):
         paths.setdefault(path["reporter"], []).append(
-            Path(
+            PeerPath(
                 remote=path["remote"],
                 kind=path["kind"],
                 relay=path["relay"],
@@ -253,10 +259,10 @@ def full_peers(status: Mapping[str, Any]) -> tuple[FullPeer, ...]:
                     "offers_relay", "microbatches_per_second", "queued", "silent_seconds",
                 )
             },
-            name=_shown(peer["name"]),
+            name=_printable_name(peer["name"]),
             device=printable(peer["device"]),
-            marked_times=peer.get("marked_times", 0),
-            marked=printable(peer.get("marked", "")),
+            flagged_times=peer.get("flagged_times", 0),
+            flagged_reason=printable(peer.get("flagged_reason", "")),
             paths=tuple(paths.get(peer["peer"], ())),
         )
         for peer in status["peers"]
@@ -266,12 +272,13 @@ def full_peers(status: Mapping[str, Any]) -> tuple[FullPeer, ...]:
 def tokens_of(book: AdmissionBook, now: float) -> Tokens:
     return Tokens(
         tokens=tuple(
-            Token(**{**row, "admitted": len(row["admitted"])}) for row in token_document(book, now)
+            TokenItem(**{**row, "admitted": len(row["admitted"])})
+            for row in token_document(book, now)
         )
     )
 
 
-def joined_and_left(before: Sequence[Peer], after: Sequence[Peer]) -> tuple[int, int]:
+def joined_and_left(before: Sequence[PublicPeer], after: Sequence[PublicPeer]) -> tuple[int, int]:
     """Between two moments: how many came and how many went."""
     old, new = {peer.id_end for peer in before}, {peer.id_end for peer in after}
     return len(new - old), len(old - new)
@@ -281,5 +288,5 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _shown(name: str | None) -> str | None:
+def _printable_name(name: str | None) -> str | None:
     return None if name is None else printable(name)

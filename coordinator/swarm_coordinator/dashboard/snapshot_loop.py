@@ -14,10 +14,10 @@ from typing import Any
 import trio
 import trio.to_thread
 
-from swarm_coordinator.dashboard.api_models import EventRow, Run
-from swarm_coordinator.dashboard.database_reader import Read, Reader
+from swarm_coordinator.dashboard.api_models import EventRow, RunStatus
+from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
 from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left, parse_status
-from swarm_coordinator.dashboard.sse import Hub, encoded
+from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import SwarmError
@@ -25,46 +25,46 @@ from swarm_shared.run.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 1.0
+READ_INTERVAL_SECONDS = 1.0
 MAX_STATUS_BYTES = 64 * 2**20
 """Ten thousand volunteers with their paths come to some megabytes."""
-STEPS_TOLD = 20
+MAX_STEPS_PUBLISHED = 20
 """In one look: a run that makes more steps a second than that is no sight for eyes."""
 
 
-class Feed:
+class SnapshotLoop:
     """`snapshot` is None until the coordinator has written its first status."""
 
     def __init__(
-        self, folder: RunFolder, manifest: Manifest, reader: Reader, clock: Clock = wall
+        self, folder: RunFolder, manifest: Manifest, reader: DatabaseReader, clock: Clock = wall
     ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._reader = reader
         self._clock = clock
-        self.hub = Hub()
+        self.hub = EventHub()
         self.snapshot: Snapshot | None = None
         self.failures = 0
         """Looks that found something unreadable."""
         self.joined = 0
         self.left = 0
 
-    async def run(self, looked: trio.Event) -> None:
-        """Until cancelled. `looked` is set when it has done so once."""
+    async def run(self, first_read: trio.Event) -> None:
+        """Until cancelled. `first_read` is set when it has done so once."""
         failing = False
         while True:
             try:
-                await self.look()
+                await self.refresh()
                 failing = False
             except (SwarmError, OSError, ValueError, KeyError) as error:
                 self.failures += 1
                 if not failing:  # once, not every second
                     log.warning("what the coordinator wrote cannot be read: %s", error)
                 failing = True
-            looked.set()
-            await trio.sleep(LOOK_SECONDS)
+            first_read.set()
+            await trio.sleep(READ_INTERVAL_SECONDS)
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         now = self._clock()
         read_all = partial(_read_all, self._folder, self._reader, now)
         found = await trio.to_thread.run_sync(read_all)
@@ -77,24 +77,24 @@ class Feed:
             joined, left = joined_and_left(before.peers, snapshot.peers)
             self.joined += joined
             self.left += left
-        self._tell(before, snapshot)
+        self._publish(before, snapshot)
 
-    def _tell(self, before: Snapshot | None, after: Snapshot) -> None:
+    def _publish(self, before: Snapshot | None, after: Snapshot) -> None:
         if not len(self.hub):
             return
         if before is None or _differs(before.run, after.run):
-            self.hub.publish(encoded("run", after.run))
-            self.hub.publish(encoded("stages", after.stages))
-        if before is None or before.read.steps is not after.read.steps:
+            self.hub.publish(encode_event("run", after.run))
+            self.hub.publish(encode_event("stages", after.stages))
+        if before is None or before.database.steps is not after.database.steps:
             return  # the first look, or a rollback: who listens reads the steps anew
-        first = max(before.read.step_count, after.read.step_count - STEPS_TOLD)
-        for index in range(first, after.read.step_count):
-            self.hub.publish(encoded("step", after.read.steps.row(index)))
+        first = max(before.database.step_count, after.database.step_count - MAX_STEPS_PUBLISHED)
+        for index in range(first, after.database.step_count):
+            self.hub.publish(encode_event("step", after.database.steps.row(index)))
         for event in _new_events(before, after):
-            self.hub.publish(encoded("event", event))
+            self.hub.publish(encode_event("event", event))
 
 
-def _differs(before: Run, after: Run) -> bool:
+def _differs(before: RunStatus, after: RunStatus) -> bool:
     return before != after
 
 
@@ -104,8 +104,8 @@ def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:
 
 
 def _read_all(
-    folder: RunFolder, reader: Reader, now: float
-) -> tuple[Mapping[str, Any], Read] | None:
+    folder: RunFolder, reader: DatabaseReader, now: float
+) -> tuple[Mapping[str, Any], DatabaseView] | None:
     """In a thread. None before the coordinator's first word."""
     try:
         with folder.status.open("rb") as file:
@@ -114,4 +114,4 @@ def _read_all(
         return None
     if len(content) > MAX_STATUS_BYTES:
         raise ValueError(f"status.json is longer than {MAX_STATUS_BYTES} bytes")
-    return parse_status(content), reader.look(now)
+    return parse_status(content), reader.refresh(now)

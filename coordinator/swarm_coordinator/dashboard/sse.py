@@ -12,18 +12,18 @@ from contextlib import contextmanager
 import trio
 from pydantic import BaseModel
 
-QUEUE = 64
+QUEUE_EVENTS = 64
 """Events that wait for one reader: half a minute of a busy run."""
 MAX_READERS = 200
 
 
-def encoded(event: str, document: BaseModel) -> bytes:
+def encode_event(event: str, document: BaseModel) -> bytes:
     """One event as it goes over the wire. JSON has no line breaks, which would end the field."""
     return f"event: {event}\ndata: {document.model_dump_json()}\n\n".encode()
 
 
-class Hub:
-    def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE) -> None:
+class EventHub:
+    def __init__(self, max_readers: int = MAX_READERS, queue: int = QUEUE_EVENTS) -> None:
         self._max_readers = max_readers
         self._queue = queue
         self._readers: set[trio.MemorySendChannel[bytes]] = set()

@@ -24,7 +24,7 @@ import click
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.progress_line import Progress, ProgressDisplay
 from swarm_coordinator.demo.run_summary import RunResult, result_document, summary_text
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.offline.loss_plot import draw_loss_curve
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
@@ -141,7 +141,7 @@ def run_demo(options: DemoOptions) -> None:
     # A sampled text may hold what this terminal's encoding cannot say.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
-    with _terminate_is_interrupt():
+    with _sigterm_as_interrupt():
         try:
             _run(options)
         except KeyboardInterrupt:
@@ -207,7 +207,7 @@ def _make_run(options: DemoOptions) -> Manifest:
 
 def _train(options: DemoOptions) -> History:
     """Start everybody, show progress, wait until all have ended."""
-    with Children() as children:
+    with Subprocesses() as children:
         swarm = LocalSwarm(options.run_dir, children, options.threads)
         try:
             invite = swarm.start_coordinator()
@@ -220,7 +220,7 @@ def _train(options: DemoOptions) -> History:
             click.echo("stopping: the coordinator stores what there is (once more: at once)")
             swarm.stop()
             raise
-        for child in swarm.wait_for_goodbye():
+        for child in swarm.wait_for_exit():
             click.echo(f"note: {child.name} {child.describe_exit()}; see {child.log}", err=True)
     return finished
 
@@ -295,7 +295,7 @@ def _remove(run_dir: Path) -> None:
 
 
 @contextmanager
-def _terminate_is_interrupt() -> Iterator[None]:
+def _sigterm_as_interrupt() -> Iterator[None]:
     """SIGTERM ends the demo as Ctrl-C does: with all of its children."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

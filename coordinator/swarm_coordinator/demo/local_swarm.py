@@ -17,8 +17,8 @@ from typing import Any
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
-    Child,
-    Children,
+    Subprocess,
+    Subprocesses,
     failure_text,
     module_command,
     run_to_end,
@@ -34,7 +34,7 @@ COORDINATOR_NAME = "coordinator"
 COORDINATOR_START_SECONDS = 60.0
 INVITE_SECONDS = 30.0
 
-LEAVE_SECONDS = 60.0
+EXIT_SECONDS = 60.0
 """After the last step everybody says goodbye by itself; whoever has not by then is ended."""
 
 STOP_SECONDS = 20.0
@@ -48,15 +48,15 @@ class LocalSwarm:
     """The processes of one run folder. `children` must be entered and left by the caller."""
 
     run_dir: Path
-    children: Children
+    children: Subprocesses
     threads: int = 1
     """Compute threads of each volunteer."""
-    volunteers: list[Child] = field(default_factory=list)
+    volunteers: list[Subprocess] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """Added to the environment of what is started next."""
     prefix: tuple[str, ...] = ()
     """Put before the command of what is started next: what leads to another network stack."""
-    coordinator: Child | None = None
+    coordinator: Subprocess | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -92,7 +92,7 @@ class LocalSwarm:
             raise SwarmError("`swarm-coordinator invite` printed no invite; see the run's log")
         return invites[0]
 
-    def start_volunteer(self, invite: str, stage: int | None = None) -> Child:
+    def start_volunteer(self, invite: str, stage: int | None = None) -> Subprocess:
         """One more volunteer with a home, and so an identity, of its own."""
         name = f"volunteer-{len(self.volunteers) + 1}"
         words = ["join", invite, "--home", str(self.home(name)), "--device", "cpu"]
@@ -115,9 +115,9 @@ class LocalSwarm:
         """What the coordinator says about itself, at most a second old; empty before it does."""
         return read_status(self.folder.status) or {}
 
-    def excuse(self, child: Child) -> None:
+    def expect_exit(self, child: Subprocess) -> None:
         """This one may end before the run does: its end is somebody's purpose."""
-        self.children.excused.append(child)
+        self.children.exit_expected.append(child)
 
     def watch(self, on_change: Callable[[History, Mapping[str, Any]], None]) -> History:
         """Follow the run until it is finished; SwarmError when a process ends before that."""
@@ -126,7 +126,7 @@ class LocalSwarm:
             ended = [
                 child
                 for child in self.children.started
-                if child.exit_code() is not None and child not in self.children.excused
+                if child.exit_code() is not None and child not in self.children.exit_expected
             ]
             seen = self.history()
             if seen is not None:
@@ -144,7 +144,7 @@ class LocalSwarm:
             self.coordinator.wait(timeout_seconds)
         self.children.end(self.children.grace_seconds)
 
-    def wait_for_goodbye(self, timeout_seconds: float = LEAVE_SECONDS) -> list[Child]:
+    def wait_for_exit(self, timeout_seconds: float = EXIT_SECONDS) -> list[Subprocess]:
         """Everybody leaves a finished run by itself; those that have not, or not in peace."""
         still_running = self.children.wait(timeout_seconds)
         return still_running + self.children.failed()

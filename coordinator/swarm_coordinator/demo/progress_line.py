@@ -46,7 +46,7 @@ def progress_line(progress: Progress) -> str:
         parts.append(f"{recent_tokens_per_second(progress.steps):,.0f} tokens/s")
     parts.append(f"peers {peers}")
     if done and done < progress.steps_wanted:
-        parts.append(f"ETA {duration_words(eta_seconds(progress))}")
+        parts.append(f"ETA {duration_text(eta_seconds(progress))}")
     if progress.note:
         parts.append(progress.note)
     return "  ".join(parts)
@@ -64,7 +64,7 @@ def eta_seconds(progress: Progress) -> float:
     return median(recent) * (progress.steps_wanted - len(progress.steps))
 
 
-def duration_words(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

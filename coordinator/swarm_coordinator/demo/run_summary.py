@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swarm_coordinator.storage.contributions import Contribution
+from swarm_coordinator.storage.contributions import StageContribution
 from swarm_coordinator.storage.history import History, LinkTotal, steps_document
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
@@ -27,7 +27,7 @@ LINK_ROWS = 24
 
 BYTES_PER_MEGABYTE = 1_000_000
 
-_PROTOCOL_WORDS = {
+_PROTOCOL_LABELS = {
     CONTROL_PROTOCOL: "control",
     STAGE_PROTOCOL: "activations, gradients",
     TRANSFER_PROTOCOL: "data, checkpoints",
@@ -160,7 +160,7 @@ def _figures(result: RunResult) -> str:
     return "\n".join(f"{name:<14} {value}" for name, value in lines)
 
 
-def _contributions(parts: Sequence[Contribution]) -> str:
+def _contributions(parts: Sequence[StageContribution]) -> str:
     whole: dict[int, int] = {}
     for part in parts:
         whole[part.stage] = whole.get(part.stage, 0) + part.microbatches
@@ -185,7 +185,7 @@ def _links(result: RunResult) -> str:
         return "  (nobody has reported any)"
     names = _names(result)
     rows = [
-        (names(one.source), names(one.target), protocol_words(one.protocol), _megabytes(one.bytes))
+        (names(one.source), names(one.target), protocol_label(one.protocol), _megabytes(one.bytes))
         for one in traffic[:LINK_ROWS]
     ]
     if rest := traffic[LINK_ROWS:]:
@@ -201,9 +201,9 @@ def _names(result: RunResult) -> Callable[[PeerId], str]:
     return lambda peer: known.get(peer) or f"…{peer[-SHORT_ID_CHARACTERS:]}"
 
 
-def protocol_words(protocol: str) -> str:
+def protocol_label(protocol: str) -> str:
     """What a protocol carries; a name this version does not know is shown as it is."""
-    return _PROTOCOL_WORDS.get(protocol) or _printable(protocol.strip("/"))
+    return _PROTOCOL_LABELS.get(protocol) or _printable(protocol.strip("/"))
 
 
 def _megabytes(count: int) -> str:

@@ -43,7 +43,7 @@ def module_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Child:
+class Subprocess:
     """One running program. Its process id is also the id of its session and process group."""
 
     name: str
@@ -93,12 +93,12 @@ class Child:
 
 
 @dataclass(slots=True)
-class Children:
+class Subprocesses:
     """The programs that one caller started; leaving the `with` block ends those still running."""
 
     grace_seconds: float = 10.0
-    started: list[Child] = field(default_factory=list)
-    excused: list[Child] = field(default_factory=list)
+    started: list[Subprocess] = field(default_factory=list)
+    exit_expected: list[Subprocess] = field(default_factory=list)
     """These may end as they like: it is somebody's purpose."""
 
     def __enter__(self) -> Self:
@@ -118,21 +118,21 @@ class Children:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
-    ) -> Child:
+    ) -> Subprocess:
         """Run `command` with output appended to `log`; `environment` is added to our own."""
         child = start(name, command, log, environment)
         self.started.append(child)
         return child
 
-    def running(self) -> list[Child]:
+    def running(self) -> list[Subprocess]:
         return [child for child in self.started if child.exit_code() is None]
 
-    def failed(self) -> list[Child]:
-        """Those that have ended with anything but success and without an excuse."""
+    def failed(self) -> list[Subprocess]:
+        """Those that have ended with anything but success and without an expect_exit."""
         ended = [child for child in self.started if child.exit_code() not in (None, 0)]
-        return [child for child in ended if child not in self.excused]
+        return [child for child in ended if child not in self.exit_expected]
 
-    def wait(self, timeout_seconds: float) -> list[Child]:
+    def wait(self, timeout_seconds: float) -> list[Subprocess]:
         """Wait for all to end by themselves; returns those that have not in that time."""
         deadline = time.monotonic() + timeout_seconds
         while (running := self.running()) and time.monotonic() < deadline:
@@ -150,7 +150,7 @@ class Children:
 
 def start(
     name: str, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
-) -> Child:
+) -> Subprocess:
     """Start one program in a session of its own, with its output appended to `log`.
 
     Call it from a thread that lasts: Linux ends the child when the thread that started it ends.
@@ -165,14 +165,14 @@ def start(
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_before_the_program(os.getpid()),
+                preexec_fn=_child_setup(os.getpid()),
             )
     except OSError as error:
         raise StorageError(
             f"{name} could not be started with its log in {log}: {error.strerror}; "
             "check that the folder can be written to and that the disk is not full"
         ) from error
-    return Child(name, log, popen)
+    return Subprocess(name, log, popen)
 
 
 def run_to_end(
@@ -199,7 +199,7 @@ def run_to_end(
 
 
 def wait_until(
-    ready: Callable[[], bool], children: Children, timeout_seconds: float, what: str
+    ready: Callable[[], bool], children: Subprocesses, timeout_seconds: float, what: str
 ) -> None:
     """Poll until `ready()`; a SwarmError when a child fails first or the time is over."""
     deadline = time.monotonic() + timeout_seconds
@@ -216,7 +216,7 @@ def wait_until(
         time.sleep(POLL_SECONDS)
 
 
-def failure_text(child: Child, lines: int = 20) -> str:
+def failure_text(child: Subprocess, lines: int = 20) -> str:
     """Which program ended how, and the last lines that it wrote."""
     words = "\n".join(f"    {line}" for line in child.last_lines(lines))
     return (
@@ -237,7 +237,7 @@ def last_lines(path: Path, count: int) -> list[str]:
     return list(deque(text.splitlines(), maxlen=count))
 
 
-def _before_the_program(parent_pid: int) -> Callable[[], None]:
+def _child_setup(parent_pid: int) -> Callable[[], None]:
     """What a child does before it becomes the program it is started for."""
     libc = _LIBC
 

@@ -23,11 +23,16 @@ from pathlib import Path, PurePosixPath
 from pydantic import Field, ValidationError, field_validator
 
 from swarm_coordinator.core.events import CheckpointRecord
-from swarm_coordinator.durability.journal_audit import Shape, check_database
-from swarm_coordinator.durability.run_files import load_manifest, place_of
+from swarm_coordinator.durability.journal_audit import StepShape, check_database
+from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
-from swarm_coordinator.storage.location import check_pages, copy_to, is_there, reading
+from swarm_coordinator.storage.location import (
+    check_pages,
+    copy_database,
+    database_exists,
+    open_for_reading,
+)
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, sync_folder, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
@@ -38,13 +43,13 @@ from swarm_shared.protocol import SOFTWARE_VERSION
 from swarm_shared.run.manifest import Manifest
 
 SUMMARY_NAME = "backup.json"
-REMEMBERED = 50
+MAX_RECORDED_BACKUPS = 50
 """Backups that a run's folder remembers; older ones are the organiser's to know."""
 _ATTEMPTS = 3
 """Checkpoints are pruned while a run goes on; by the third attempt none was lasting."""
 _READ_BYTES = 4 * 2**20
-_PLAIN = ("run.toml", "manifest.json", "tokenizer.json", "port")
-_SECRET = ("organiser.key", "admission.token")
+_PLAIN_FILES = ("run.toml", "manifest.json", "tokenizer.json", "port")
+_SECRET_FILES = ("organiser.key", "admission.token")
 
 
 class SavedFile(FrozenModel):
@@ -120,7 +125,7 @@ def make_backup(
             raise
     except OSError as error:
         raise storage_error(out, error) from error
-    _remember(folder, out)
+    _record_backup(folder, out)
     return Backup(out, summary)
 
 
@@ -132,21 +137,21 @@ def _fill(
     with_data: bool,
     now: Callable[[], float],
 ) -> BackupSummary:
-    copies = [folder.path / name for name in _PLAIN]
-    copies += [folder.path / name for name in _SECRET if with_key]
+    copies = [folder.path / name for name in _PLAIN_FILES]
+    copies += [folder.path / name for name in _SECRET_FILES if with_key]
     copies += sorted(folder.data.iterdir()) if with_data else []
     for path in copies:
         if path.is_file():
-            secret = path.name in _SECRET
+            secret = path.name in _SECRET_FILES
             _copy(path, target / path.relative_to(folder.path), private=secret)
-    saved_at, place = now(), place_of(folder)
+    saved_at, place = now(), database_location(folder)
     checkpoint, version, generation = None, Version(0), 0
-    if is_there(place):
+    if database_exists(place):
         for attempt in range(_ATTEMPTS):
             database = RunFolder(target).database
             database.unlink(missing_ok=True)
-            copy_to(place, database)
-            with reading(database) as connection:
+            copy_database(place, database)
+            with open_for_reading(database) as connection:
                 restored, known = read_restored(connection), read_checkpoints(connection)
             version, generation = restored.version, restored.generation
             checkpoint = _copy_checkpoint(folder, manifest, known, target)
@@ -161,7 +166,7 @@ def _fill(
     return BackupSummary(
         format=1, run=run_id_of(manifest), name=manifest.name, software=SOFTWARE_VERSION,
         saved_at=saved_at, version=version, generation=generation, checkpoint=checkpoint,
-        files=tuple(_described(target)),
+        files=tuple(_file_list(target)),
     )  # fmt: skip
 
 
@@ -212,7 +217,7 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _described(folder: Path) -> Iterator[SavedFile]:
+def _file_list(folder: Path) -> Iterator[SavedFile]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         name = str(PurePosixPath(path.relative_to(folder)))
         yield SavedFile(path=name, bytes=path.stat().st_size, sha256=_hash(path))
@@ -263,7 +268,7 @@ def verify_backup(path: Path) -> BackupSummary:
     if not problems and database.exists():
         problems = check_pages(database)
         if not problems:
-            with reading(database) as connection:
+            with open_for_reading(database) as connection:
                 problems = check_database(connection, _shape(path))
     if problems:
         raise StorageError(
@@ -272,25 +277,25 @@ def verify_backup(path: Path) -> BackupSummary:
     return summary
 
 
-def _shape(path: Path) -> Shape | None:
+def _shape(path: Path) -> StepShape | None:
     """From the manifest, whose signature can be checked only where the key was saved, too."""
     folder = RunFolder(path)
     if not folder.organiser_key.exists():
         return None
     manifest = load_manifest(folder)
-    return Shape(manifest.stage_count, manifest.training.microbatches_per_step)
+    return StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
 
 
 # ---------------------------------------------------------------- where they are
 
 
-def _remember(folder: RunFolder, out: Path) -> None:
-    paths = [str(out.resolve()), *(str(path) for path in remembered(folder))]
-    content = json.dumps(list(dict.fromkeys(paths))[:REMEMBERED], indent=1)
+def _record_backup(folder: RunFolder, out: Path) -> None:
+    paths = [str(out.resolve()), *(str(path) for path in recorded_backups(folder))]
+    content = json.dumps(list(dict.fromkeys(paths))[:MAX_RECORDED_BACKUPS], indent=1)
     write_atomically(folder.path / "backups.json", content.encode())
 
 
-def remembered(folder: RunFolder) -> list[Path]:
+def recorded_backups(folder: RunFolder) -> list[Path]:
     """Where backups of this run were put, the newest first, whether they are still there or not."""
     try:
         found = json.loads((folder.path / "backups.json").read_bytes())
@@ -302,7 +307,7 @@ def remembered(folder: RunFolder) -> list[Path]:
 
 def find_backup(folder: RunFolder) -> Backup | None:
     """The newest backup of this run that is still there and whole."""
-    for path in remembered(folder):
+    for path in recorded_backups(folder):
         try:
             return Backup(path, verify_backup(path))
         except (UsageError, StorageError):

@@ -13,11 +13,16 @@ from pathlib import Path
 
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.backup import find_backup
-from swarm_coordinator.durability.journal_audit import Shape, check_database
-from swarm_coordinator.durability.run_files import load_manifest, load_settings, place_of
+from swarm_coordinator.durability.journal_audit import StepShape, check_database
+from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.storage.location import Place, check_pages, is_there, reading
+from swarm_coordinator.storage.location import (
+    DatabaseLocation,
+    check_pages,
+    database_exists,
+    open_for_reading,
+)
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_coordinator.storage.sqlite import DatabaseDamaged
 from swarm_shared.base.errors import StorageError, SwarmError
@@ -30,7 +35,7 @@ RECENT_DECISIONS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class IntegrityFinding:
     """Something that is not as it was written."""
 
     part: str
@@ -43,7 +48,7 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class RunCheck:
     good: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[IntegrityFinding, ...]
     offers: tuple[str, ...]
     """What to go on with, each with its command."""
 
@@ -56,7 +61,7 @@ class RunCheck:
 def check_run(folder: RunFolder, told: Callable[[str], None] = lambda line: None) -> RunCheck:
     """Read everything again. `told` hears of each part that is as it was written."""
     good: list[str] = []
-    findings: list[Finding] = []
+    findings: list[IntegrityFinding] = []
 
     def fine(line: str) -> None:
         good.append(line)
@@ -75,7 +80,7 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
 
     The checkpoint, once verified, is what the start begins from: it is hashed once.
     """
-    findings: list[Finding] = []
+    findings: list[IntegrityFinding] = []
     known = _check_database(folder, manifest, RECENT_DECISIONS, lambda line: None, findings)
     checkpoint = None
     if not findings and known:
@@ -85,7 +90,7 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
             try:
                 checkpoint = _checked(checkpoints, Version(there[0]), known)
             except StorageError as error:
-                findings.append(Finding("checkpoint", str(error), there[0]))
+                findings.append(IntegrityFinding("checkpoint", str(error), there[0]))
     return checkpoint, RunCheck((), tuple(findings), tuple(_offers(folder, manifest, findings)))
 
 
@@ -93,24 +98,27 @@ def check_start(folder: RunFolder, manifest: Manifest) -> tuple[CheckpointRecord
 
 
 def _check_description(
-    folder: RunFolder, fine: Callable[[str], None], findings: list[Finding]
+    folder: RunFolder, fine: Callable[[str], None], findings: list[IntegrityFinding]
 ) -> Manifest | None:
     try:
         load_settings(folder)
         fine("run.toml can be read")
     except SwarmError as error:
-        findings.append(Finding("run.toml", str(error)))
+        findings.append(IntegrityFinding("run.toml", str(error)))
     try:
         manifest = load_manifest(folder)
     except SwarmError as error:
-        findings.append(Finding("manifest.json", str(error)))
+        findings.append(IntegrityFinding("manifest.json", str(error)))
         return None
     fine("manifest.json is signed with organiser.key")
     return manifest
 
 
 def _check_data(
-    folder: RunFolder, manifest: Manifest, fine: Callable[[str], None], findings: list[Finding]
+    folder: RunFolder,
+    manifest: Manifest,
+    fine: Callable[[str], None],
+    findings: list[IntegrityFinding],
 ) -> None:
     # Not at the top: a start needs neither numpy nor the tokenizer.
     from swarm_shared.data.shards import verify_shard
@@ -124,7 +132,7 @@ def _check_data(
                 folder.data / shard.name, shard, data.token_bytes, manifest.model.vocabulary_size
             )
     except SwarmError as error:
-        findings.append(Finding("data", str(error)))
+        findings.append(IntegrityFinding("data", str(error)))
     else:
         fine(f"{len(data.shards)} files of training data have the manifest's hashes")
 
@@ -134,20 +142,20 @@ def _check_database(
     manifest: Manifest,
     newest: int | None,
     fine: Callable[[str], None],
-    findings: list[Finding],
+    findings: list[IntegrityFinding],
 ) -> dict[Version, CheckpointRecord]:
     """What it knows of checkpoints; nothing when it cannot be relied on."""
     try:
-        place = place_of(folder)
+        place = database_location(folder)
     except SwarmError:
         return {}  # run.toml says where it is, and has a finding of its own
     try:
-        if not is_there(place):
+        if not database_exists(place):
             fine("there is no database yet: the run has not been started")
             return {}
-        problems = database_problems(place, shape_of(manifest), newest)
+        problems = database_problems(place, step_shape(manifest), newest)
         if not problems:
-            with reading(place) as connection:
+            with open_for_reading(place) as connection:
                 restored = read_restored(connection)
                 known = {record.version: record for record in read_checkpoints(connection)}
             fine(
@@ -159,21 +167,23 @@ def _check_database(
         problem = f"the run's database {place} is damaged ({error.detail})"
     except SwarmError as error:
         problem = str(error)
-    findings.append(Finding("database", problem))
+    findings.append(IntegrityFinding("database", problem))
     return {}
 
 
-def database_problems(place: Place, shape: Shape | None, newest: int | None = None) -> list[str]:
+def database_problems(
+    place: DatabaseLocation, shape: StepShape | None, newest: int | None = None
+) -> list[str]:
     """All that is wrong with a database, by its own checks and by ours."""
     problems = check_pages(place, thorough=newest is None)
     if problems:
         return problems
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return check_database(connection, shape, newest)
 
 
-def shape_of(manifest: Manifest) -> Shape:
-    return Shape(manifest.stage_count, manifest.training.microbatches_per_step)
+def step_shape(manifest: Manifest) -> StepShape:
+    return StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
 
 
 def _checkpoint_folder(folder: RunFolder, manifest: Manifest) -> CheckpointFolder:
@@ -185,7 +195,7 @@ def _check_checkpoints(
     manifest: Manifest,
     known: dict[Version, CheckpointRecord],
     fine: Callable[[str], None],
-    findings: list[Finding],
+    findings: list[IntegrityFinding],
 ) -> None:
     checkpoints = _checkpoint_folder(folder, manifest)
     for version in checkpoints.versions():
@@ -193,14 +203,14 @@ def _check_checkpoints(
             _checked(checkpoints, Version(version), known)
         except StorageError as error:
             if version in checkpoints.versions():  # else a newer one has taken its place meanwhile
-                findings.append(Finding("checkpoint", str(error), version))
+                findings.append(IntegrityFinding("checkpoint", str(error), version))
         else:
             fine(f"the checkpoint of step {version} has the hashes that it was written with")
     there = checkpoints.versions()
     if known and max(known) not in there:
         newest = checkpoints.folder(max(known))
         findings.append(
-            Finding("checkpoint", f"the checkpoint {newest} is not there any more", None)
+            IntegrityFinding("checkpoint", f"the checkpoint {newest} is not there any more", None)
         )
 
 
@@ -219,7 +229,9 @@ def _checked(
 # ---------------------------------------------------------------- what to go on with
 
 
-def _offers(folder: RunFolder, manifest: Manifest | None, findings: list[Finding]) -> Iterator[str]:
+def _offers(
+    folder: RunFolder, manifest: Manifest | None, findings: list[IntegrityFinding]
+) -> Iterator[str]:
     damaged = {finding.part for finding in findings}
     if not damaged:
         return
@@ -247,7 +259,9 @@ def _offers(folder: RunFolder, manifest: Manifest | None, findings: list[Finding
         yield f"{what}; {set_aside} moves the damaged one away, and the next start goes on without"
 
 
-def _last_good(folder: RunFolder, manifest: Manifest, findings: list[Finding]) -> int | None:
+def _last_good(
+    folder: RunFolder, manifest: Manifest, findings: list[IntegrityFinding]
+) -> int | None:
     checkpoints = _checkpoint_folder(folder, manifest)
     bad = {finding.version for finding in findings}
     for version in checkpoints.versions():

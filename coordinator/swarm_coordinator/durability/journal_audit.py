@@ -22,12 +22,12 @@ from swarm_coordinator.core.events import (
     StoredStage,
 )
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.journal import Decision, digest
-from swarm_coordinator.storage.records import number, read_step
+from swarm_coordinator.storage.journal import JournalRecord, digest
+from swarm_coordinator.storage.records import float_or_nan, read_step
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, StageIndex, Version
 
-MOST_FINDINGS = 20
+MAX_FINDINGS = 20
 """A database that is broken in a thousand places need not say so a thousand times."""
 
 _TABLES = {
@@ -37,7 +37,7 @@ _TABLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What the manifest says that every step must have."""
 
     stages: int
@@ -52,11 +52,11 @@ class _Replay:
     live: dict[int, int] = field(default_factory=dict)
     """Steps that count, to their rows."""
     generation: int = 0
-    stepped: bool = False
+    any_applied: bool = False
 
 
 def check_database(
-    connection: Connection, shape: Shape | None = None, newest: int | None = None
+    connection: Connection, shape: StepShape | None = None, newest: int | None = None
 ) -> list[str]:
     """A sentence for each thing that is wrong; none when all is well.
 
@@ -65,13 +65,13 @@ def check_database(
     findings: list[str] = []
     for finding in _findings(connection, shape, newest):
         findings.append(finding)
-        if len(findings) == MOST_FINDINGS:
+        if len(findings) == MAX_FINDINGS:
             findings.append("and more")
             break
     return findings
 
 
-def _findings(connection: Connection, shape: Shape | None, newest: int | None) -> Iterator[str]:
+def _findings(connection: Connection, shape: StepShape | None, newest: int | None) -> Iterator[str]:
     yield from _check_gaps(connection)
     yield from _check_journal(connection, newest)
     if newest is None:
@@ -120,7 +120,7 @@ def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
     )
     _, kind, row_id, generation, before = next(rows)
     replay = _Replay(row_id if kind == "begun" else 0, generation=generation)
-    replay.stepped = begin > 0
+    replay.any_applied = begin > 0
     for sequence, kind, row_id, generation, found in rows:
         decision = None if kind == "start" else read_decision(connection, kind, row_id)
         where = f"table journal: entry {sequence} ({kind})"
@@ -136,30 +136,30 @@ def _check_journal(connection: Connection, newest: int | None) -> Iterator[str]:
         replay.generation = max(replay.generation, generation)
         before = found
         if begin == 0 and decision is not None:
-            yield from _follow(replay, kind, row_id, decision, where)
+            yield from _replay_record(replay, kind, row_id, decision, where)
     if begin == 0:
         yield from _check_outcome(connection, replay)
 
 
-def _follow(
-    replay: _Replay, kind: str, row_id: int, decision: Decision, where: str
+def _replay_record(
+    replay: _Replay, kind: str, row_id: int, decision: JournalRecord, where: str
 ) -> Iterator[str]:
     if isinstance(decision, RolledBack):
         # A run whose database was lost begins with a checkpoint and a roll-back to it.
-        if decision.version > replay.version and replay.stepped:
+        if decision.version > replay.version and replay.any_applied:
             yield f"{where} goes back to {decision.version}, and the run was at {replay.version}"
         replay.version = decision.version
         replay.live = {step: row for step, row in replay.live.items() if step <= decision.version}
-        replay.stepped = True
+        replay.any_applied = True
     elif isinstance(decision, (CheckpointRecord, EvaluationRecord, RunFinished)):
-        if decision.version > replay.version and replay.stepped:
+        if decision.version > replay.version and replay.any_applied:
             yield f"{where} is of version {decision.version}, and the run was at {replay.version}"
     else:
         if decision.step != replay.version + 1:
             yield f"{where} is step {decision.step}, and the run was at {replay.version}"
         replay.version = decision.step
         replay.live[decision.step] = row_id
-        replay.stepped = True
+        replay.any_applied = True
 
 
 def _check_outcome(connection: Connection, replay: _Replay) -> Iterator[str]:
@@ -219,7 +219,7 @@ def _check_owners(connection: Connection) -> Iterator[str]:
             yield f"table owners: {peer} is bound to {told}"
 
 
-def _check_shares(connection: Connection, shape: Shape, newest: int | None) -> Iterator[str]:
+def _check_shares(connection: Connection, shape: StepShape, newest: int | None) -> Iterator[str]:
     """Every microbatch of a step counts once in every stage."""
     since = 0
     if newest is not None:
@@ -242,7 +242,7 @@ def _check_shares(connection: Connection, shape: Shape, newest: int | None) -> I
                 )
 
 
-def read_decision(connection: Connection, kind: str, row_id: int) -> Decision | None:
+def read_decision(connection: Connection, kind: str, row_id: int) -> JournalRecord | None:
     """What a row of the journal is about, read back from its table."""
     if kind == "step":
         return read_step(connection, row_id)
@@ -261,7 +261,7 @@ def read_decision(connection: Connection, kind: str, row_id: int) -> Decision | 
         case "rollback":
             return RolledBack(Version(row[0]), row[1])
         case "evaluation":
-            return EvaluationRecord(Version(row[0]), number(row[1]), row[2])
+            return EvaluationRecord(Version(row[0]), float_or_nan(row[1]), row[2])
         case "finish":
             return RunFinished(Version(row[0]))
     stages = connection.execute(

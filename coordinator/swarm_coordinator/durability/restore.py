@@ -20,23 +20,23 @@ import trio
 
 from swarm_coordinator.core.events import RolledBack
 from swarm_coordinator.durability.backup import BackupSummary, verify_backup
-from swarm_coordinator.durability.run_files import load_manifest, place_of, read_progress
+from swarm_coordinator.durability.run_files import database_location, load_manifest, read_progress
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.generations import generation_floor
-from swarm_coordinator.storage.location import PostgresqlPlace, driver
-from swarm_coordinator.storage.sqlite import files_of
+from swarm_coordinator.storage.location import PostgresqlLocation, postgresql_driver
+from swarm_coordinator.storage.sqlite import database_files
 from swarm_coordinator.storage.store import SqliteStore, Store
 from swarm_shared.base.atomic_file import storage_error, sync_folder
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
 from swarm_shared.base.types import Version
 from swarm_shared.identity.signed_manifest import run_id_of
 
-_KEPT = ("organiser.key", "admission.token", "tokenizer.json", "port", "data")
+_CARRIED_OVER = ("organiser.key", "admission.token", "tokenizer.json", "port", "data")
 """What a backup may be without, and is then taken from the folder that it replaces."""
 
 
 @dataclass(frozen=True, slots=True)
-class Restored:
+class RestoredBackup:
     summary: BackupSummary
     generation: int
     version: Version
@@ -53,7 +53,7 @@ def restore_backup(
     force: bool = False,
     files_only: bool = False,
     now: Callable[[], float] = time.time,
-) -> Restored:
+) -> RestoredBackup:
     """Make `run_dir` of the backup. Refuses to replace anything unless forced, and a live run.
 
     With `files_only` the database on a server stays as it is: for a coordinator that stands by.
@@ -71,11 +71,11 @@ def restore_backup(
             known = _known_generation(run_dir)
         partial_dir = run_dir.parent / f".{run_dir.name}.restoring-{os.getpid()}"
         try:
-            _put_together(backup, summary, partial_dir, run_dir if occupied else None)
+            _assemble(backup, summary, partial_dir, run_dir if occupied else None)
             folder = RunFolder(partial_dir)
-            place = place_of(folder)
+            place = database_location(folder)
             if files_only:
-                if not isinstance(place, PostgresqlPlace):
+                if not isinstance(place, PostgresqlLocation):
                     raise UsageError(
                         "this run keeps its database in its folder, so that there are no files "
                         "without it; leave --files-only out"
@@ -83,13 +83,13 @@ def restore_backup(
                 folder.database.unlink(missing_ok=True)
                 generation = known
             else:
-                if isinstance(place, PostgresqlPlace):
+                if isinstance(place, PostgresqlLocation):
                     known = max(known, _known_generation(partial_dir))
                 above = max(summary.generation, known, generation_floor(now()))
                 generation = _fence(folder, summary, above)
-            if isinstance(place, PostgresqlPlace) and not files_only:
-                driver().take(place, folder.database, force)
-                for path in files_of(folder.database):
+            if isinstance(place, PostgresqlLocation) and not files_only:
+                postgresql_driver().load_backup(place, folder.database, force)
+                for path in database_files(folder.database):
                     path.unlink()
             replaced = _swap(partial_dir, run_dir, occupied, now)
         except OSError as error:
@@ -97,7 +97,7 @@ def restore_backup(
         finally:
             shutil.rmtree(partial_dir, ignore_errors=True)
     missing = tuple(name for name in ("organiser.key", "data") if not (run_dir / name).exists())
-    return Restored(summary, generation, summary.checkpoint or Version(0), replaced, missing)
+    return RestoredBackup(summary, generation, summary.checkpoint or Version(0), replaced, missing)
 
 
 @contextlib.contextmanager
@@ -121,9 +121,7 @@ def _known_generation(run_dir: Path) -> int:
     return found.generation if found is not None else 0
 
 
-def _put_together(
-    backup: Path, summary: BackupSummary, target: Path, replaced: Path | None
-) -> None:
+def _assemble(backup: Path, summary: BackupSummary, target: Path, replaced: Path | None) -> None:
     target.mkdir(mode=0o700, parents=True)
     for saved in summary.files:
         path = target / saved.path
@@ -131,7 +129,7 @@ def _put_together(
         shutil.copy2(backup / saved.path, path)
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    for name in _KEPT:
+    for name in _CARRIED_OVER:
         if replaced is not None and (replaced / name).exists() and not (target / name).exists():
             if (replaced / name).is_dir():
                 shutil.copytree(replaced / name, target / name)
@@ -154,7 +152,7 @@ def _fence(folder: RunFolder, summary: BackupSummary, above: int) -> int:
             trio.run(partial(store.write, record))
     finally:
         store.close()
-    for path in files_of(folder.database):
+    for path in database_files(folder.database):
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return generation

@@ -17,7 +17,12 @@ from swarm_coordinator.core.events import Restored
 from swarm_coordinator.run_dir.folder import RunFolder, read_bytes
 from swarm_coordinator.run_dir.shard_index import read_shard_index
 from swarm_coordinator.storage.admission_rows import read_admission
-from swarm_coordinator.storage.location import Place, PostgresqlPlace, is_there, reading
+from swarm_coordinator.storage.location import (
+    DatabaseLocation,
+    PostgresqlLocation,
+    database_exists,
+    open_for_reading,
+)
 from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import ConfigurationError, ProtocolError, StorageError
 from swarm_shared.identity.keys import Identity
@@ -58,29 +63,29 @@ def load_manifest(folder: RunFolder) -> Manifest:
         ) from error
 
 
-def place_of(folder: RunFolder) -> Place:
+def database_location(folder: RunFolder) -> DatabaseLocation:
     """Where the run's database is, as run.toml says."""
     settings = load_settings(folder).coordinator
     if settings.store == SQLITE:
         return folder.database
-    return PostgresqlPlace(settings.store, settings.lease_seconds)
+    return PostgresqlLocation(settings.store, settings.lease_seconds)
 
 
-def read_book(folder: RunFolder) -> AdmissionBook:
+def read_admission_book(folder: RunFolder) -> AdmissionBook:
     """What was decided about admission, beside a running coordinator as well."""
-    place = place_of(folder)
-    if not is_there(place):
+    place = database_location(folder)
+    if not database_exists(place):
         return AdmissionBook()
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return read_admission(connection)
 
 
 def read_progress(folder: RunFolder) -> Restored | None:
     """What the database says of the run, if there is one yet."""
-    place = place_of(folder)
-    if not is_there(place):
+    place = database_location(folder)
+    if not database_exists(place):
         return None
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return read_restored(connection)
 
 

@@ -24,7 +24,7 @@ import torch
 from swarm_coordinator.offline.reference_gradients import StepSums, step_sums
 from swarm_shared.base.clock import Clock, monotonic
 from swarm_shared.base.errors import DataError
-from swarm_shared.codecs.border import border
+from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.model.flat_gradients import FlatLayout
 from swarm_shared.model.initialise import build_whole
 from swarm_shared.model.llama import Stage
@@ -63,12 +63,12 @@ def train_reference(
     """
     with _compute_threads(threads):
         stage = build_whole(manifest, device)
-        put_borders(stage, manifest)
+        insert_boundary_codecs(stage, manifest)
         optimizer = make_optimizer(stage, manifest.optimizer)
         computing = stage
         if manifest.training.staleness:
             computing = build_whole(manifest, device)
-            put_borders(computing, manifest)
+            insert_boundary_codecs(computing, manifest)
         layout = FlatLayout.of(stage)
         sums = step_sums(computing, layout, manifest)
         for step in range(1, steps + 1):
@@ -88,23 +88,23 @@ def train_reference(
         return stage
 
 
-def put_borders(stage: Stage, manifest: Manifest) -> None:
+def insert_boundary_codecs(stage: Stage, manifest: Manifest) -> None:
     """Have what passes from one stage of the manifest to the next go through its codecs."""
     codecs = manifest.codecs
     if codecs.activation == codecs.gradient == "none":
         return
-    cross = border(codecs.activation, codecs.gradient)
+    cross = stage_boundary(codecs.activation, codecs.gradient)
 
     def enter(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x_BTD, *rest = arguments
         return (cross(x_BTD), *rest)
 
     for cut in manifest.stages[1:]:
-        first = _first_of(stage, cut.first_layer)
+        first = _first_module(stage, cut.first_layer)
         first.register_forward_pre_hook(enter)
 
 
-def _first_of(stage: Stage, layer: int) -> torch.nn.Module:
+def _first_module(stage: Stage, layer: int) -> torch.nn.Module:
     """What a stage that begins with this layer does first."""
     layers, norm, widen = stage.model.layers, stage.model.norm, stage.model.widen
     if str(layer) in widen:

@@ -67,7 +67,7 @@ class ExactSums:
         self._totals = layout.new_flat(computing.device, torch.float64)
         self._leaves: list[Tensor] = [parameter for _, parameter in computing.all_parameters()]
         self._views = list(layout.views(self._totals))
-        self._ranges = _ranges_of_norms(layout, manifest)
+        self._ranges = _norm_ranges(layout, manifest)
         table = computing.model.embed_tokens
         if manifest.model.tie_embeddings and manifest.stage_count > 1:
             assert table is not None, "the whole model has a token table"
@@ -86,18 +86,18 @@ class ExactSums:
         return mean, global_norm(parts)
 
 
-def _ranges_of_norms(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]]:
+def _norm_ranges(layout: FlatLayout, manifest: Manifest) -> list[tuple[int, int]]:
     """Of the whole model's flat vector: what each stage takes the norm of, and a table that two
     stages hold by itself."""
     found: dict[object, tuple[int, int]] = {}
     for entry in layout.entries:
-        part = _part_of(entry.name, manifest)
+        part = _norm_part(entry.name, manifest)
         start, _ = found.get(part, (entry.offset, 0))
         found[part] = (start, entry.offset + entry.count)
     return list(found.values())
 
 
-def _part_of(name: str, manifest: Manifest) -> object:
+def _norm_part(name: str, manifest: Manifest) -> object:
     """The stage that holds a parameter, or its name where two do."""
     words = name.split(".")
     if words[:2] == ["model", "layers"]:

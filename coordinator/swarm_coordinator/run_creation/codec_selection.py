@@ -16,7 +16,7 @@ import torch
 
 from swarm_coordinator.configuration.run_settings import CodecsSection, RunSettings
 from swarm_shared.base.errors import ConfigurationError
-from swarm_shared.codecs.choice import MEGABIT_BYTES, Cost, Pair, accepted, choose, seconds
+from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, Cost, accepted, choose, seconds
 from swarm_shared.codecs.quality import QualityTable, quality_table
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
 from swarm_shared.run.codec_sizes import CodecName, encoded_bytes
@@ -25,12 +25,12 @@ from swarm_shared.run.model_config import ComputeDtype
 Clock = Callable[[], float]
 
 MEASURING_SECONDS = 1.0
-MOST_TURNS = 7
+MAX_TURNS = 7
 SAMPLE_ELEMENTS = 1 << 20
 """Of larger activations a part is measured: what a codec takes is proportional to the length."""
 
 
-def with_codecs_chosen(
+def select_codecs(
     settings: RunSettings,
     table: QualityTable | None = None,
     clock: Clock = time.perf_counter,
@@ -42,7 +42,9 @@ def with_codecs_chosen(
     table = table or quality_table()
     section = settings.codecs
     if settings.stages.count == 1:
-        return _with(settings, table.pairs["none / none"]), "codecs: none, for one stage no border"
+        return _replace_codecs(
+            settings, table.pairs["none / none"]
+        ), "codecs: none, for one stage no border"
     within = accepted(table.pairs, section.largest_loss_gap)
     if not within:
         smallest = min(one.gap_relative for one in table.pairs.values())
@@ -60,12 +62,13 @@ def with_codecs_chosen(
     chosen = choose(table.pairs, costs, rate, section.largest_loss_gap)
     assert chosen is not None, "the pairs within the budget were counted above"
     pair = table.pairs[chosen]
-    without = Pair(activation=plain, gradient=plain, gap_relative=0.0)
-    return _with(settings, pair), (
+    without = CodecPair(activation=plain, gradient=plain, gap_relative=0.0)
+    return _replace_codecs(settings, pair), (
         f"codecs: {pair.activation} for activations, {pair.gradient} for gradients, the fastest of "
         f"{len(within)} pairs measured to cost at most {section.largest_loss_gap:.2%} of loss: a "
-        f"border takes {_spelt(seconds(pair, costs, rate))} a microbatch there and back at "
-        f"{section.up_mbit_per_second:g} Mbit/s, {_spelt(seconds(without, costs, rate))} without"
+        f"border takes {_duration_text(seconds(pair, costs, rate))} a microbatch there and back at "
+        f"{section.up_mbit_per_second:g} Mbit/s, "
+        f"{_duration_text(seconds(without, costs, rate))} without"
     )
 
 
@@ -89,7 +92,7 @@ def measure_costs(
             slot = memoryview(bytearray(encoded_bytes(name, tensor_N.numel(), dtype)))
             deadline = clock() + budget_seconds / len(names)
             turns: list[float] = []
-            while len(turns) < 2 or (len(turns) <= MOST_TURNS and clock() < deadline):
+            while len(turns) < 2 or (len(turns) <= MAX_TURNS and clock() < deadline):
                 began = clock()
                 nbytes = encode(name, tensor_N, slot)
                 decode(name, slot[:nbytes], tensor_N.shape, dtype)
@@ -99,13 +102,13 @@ def measure_costs(
     return costs
 
 
-def _with(settings: RunSettings, pair: Pair) -> RunSettings:
+def _replace_codecs(settings: RunSettings, pair: CodecPair) -> RunSettings:
     words = settings.codecs.model_dump()
     words |= {"activation": pair.activation, "gradient": pair.gradient}
     return settings.model_copy(update={"codecs": CodecsSection.model_validate(words)})
 
 
-def _spelt(duration_seconds: float) -> str:
+def _duration_text(duration_seconds: float) -> str:
     if duration_seconds < 1:
         return f"{1000 * duration_seconds:.3g} ms"
     return f"{duration_seconds:.3g} s"

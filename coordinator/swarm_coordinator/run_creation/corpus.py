@@ -27,7 +27,7 @@ from swarm_shared.base.errors import DataError
 from swarm_shared.data.shards import Split
 
 PIECE_CHARACTERS = 1024 * 1024
-LONGEST_LINE_BYTES = 256 * 1024 * 1024
+MAX_LINE_BYTES = 256 * 1024 * 1024
 _READ_BYTES = 1024 * 1024
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -35,7 +35,7 @@ _NOT_LIBRARY = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class TextDocument:
     name: str
     """Says where the text came from, relative to the source: the same on every machine."""
     text: str
@@ -48,7 +48,7 @@ class TextCorpus:
     """Text that can be read any number of times, always in the same order."""
 
     description: str
-    documents: Callable[[], Iterator[Document]]
+    documents: Callable[[], Iterator[TextDocument]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ def _text_files(folder: Path, left_out: frozenset[str] = frozenset()) -> list[Pa
     return sorted(files, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def _folder_documents(folder: Path, files: list[Path]) -> Iterator[Document]:
+def _folder_documents(folder: Path, files: list[Path]) -> Iterator[TextDocument]:
     for file in files:
         yield from _file_documents(file, file.relative_to(folder).as_posix())
 
 
-def _file_documents(path: Path, name: str) -> Iterator[Document]:
+def _file_documents(path: Path, name: str) -> Iterator[TextDocument]:
     if path.suffix == ".jsonl":
         yield from _jsonl_documents(path, name)
         return
@@ -160,15 +160,15 @@ def _in_pieces(blocks: Iterator[str]) -> Iterator[str]:
         yield held
 
 
-def _piece(name: str, number: int, text: str) -> Document:
-    return Document(f"{name}#{number}" if number else name, text, number > 0)
+def _piece(name: str, number: int, text: str) -> TextDocument:
+    return TextDocument(f"{name}#{number}" if number else name, text, number > 0)
 
 
-def _jsonl_documents(path: Path, name: str) -> Iterator[Document]:
+def _jsonl_documents(path: Path, name: str) -> Iterator[TextDocument]:
     try:
         with path.open("rb") as file:
             number = 0
-            while line := file.readline(LONGEST_LINE_BYTES):
+            while line := file.readline(MAX_LINE_BYTES):
                 number += 1
                 if line.strip():
                     pieces = _in_pieces(iter([_jsonl_text(path, number, line)]))
@@ -182,8 +182,8 @@ def _jsonl_text(path: Path, number: int, line: bytes) -> str:
     def damaged(reason: str) -> DataError:
         return DataError(f"{path}, line {number}: {reason}; correct or remove that line")
 
-    if len(line) >= LONGEST_LINE_BYTES:
-        raise damaged(f"it is longer than {LONGEST_LINE_BYTES} bytes")
+    if len(line) >= MAX_LINE_BYTES:
+        raise damaged(f"it is longer than {MAX_LINE_BYTES} bytes")
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -217,7 +217,7 @@ _DROPPED, _TRAIN, _HELDOUT, _TAIL = range(4)
 class SplitPlan:
     """Which documents are trained on, which are held out, and which are dropped as duplicates."""
 
-    fates: bytes
+    assignments: bytes
     """One byte for each document, in the corpus's order."""
     tail_bytes: int
     """How much of the end of the one document marked _TAIL is held out."""
@@ -232,36 +232,40 @@ def plan_split(corpus: TextCorpus, heldout_share: float, least_bytes: int) -> Sp
     Where no choice of whole documents comes near the share and leaves `least_bytes` on both
     sides, the end of the longest document is held out instead.
     """
-    fates, sizes, keys = bytearray(), array("Q"), array("Q")
+    assignments, sizes, keys = bytearray(), array("Q"), array("Q")
     seen: set[bytes] = set()
     for document in corpus.documents():
         content = document.text.encode("utf-8")
         digest = hashlib.blake2b(content, digest_size=16).digest()
         kept = digest not in seen and bool(content.strip())
         seen.add(digest)
-        fates.append(_TRAIN if kept else _DROPPED)
+        assignments.append(_TRAIN if kept else _DROPPED)
         sizes.append(len(content) if kept else 0)
         keys.append(_key(document.name))
     total_bytes = sum(sizes)
     if total_bytes == 0:
         raise DataError(f"there is no text in {corpus.description}; add some")
-    heldout = _choose_whole(fates, sizes, keys, heldout_share, least_bytes)
+    heldout = _choose_whole(assignments, sizes, keys, heldout_share, least_bytes)
     tail_bytes = 0
     for ordinal in heldout:
-        fates[ordinal] = _HELDOUT
+        assignments[ordinal] = _HELDOUT
     if not heldout:
         longest = max(range(len(sizes)), key=lambda ordinal: sizes[ordinal])
-        fates[longest] = _TAIL
+        assignments[longest] = _TAIL
         tail_bytes = max(round(heldout_share * sizes[longest]), least_bytes)
     heldout_bytes = tail_bytes + sum(sizes[ordinal] for ordinal in heldout)
-    duplicates = sum(fate == _DROPPED for fate in fates)
+    duplicates = sum(assignment == _DROPPED for assignment in assignments)
     return SplitPlan(
-        bytes(fates), tail_bytes, max(0, total_bytes - heldout_bytes), heldout_bytes, duplicates
+        bytes(assignments),
+        tail_bytes,
+        max(0, total_bytes - heldout_bytes),
+        heldout_bytes,
+        duplicates,
     )
 
 
 def _choose_whole(
-    fates: bytearray, sizes: array[int], keys: array[int], share: float, least_bytes: int
+    assignments: bytearray, sizes: array[int], keys: array[int], share: float, least_bytes: int
 ) -> list[int]:
     """Ordinals in order of their keys until the share is reached; [] if that does not come out."""
     order = np.argsort(np.frombuffer(keys, dtype=np.uint64), kind="stable").tolist()
@@ -270,7 +274,7 @@ def _choose_whole(
     for largest in (2 * target, max(2 * target, total / 4)):
         chosen, held = [], 0
         for ordinal in order:
-            if fates[ordinal] == _TRAIN and held + sizes[ordinal] <= largest:
+            if assignments[ordinal] == _TRAIN and held + sizes[ordinal] <= largest:
                 chosen.append(ordinal)
                 held += sizes[ordinal]
                 if held >= target:
@@ -280,32 +284,32 @@ def _choose_whole(
     return []
 
 
-def split_documents(corpus: TextCorpus, plan: SplitPlan, split: Split) -> Iterator[Document]:
+def split_documents(corpus: TextCorpus, plan: SplitPlan, split: Split) -> Iterator[TextDocument]:
     """The documents of one split, in the corpus's order."""
     wanted = _TRAIN if split == "train" else _HELDOUT
     ordinal = -1
     for ordinal, document in enumerate(corpus.documents()):
-        if ordinal >= len(plan.fates):
+        if ordinal >= len(plan.assignments):
             break
-        fate = plan.fates[ordinal]
-        if fate == _TAIL:
+        assignment = plan.assignments[ordinal]
+        if assignment == _TAIL:
             yield _part(document, plan.tail_bytes, split)
-        elif fate == wanted:
+        elif assignment == wanted:
             yield document
-    if ordinal + 1 != len(plan.fates):
+    if ordinal + 1 != len(plan.assignments):
         raise DataError(
             f"{corpus.description} changed while it was read; leave it alone and start again"
         )
 
 
-def sampled(documents: Iterator[Document], share: float) -> Iterator[Document]:
+def sampled(documents: Iterator[TextDocument], share: float) -> Iterator[TextDocument]:
     """About `share` of the documents, always the same ones."""
     for document in documents:
         if share >= 1 or _key("sample " + document.name) < share * 2**64:
             yield document
 
 
-def _part(document: Document, tail_bytes: int, split: Split) -> Document:
+def _part(document: TextDocument, tail_bytes: int, split: Split) -> TextDocument:
     content = document.text.encode("utf-8")
     cut = max(0, len(content) - tail_bytes)
     # After a line if one ends nearby, and never inside a character.
@@ -313,7 +317,7 @@ def _part(document: Document, tail_bytes: int, split: Split) -> Document:
     while 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
         cut -= 1
     part = content[:cut] if split == "train" else content[cut:]
-    return Document(f"{document.name}/{split}", part.decode("utf-8"))
+    return TextDocument(f"{document.name}/{split}", part.decode("utf-8"))
 
 
 def _key(name: str) -> int:

@@ -34,7 +34,7 @@ from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import sign_manifest
-from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, narrowed
+from swarm_shared.run.manifest import DataConfig, Manifest, StageRange, with_bottlenecks
 from swarm_shared.scheduling.placement.stage_sizes import bottleneck_parameters
 
 
@@ -69,8 +69,8 @@ def initialise_from_settings(
     refuse_existing(run_dir)
     corpus = read_corpus(settings.data.source)
     stages = _planned_stages(settings)
-    with _built_beside(run_dir.absolute()) as folder:
-        settings = _codecs_chosen(settings, progress)
+    with _staging_folder(run_dir.absolute()) as folder:
+        settings = _with_codecs_selected(settings, progress)
         data = prepare_data(folder, settings, corpus, progress)
         identity = Identity.load_or_create(folder.organiser_key)
         manifest = _manifest(settings, identity, stages, data)
@@ -102,21 +102,21 @@ def refresh_manifest(folder: RunFolder, progress: Progress = lambda line: None) 
         split_slots(old.data, split, model.sequence_length)
     identity = load_identity(folder)
     stages = _planned_stages(settings)
-    if settings.codecs.to_be_chosen:
-        settings = _codecs_chosen(settings, progress)
+    if settings.codecs.needs_selection:
+        settings = _with_codecs_selected(settings, progress)
         write_codecs(folder.settings, settings.codecs.config)
     manifest = _manifest(settings, identity, stages, old.data)
     write_atomically(folder.manifest, sign_manifest(identity, manifest))
     return manifest
 
 
-def _codecs_chosen(settings: RunSettings, progress: Progress) -> RunSettings:
-    if not settings.codecs.to_be_chosen:
+def _with_codecs_selected(settings: RunSettings, progress: Progress) -> RunSettings:
+    if not settings.codecs.needs_selection:
         return settings
     # Here for torch, like the stages' planning.
-    from swarm_coordinator.run_creation.codec_selection import with_codecs_chosen
+    from swarm_coordinator.run_creation.codec_selection import select_codecs
 
-    chosen, why = with_codecs_chosen(settings)
+    chosen, why = select_codecs(settings)
     progress(why)
     return chosen
 
@@ -139,7 +139,7 @@ def _planned_stages(settings: RunSettings) -> tuple[StageRange, ...]:
     exact = settings.codecs.average == "exact"
     stages = plan_stages(profile, settings.stages.count, staleness=staleness, exact=exact)
     tokens = training.sequences_per_microbatch * settings.model.config.sequence_length
-    narrow, widen = bottleneck_parameters(narrowed(settings.model.config, stages))
+    narrow, widen = bottleneck_parameters(with_bottlenecks(settings.model.config, stages))
     described: list[StageRange] = []
     for number, stage in enumerate(stages):
         ends = number == 0, number == len(stages) - 1
@@ -160,7 +160,7 @@ def _manifest(
     return Manifest(
         name=settings.run.name,
         organiser=identity.peer_id,
-        model=narrowed(settings.model.config, stages),
+        model=with_bottlenecks(settings.model.config, stages),
         stages=stages,
         data=data,
         training=settings.training_config,
@@ -172,7 +172,7 @@ def _manifest(
 
 
 @contextlib.contextmanager
-def _built_beside(run_dir: Path) -> Iterator[RunFolder]:
+def _staging_folder(run_dir: Path) -> Iterator[RunFolder]:
     """A locked folder next to `run_dir` that takes its place when the block ends without error."""
     prefix = f".{run_dir.name[:64]}.initialising-"
     try:
@@ -186,13 +186,13 @@ def _built_beside(run_dir: Path) -> Iterator[RunFolder]:
         with folder.lock():
             yield folder
             sync_folder(temporary)
-            _take_place(temporary, run_dir)
+            _move_into_place(temporary, run_dir)
     finally:
         # After the rename there is nothing of this name.
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _take_place(temporary: Path, run_dir: Path) -> None:
+def _move_into_place(temporary: Path, run_dir: Path) -> None:
     refuse_existing(run_dir)
     try:
         temporary.replace(run_dir)

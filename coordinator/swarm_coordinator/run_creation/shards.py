@@ -13,10 +13,10 @@ import numpy as np
 
 from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.run_creation.corpus import (
-    Document,
     ReadyShards,
     SplitPlan,
     TextCorpus,
+    TextDocument,
     plan_split,
     sampled,
     split_documents,
@@ -53,9 +53,9 @@ BPE_TRAINING_BYTES = 64 * 1024 * 1024
 """More text than this changes the merges hardly, and takes minutes and a gigabyte."""
 
 _BATCH_CHARACTERS = 2 * 1024 * 1024
-_TELL_CHARACTERS = 50_000_000
+_PROGRESS_CHARACTERS = 50_000_000
 _COPY_BYTES = 4 * 1024 * 1024
-_LONGEST_TOKEN_BYTES = 8
+_MAX_TOKEN_BYTES = 8
 """A guess of a token's bytes on the safe side; what matters is checked on the tokens."""
 
 
@@ -68,7 +68,7 @@ def prepare_data(
     """Fill the run folder's data from text or from ready shards, and describe it."""
     model = settings.model.config
     if isinstance(corpus, ReadyShards):
-        data, vocabulary_size = _take_shards(folder, settings, corpus, progress)
+        data, vocabulary_size = _copy_ready_shards(folder, settings, corpus, progress)
     else:
         data, vocabulary_size = _tokenise(folder, settings, corpus, progress)
     for split in ("train", "heldout"):
@@ -106,7 +106,7 @@ def _tokenise(
             f"{sum(shard.tokens for shard in written):,} {split} tokens in {len(written)} file(s)"
         )
         shards += written
-    data = _described(folder, settings, token_bytes, shards, tokenizer_sha256)
+    data = _data_config(folder, settings, token_bytes, shards, tokenizer_sha256)
     return data, tokenizer.vocabulary_size
 
 
@@ -114,7 +114,7 @@ _SPLITS: tuple[Split, ...] = ("train", "heldout")
 
 
 def _planned_split(settings: RunSettings, corpus: TextCorpus, model: ModelConfig) -> SplitPlan:
-    longest = 1 if settings.data.tokenizer == "bytes" else _LONGEST_TOKEN_BYTES
+    longest = 1 if settings.data.tokenizer == "bytes" else _MAX_TOKEN_BYTES
     least_bytes = (model.sequence_length + 1) * longest
     plan = plan_split(corpus, settings.data.heldout_share, least_bytes)
     if plan.train_bytes == 0 or plan.heldout_bytes == 0:
@@ -145,7 +145,7 @@ def _make_tokenizer(
 
 
 def _tokens(
-    tokenizer: Tokenizer, documents: Iterator[Document], progress: Progress
+    tokenizer: Tokenizer, documents: Iterator[TextDocument], progress: Progress
 ) -> Iterator[Tokens]:
     """The ids of every document, each with the mark in front of it."""
     mark = np.array([END_OF_TEXT], dtype=np.uint32)
@@ -157,13 +157,13 @@ def _tokens(
             pieces += [ids] if document.continues else [mark, ids]
         yield np.concatenate(pieces)
         characters += sum(len(document.text) for document in batch)
-        if characters - told >= _TELL_CHARACTERS:
+        if characters - told >= _PROGRESS_CHARACTERS:
             told = characters
             progress(f"tokenised {characters / 1e6:.0f} million characters")
 
 
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
+def _batches(documents: Iterator[TextDocument]) -> Iterator[list[TextDocument]]:
+    batch: list[TextDocument] = []
     characters = 0
     for document in documents:
         batch.append(document)
@@ -175,7 +175,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _take_shards(
+def _copy_ready_shards(
     folder: RunFolder, settings: RunSettings, ready: ReadyShards, progress: Progress
 ) -> tuple[DataConfig, int]:
     """Copy shards made before, after checking every byte of them."""
@@ -202,7 +202,7 @@ def _take_shards(
         assert isinstance(tokenizer, BpeTokenizer)
         write_atomically(folder.tokenizer, path.read_bytes())
     shards = list(source.shards)
-    data = _described(folder, settings, source.token_bytes, shards, source.tokenizer_sha256)
+    data = _data_config(folder, settings, source.token_bytes, shards, source.tokenizer_sha256)
     return data, ready.index.vocabulary_size
 
 
@@ -227,7 +227,7 @@ def _check_vocabulary(needed: int, offered: int) -> None:
         )
 
 
-def _described(
+def _data_config(
     folder: RunFolder,
     settings: RunSettings,
     token_bytes: TokenBytes,

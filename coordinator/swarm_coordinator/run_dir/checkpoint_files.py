@@ -30,7 +30,7 @@ SUMMARY_NAME = "checkpoint.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 _PARTIAL = ".partial"
 _ITEM = re.compile(r"checkpoint/(\d{1,15})/(\d{1,6})")
-_LARGEST_SUMMARY_BYTES = 16 * 2**20
+_MAX_SUMMARY_BYTES = 16 * 2**20
 _READ_BYTES = 4 * 2**20
 
 
@@ -118,11 +118,11 @@ class CheckpointFolder:
         self._prune(version)
         return summary.record()
 
-    def give_up(self, version: int) -> None:
+    def discard_partial(self, version: int) -> None:
         """Free what a checkpoint that failed has taken."""
         shutil.rmtree(self._partial(version), ignore_errors=True)
 
-    def give_up_all(self) -> None:
+    def discard_all_partial(self) -> None:
         """What an earlier start left half-fetched; its peers hold newer state by now."""
         for folder in self._root.glob(f"step-*{_PARTIAL}"):
             shutil.rmtree(folder, ignore_errors=True)
@@ -208,7 +208,7 @@ class CheckpointFolder:
         path = folder / SUMMARY_NAME
         try:
             with path.open("rb") as file:
-                content = file.read(_LARGEST_SUMMARY_BYTES)
+                content = file.read(_MAX_SUMMARY_BYTES)
             return CheckpointSummary.model_validate_json(content)
         except OSError as error:
             raise StorageError(f"the checkpoint {folder} cannot be read: {error}") from error

@@ -20,7 +20,7 @@ from pathlib import Path
 from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error, write_atomically
 from swarm_shared.base.errors import StorageError, UsageError
 
-_LARGEST_SMALL_FILE_BYTES = 16 * 1024 * 1024
+_MAX_SMALL_FILE_BYTES = 16 * 1024 * 1024
 
 
 def quoted(path: Path) -> str:
@@ -257,7 +257,7 @@ def refuse_existing(path: Path) -> None:
         raise UsageError(f"{path} {what}; choose another name, or delete that folder")
 
 
-def read_bytes(path: Path, largest_bytes: int = _LARGEST_SMALL_FILE_BYTES) -> bytes:
+def read_bytes(path: Path, largest_bytes: int = _MAX_SMALL_FILE_BYTES) -> bytes:
     """A small file's content; StorageError says what is wrong with it."""
     try:
         with path.open("rb") as file:

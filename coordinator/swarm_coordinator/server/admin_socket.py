@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from swarm_shared.base.errors import NetworkError
-from swarm_shared.base.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_server import LocalServerConnection, serve_lines
 from swarm_shared.base.local_socket import MAX_LINE_BYTES, connect
 
 log = logging.getLogger(__name__)
@@ -29,13 +29,13 @@ Answer = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 async def serve(path: Path, answer: Answer) -> None:
     """Answer questions at `path` until cancelled. StorageError when there can be no socket."""
 
-    async def handle(lines: LocalLines) -> None:
-        await _converse(lines, answer)
+    async def handle(lines: LocalServerConnection) -> None:
+        await _handle_connection(lines, answer)
 
     await serve_lines(path, handle)
 
 
-async def _converse(lines: LocalLines, answer: Answer) -> None:
+async def _handle_connection(lines: LocalServerConnection, answer: Answer) -> None:
     try:
         with trio.fail_after(ANSWER_SECONDS):
             question = await lines.receive()
@@ -51,7 +51,7 @@ async def _converse(lines: LocalLines, answer: Answer) -> None:
         log.exception("a question at the local socket could not be answered")
 
 
-def ask(path: Path, question: dict[str, Any]) -> dict[str, Any]:
+def send_request(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     """The answer of the coordinator that serves at `path`.
 
     ConnectionRefusedError or FileNotFoundError when nobody serves there (now); NetworkError when

@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from swarm_coordinator.admission.authority import REVOKED_SECONDS, Admission
+from swarm_coordinator.admission.authority import REVOKED_SECONDS, AdmissionAuthority
 from swarm_coordinator.admission.requests import (
     Administration,
     admission_document,
@@ -31,7 +31,7 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import admin_socket
-from swarm_coordinator.server.sessions import Sessions
+from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
@@ -49,15 +49,15 @@ CarryOut = Callable[[Event], Awaitable[Sequence[Command]]]
 """Hands the core an event and returns when all that it commands has been carried out."""
 
 
-class AdmissionDesk:
+class AdmissionService:
     """One start of the coordinator's dealings with admission."""
 
     def __init__(
         self,
         folder: RunFolder,
-        admission: Admission,
+        admission: AdmissionAuthority,
         store: Store,
-        sessions: Sessions,
+        sessions: ClientSessions,
         carry_out: CarryOut,
         clock: Clock,
         renew_after_seconds: float,
@@ -131,13 +131,13 @@ class AdmissionDesk:
             request = parse_request(question)
             async with self._lock:
                 change, concerned = await self._administration.carry_out(request)
-                effect = await self._tell(concerned)
+                effect = await self._apply_to_core(concerned)
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
-        said = "; ".join(part for part in (change.said, effect) if part)
+        said = "; ".join(part for part in (change.text, effect) if part)
         return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
 
-    async def _tell(self, peers: Sequence[PeerId]) -> str:
+    async def _apply_to_core(self, peers: Sequence[PeerId]) -> str:
         """Let the core act on the change; what came of it, in words."""
         refused: dict[str, list[PeerId]] = {}
         welcome: list[PeerId] = []
@@ -157,9 +157,9 @@ class AdmissionDesk:
         ended = sum(isinstance(command.message, Refused) for command in sent)
         told = {command.peer for command in sent if isinstance(command.message, Roster)}
         told |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
-        parts = [f"{_count(ended, 'session was', 'sessions were')} ended"] if ended else []
+        parts = [f"{_counted(ended, 'session was', 'sessions were')} ended"] if ended else []
         if refused:
-            parts.append(f"{_count(len(told), 'volunteer was', 'volunteers were')} told")
+            parts.append(f"{_counted(len(told), 'volunteer was', 'volunteers were')} told")
         return ", ".join(parts)
 
     # ------------------------------------------------------------ certificates
@@ -171,22 +171,22 @@ class AdmissionDesk:
         pause = min(RENEWAL_CHECK_SECONDS, self._renew_after_seconds / 2)
         while True:
             await trio.sleep(pause)
-            if self._due(own_since):
+            if self._needs_renewal(own_since):
                 own_since = admission.clock()
                 certificate = admission.certificate(own, "coordinator")
                 await self._carry_out(CertificateIssued(own, certificate))
             for session in self._sessions.current():
-                if self._due(session.certified_at):
+                if self._needs_renewal(session.certified_at):
                     session.certified_at = admission.clock()
                     certificate = admission.certificate(session.peer, "volunteer")
                     # Seen now: so late it had a certificate, should it be revoked.
                     self._store.post(PeerSeen(session.peer))
                     await self._carry_out(CertificateIssued(session.peer, certificate))
 
-    def _due(self, certified_at: float) -> bool:
+    def _needs_renewal(self, certified_at: float) -> bool:
         """Also when the clock was set back: such a certificate is not valid yet for others."""
         return not 0 <= self._admission.clock() - certified_at < self._renew_after_seconds
 
 
-def _count(number: int, one: str, many: str) -> str:
+def _counted(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"

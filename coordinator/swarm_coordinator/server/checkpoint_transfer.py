@@ -24,7 +24,7 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.network import Node
 from swarm_shared.run.manifest import Manifest
-from swarm_shared.transfer.transfer import Catalogue, Source, fetch
+from swarm_shared.transfer.transfer import Catalogue, TransferSource, fetch
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ def catalogue(folder: RunFolder, manifest: Manifest, checkpoints: CheckpointFold
 
 
 @dataclass(slots=True)
-class CheckpointUnderWay:
+class CheckpointFetch:
     """Which stages have arrived, and the tasks that fetch the others."""
 
     version: Version
     files: dict[StageIndex, tuple[int, str]] = field(default_factory=dict)
-    asked: set[StageIndex] = field(default_factory=set)
+    requested: set[StageIndex] = field(default_factory=set)
     scopes: list[trio.CancelScope] = field(default_factory=list)
-    given_up: bool = False
+    cancelled: bool = False
 
 
 class CheckpointFetcher:
@@ -76,9 +76,9 @@ class CheckpointFetcher:
         self._stages = stages
         self._certificate = certificate
         self._put = put
-        self._current: CheckpointUnderWay | None = None
+        self._current: CheckpointFetch | None = None
 
-    def begin(self, command: FetchSnapshot) -> CheckpointUnderWay:
+    def begin(self, command: FetchSnapshot) -> CheckpointFetch:
         """To be called in the order of the commands; what it returns goes to `fetch_stage`.
 
         Another version, or a stage asked for again, means that the core gave up what was under
@@ -86,30 +86,30 @@ class CheckpointFetcher:
         """
         version, stage = command.snapshot.version, command.snapshot.stage
         current = self._current
-        if current is None or current.version != version or stage in current.asked:
-            self.give_up()
-            current = self._current = CheckpointUnderWay(version)
-        current.asked.add(stage)
+        if current is None or current.version != version or stage in current.requested:
+            self.cancel()
+            current = self._current = CheckpointFetch(version)
+        current.requested.add(stage)
         return current
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """The checkpoint under way is not wanted any more."""
         if self._current is not None:
-            self._current.given_up = True
+            self._current.cancelled = True
             for scope in self._current.scopes:
                 scope.cancel()
             self._current = None
 
-    def wanted(self, version: Version) -> bool:
+    def is_current(self, version: Version) -> bool:
         """Whether the newest checkpoint begun, and not given up since, is this one."""
         return self._current is not None and self._current.version == version
 
-    async def fetch_stage(self, command: FetchSnapshot, checkpoint: CheckpointUnderWay) -> None:
+    async def fetch_stage(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         """Fetch one stage; the last one to arrive completes the checkpoint."""
         snapshot = command.snapshot
         with trio.CancelScope() as scope:
             checkpoint.scopes.append(scope)
-            if checkpoint.given_up:
+            if checkpoint.cancelled:
                 return
             try:
                 await self._fetch(command, checkpoint)
@@ -119,18 +119,19 @@ class CheckpointFetcher:
                 )
                 if self._current is not checkpoint:
                     return
-                self.give_up()
+                self.cancel()
                 with trio.CancelScope(shield=True):
-                    await _in_thread(partial(self._folder.give_up, snapshot.version))
+                    await _in_thread(partial(self._folder.discard_partial, snapshot.version))
                     await self._put(CheckpointFailed(snapshot.version, str(error)))
 
-    async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointUnderWay) -> None:
+    async def _fetch(self, command: FetchSnapshot, checkpoint: CheckpointFetch) -> None:
         snapshot, holder = command.snapshot, command.holder
         path = await _in_thread(
             partial(self._folder.partial_path, snapshot.version, snapshot.stage)
         )
         await fetch(
-            self._node, [Source(holder.peer, holder.addresses)], snapshot.item, snapshot.bytes,
+            self._node, [TransferSource(holder.peer, holder.addresses)], snapshot.item,
+            snapshot.bytes,
             snapshot.sha256, path, self._certificate(), self._run,
         )  # fmt: skip
         checkpoint.files[snapshot.stage] = (snapshot.bytes, snapshot.sha256)

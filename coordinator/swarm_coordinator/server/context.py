@@ -9,7 +9,7 @@ from swarm_coordinator.admission.authority import RENEW_AFTER_SECONDS
 from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.dashboard_process import Companion
+from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.identity.invite import Invite
@@ -21,7 +21,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class CoordinatorContext:
     folder: RunFolder
     settings: RunSettings
     manifest: Manifest
@@ -35,5 +35,5 @@ class Service:
     verified: CheckpointRecord | None = None
     """The newest checkpoint, where it has been read and hashed already."""
     on_serving: Callable[[Invite], None] = field(default=lambda invite: None)
-    companion: Companion | None = None
+    dashboard_process: DashboardProcess | None = None
     """Keeps the process of the pages."""

@@ -16,19 +16,19 @@ from typing import Literal
 
 import trio
 
-from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.core.events import (
-    Beat,
     Event,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
+    PeerHeartbeat,
     ReceiptsVerified,
     SessionLost,
+    SessionNumber,
 )
-from swarm_coordinator.core.events import Session as SessionNumber
-from swarm_coordinator.server.sessions import Session, Sessions
+from swarm_coordinator.server.sessions import ClientSession, ClientSessions
 from swarm_shared.base.errors import (
     AdmissionError,
     NetworkError,
@@ -58,23 +58,23 @@ log = logging.getLogger(__name__)
 HELLO_SECONDS = 10.0
 """A connection that does not say who it is for so long is a stranger's."""
 
-FAREWELL_SECONDS = 2.0
+REFUSAL_FLUSH_SECONDS = 2.0
 
 _RECEIPT_BYTES = 1024
 """A receipt's envelope has about 700 characters."""
-_OTHER_BYTES = 256 * 1024
+_NON_RECEIPT_BYTES = 256 * 1024
 """Room for everything in a message that is not a receipt: 4096 link counts have 600 kB at most
 in theory and 100 kB in practice."""
 
-_BATCH = 8
+_RECEIPTS_PER_TURN = 8
 """Signatures between two turns of the event loop: about a millisecond of work."""
-_KNOWN_RECEIPTS = 200_000
+_MAX_CACHED_RECEIPTS = 200_000
 
 
 def control_limits(manifest: Manifest) -> FrameLimits:
     """What a client may send at once; before its hello a stranger can make us hold this much."""
     receipts = max(manifest.training.microbatches_per_step, manifest.stage_count)
-    return FrameLimits(max_header_bytes=_OTHER_BYTES + receipts * _RECEIPT_BYTES)
+    return FrameLimits(max_header_bytes=_NON_RECEIPT_BYTES + receipts * _RECEIPT_BYTES)
 
 
 class ReceiptChecker:
@@ -82,7 +82,7 @@ class ReceiptChecker:
 
     def __init__(self, run: RunId) -> None:
         self._run = run
-        self._known: OrderedDict[bytes, Receipt] = OrderedDict()
+        self._verified: OrderedDict[bytes, Receipt] = OrderedDict()
 
     async def check(self, envelopes: Sequence[str]) -> tuple[Receipt, ...]:
         """The receipts; ProtocolError when one of them is not what it should be."""
@@ -90,14 +90,14 @@ class ReceiptChecker:
         verified = 0
         for envelope in envelopes:
             key = blake2b(envelope.encode(), digest_size=16).digest()
-            receipt = self._known.get(key)
+            receipt = self._verified.get(key)
             if receipt is None:
                 receipt = self._verify(envelope)
-                self._known[key] = receipt
-                if len(self._known) > _KNOWN_RECEIPTS:
-                    self._known.popitem(last=False)
+                self._verified[key] = receipt
+                if len(self._verified) > _MAX_CACHED_RECEIPTS:
+                    self._verified.popitem(last=False)
                 verified += 1
-                if verified % _BATCH == 0:
+                if verified % _RECEIPTS_PER_TURN == 0:
                     await trio.lowlevel.checkpoint()
             found.append(receipt)
         return tuple(found)
@@ -113,22 +113,22 @@ class ReceiptChecker:
         return receipt
 
 
-class Control:
+class ControlServer:
     """Serves the control streams of all clients."""
 
     def __init__(
         self,
-        admission: Admission,
-        sessions: Sessions,
+        admission: AdmissionAuthority,
+        sessions: ClientSessions,
         put: Callable[[Event], Awaitable[None]],
-        heard: Callable[[SessionNumber, PeerId, Heartbeat], None],
+        on_heartbeat: Callable[[SessionNumber, PeerId, Heartbeat], None],
     ) -> None:
         self._admission = admission
         self._sessions = sessions
         self._put = put
-        self._heard = heard
+        self._on_heartbeat = on_heartbeat
         self._receipts = ReceiptChecker(admission.run)
-        self._beats: list[Beat] = []
+        self._heartbeats: list[PeerHeartbeat] = []
         self.ended: Counter[str] = Counter()
         """How sessions ended that did not end by agreement."""
 
@@ -172,14 +172,14 @@ class Control:
         refused = Refused(code=code, reason=str(error)[:500])
         await stream.send(encode(refused), timeout_seconds=HELLO_SECONDS)
 
-    async def _read(self, session: Session) -> None:
+    async def _read(self, session: ClientSession) -> None:
         """Until the stream ends or the client breaks the rules."""
         try:
             while True:
                 frame = await session.stream.receive()
                 message = parse(client_messages, frame.header)
                 if isinstance(message, Heartbeat):
-                    await self._beat(session, message)
+                    await self._queue_heartbeat(session, message)
                 else:
                     await self._put(await self._event(session, message))
         except NetworkError as error:
@@ -191,10 +191,10 @@ class Control:
             # Its people should learn why; the core stops talking to it with SessionLost.
             session.send(encode(Refused(code="protocol", reason=str(error)[:500])))
             session.finish()
-            with trio.move_on_after(FAREWELL_SECONDS):
+            with trio.move_on_after(REFUSAL_FLUSH_SECONDS):
                 await session.written.wait()
 
-    async def _event(self, session: Session, message: ClientMessage) -> Event:
+    async def _event(self, session: ClientSession, message: ClientMessage) -> Event:
         if isinstance(message, Hello):
             raise ProtocolError("the client said hello a second time on one stream")
         if isinstance(message, Receipts):
@@ -208,14 +208,14 @@ class Control:
             )  # fmt: skip
         return MessageReceived(session.number, session.peer, message)
 
-    async def _beat(self, session: Session, message: Heartbeat) -> None:
+    async def _queue_heartbeat(self, session: ClientSession, message: Heartbeat) -> None:
         """One event for all that are heard before the core's turn to take them."""
-        self._heard(session.number, session.peer, message)
-        self._beats.append(Beat(session.number, session.peer, message))
-        if len(self._beats) == 1:
-            await self._put(HeartbeatsHeard(()))
+        self._on_heartbeat(session.number, session.peer, message)
+        self._heartbeats.append(PeerHeartbeat(session.number, session.peer, message))
+        if len(self._heartbeats) == 1:
+            await self._put(HeartbeatsReceived(()))
 
-    def take_beats(self) -> HeartbeatsHeard:
+    def take_heartbeats(self) -> HeartbeatsReceived:
         """What the waiting event stands for."""
-        beats, self._beats = self._beats, []
-        return HeartbeatsHeard(beats)
+        beats, self._heartbeats = self._heartbeats, []
+        return HeartbeatsReceived(beats)

@@ -15,8 +15,8 @@ from contextlib import AsyncExitStack
 import anyio.to_thread
 import trio
 
-from swarm_coordinator.admission.authority import Admission
-from swarm_coordinator.admission.device_owners import OwnerBook
+from swarm_coordinator.admission.authority import AdmissionAuthority
+from swarm_coordinator.admission.device_owners import DeviceOwners
 from swarm_coordinator.core.events import (
     AppliedStep,
     Broadcast,
@@ -25,7 +25,7 @@ from swarm_coordinator.core.events import (
     Command,
     Event,
     FetchSnapshot,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     Note,
     PeerAttached,
     PeersRevoked,
@@ -33,30 +33,30 @@ from swarm_coordinator.core.events import (
     RolledBack,
     Send,
     SessionLost,
-    Stopped,
+    ShutDown,
     StopRequested,
 )
 from swarm_coordinator.core.transition import transition
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
-from swarm_coordinator.server.admission_service import AdmissionDesk
+from swarm_coordinator.server.admission_service import AdmissionService
 from swarm_coordinator.server.checkpoint_transfer import CheckpointFetcher, catalogue
-from swarm_coordinator.server.context import Service
-from swarm_coordinator.server.control_protocol import Control, control_limits
-from swarm_coordinator.server.doctor_answers import visitor_judge
+from swarm_coordinator.server.context import CoordinatorContext
+from swarm_coordinator.server.control_protocol import ControlServer, control_limits
+from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_coordinator.server.event_queue import EventQueue
-from swarm_coordinator.server.gc_policy import collect_garbage, responsive
-from swarm_coordinator.server.link_reports import Reports
+from swarm_coordinator.server.gc_policy import collect_garbage, low_latency
+from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.listen_addresses import invite_for
-from swarm_coordinator.server.run_news import Leaderboard, NewsDesk
-from swarm_coordinator.server.sessions import Sessions
+from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
+from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
-from swarm_coordinator.server.status_writer import Showing
+from swarm_coordinator.server.status_writer import StatusWriter
 from swarm_coordinator.status.status_file import StatusFile, printable
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.errors import NetworkError, SwarmError
 from swarm_shared.base.types import Generation, PeerId
-from swarm_shared.credit.credit import cleaned_team
+from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
 from swarm_shared.network import RelayLimits
 from swarm_shared.probe.server import serve_probe
@@ -70,11 +70,11 @@ MAX_CONTROL_STREAMS = 4
 
 FLUSH_SECONDS = 5.0
 """At the end, for words that are still in outboxes."""
-PARTING_SECONDS = 2.0
+REVOKED_LINGER_SECONDS = 2.0
 """A peer that was revoked may read for so long why, before its connection is closed."""
 
 
-async def serve(service: Service) -> None:
+async def serve(service: CoordinatorContext) -> None:
     """Run until the run is finished or the organiser stops it. SwarmError when it cannot go on."""
     coordinator = Coordinator(service)
     try:
@@ -91,7 +91,7 @@ async def _keep_leading(store: Store) -> None:
     """From before the first word to anybody until after the last."""
     while store.renew_seconds is not None:
         await trio.sleep(store.renew_seconds)
-        await store.renew()
+        await store.renew_lease()
 
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -116,12 +116,12 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 class Coordinator:
     """One start. `run` does everything; the other methods are its parts."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: CoordinatorContext) -> None:
         self._service = service
         self._run_id = run_id_of(service.manifest)
         self._queue = EventQueue()
-        self._sessions = Sessions()
-        self._news = NewsDesk(Leaderboard(service.manifest))
+        self._sessions = ClientSessions()
+        self._news = NewsPublisher(Leaderboard(service.manifest))
         self._checkpoints = CheckpointFolder(
             service.folder.checkpoints, self._run_id, service.manifest.stage_count,
             service.settings.checkpoint.keep,
@@ -131,63 +131,64 @@ class Coordinator:
         service = self._service
         restored = await restore(service, self._checkpoints, self._note)
         await self._count_contributions()
-        self._admission = Admission(
+        self._admission = AdmissionAuthority(
             service.identity, self._run_id, Generation(restored.generation),
             service.settings.admission.mode, service.store.admission(), service.store.write,
-            service.wall_clock, OwnerBook(service.store.owners()),
+            service.wall_clock, DeviceOwners(service.store.owners()),
         )  # fmt: skip
-        self._desk = AdmissionDesk(
+        self._admission_service = AdmissionService(
             service.folder, self._admission, service.store, self._sessions,
             self._queue.put_and_wait, service.clock, service.renew_after_seconds,
         )  # fmt: skip
         async with AsyncExitStack() as stack:
-            stack.enter_context(responsive())
+            stack.enter_context(low_latency())
             self._node, addresses = await open_network(service, stack)
-            token = await self._desk.standing_token()
+            token = await self._admission_service.standing_token()
             self._state = begin_run(
                 service, restored, addresses, self._own_certificate(),
-                self._desk.revoked_at_start(),
+                self._admission_service.revoked_at_start(),
             )  # fmt: skip
-            showing = self._begin_to_serve(addresses)
-            await showing.write_status()
+            status_writer = self._serve_protocols(addresses)
+            await status_writer.write_status()
             # Before anybody is told that it runs: from now on a Ctrl-C stops it in order.
             signals = stack.enter_context(trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM))
             service.on_serving(invite_for(service.manifest, addresses, token))
             try:
-                await self._run_tasks(showing, signals)
+                await self._run_tasks(status_writer, signals)
             finally:
-                showing.save_links()
+                status_writer.save_links()
                 with trio.CancelScope(shield=True):
-                    await showing.write_status(running=False)
+                    await status_writer.write_status(running=False)
 
-    def _begin_to_serve(self, addresses: tuple[str, ...]) -> Showing:
+    def _serve_protocols(self, addresses: tuple[str, ...]) -> StatusWriter:
         """Every protocol of the coordinator, on a node that has let nobody in so far."""
         service, node, admission = self._service, self._node, self._admission
         if service.settings.network.relay:
             node.serve_relay(RelayLimits(), self._may_use_relay)
-        reports = Reports(node)
-        self.control = Control(admission, self._sessions, self._queue.put, reports.heard)
+        reports = LinkReports(node)
+        self.control = ControlServer(admission, self._sessions, self._queue.put, reports.record)
         self._fetcher = CheckpointFetcher(
             node, self._checkpoints, self._run_id, service.manifest.stage_count,
             self._own_certificate, self._queue.put,
         )  # fmt: skip
         serve_transfers(
             node, catalogue(service.folder, service.manifest, self._checkpoints),
-            self._desk.transfer_check(),
+            self._admission_service.transfer_check(),
         )  # fmt: skip
         node.admit_only(lambda peer, _: admission.refusal(peer) is None, knows=self._may_use_relay)
         serve_probe(
-            node, visitor_judge(admission, lambda: self._state, service.manifest),
+            node, probe_judge(admission, lambda: self._state, service.manifest),
             wall_clock=service.wall_clock,
         )  # fmt: skip
         node.serve(
             CONTROL_PROTOCOL, self.control.handle, control_limits(service.manifest), public=True,
             max_streams_per_peer=MAX_CONTROL_STREAMS,
         )  # fmt: skip
-        return Showing(
+        return StatusWriter(
             self._state,
             StatusFile(service.folder.status, self._state, addresses, service.wall_clock),
-            service.store, reports, self._desk, self._sessions, self.control, service.companion,
+            service.store, reports, self._admission_service, self._sessions, self.control,
+            service.dashboard_process,
             service.clock,
         )  # fmt: skip
 
@@ -196,20 +197,20 @@ class Coordinator:
         """Volunteers that somebody speaks for."""
         return self._sessions.attached
 
-    async def _run_tasks(self, showing: Showing, signals: AsyncIterator[int]) -> None:
+    async def _run_tasks(self, status_writer: StatusWriter, signals: AsyncIterator[int]) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._take_signals, signals)
             nursery.start_soon(self._queue.tick)
             nursery.start_soon(collect_garbage)
             nursery.start_soon(self._sessions.wake_writers)
-            nursery.start_soon(showing.keep_status)
-            nursery.start_soon(showing.keep_links)
-            nursery.start_soon(self._desk.serve_commands, self._note)
-            nursery.start_soon(self._desk.renew_certificates)
-            if self._service.companion is not None:
-                nursery.start_soon(self._service.companion.run)
-            await self._queue.take_all(self._act_on)
+            nursery.start_soon(status_writer.write_status_repeatedly)
+            nursery.start_soon(status_writer.write_links_repeatedly)
+            nursery.start_soon(self._admission_service.serve_commands, self._note)
+            nursery.start_soon(self._admission_service.renew_certificates)
+            if self._service.dashboard_process is not None:
+                nursery.start_soon(self._service.dashboard_process.run)
+            await self._queue.take_all(self._handle_event)
             nursery.cancel_scope.cancel()
 
     def _own_certificate(self) -> str:
@@ -230,12 +231,12 @@ class Coordinator:
 
     # ------------------------------------------------------------ events and commands
 
-    async def _act_on(self, event: Event) -> bool:
+    async def _handle_event(self, event: Event) -> bool:
         """True when the core says that this is the end."""
         # Who was frozen and has lost the run meanwhile must not say another word.
-        await self._service.store.hold()
-        if isinstance(event, HeartbeatsHeard):
-            event = self.control.take_beats()
+        await self._service.store.ensure_leadership()
+        if isinstance(event, HeartbeatsReceived):
+            event = self.control.take_heartbeats()
         elif isinstance(event, PeerAttached):
             refusal = self._admission.refusal(event.peer)
             if refusal is not None:  # since its hello was answered
@@ -243,16 +244,16 @@ class Coordinator:
                 return False
             self._sessions.make_current(event.session, event.peer)
             hello = event.hello
-            team, owner = cleaned_team(hello.team), self._admission.owners.of(event.peer)
+            team, owner = normalised_team(hello.team), self._admission.owners.of(event.peer)
             binding = "" if owner is None else hello.owner
             self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
             self._news.leaderboard.name(event.peer, hello.name, team, owner)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
-                self._nursery.start_soon(self._part_from, peer)
+                self._nursery.start_soon(self._disconnect_revoked, peer)
         elif isinstance(event, SessionLost):
             self._service.store.post(PeerSeen(event.peer))
-        elif isinstance(event, CheckpointStored) and not self._fetcher.wanted(event.version):
+        elif isinstance(event, CheckpointStored) and not self._fetcher.is_current(event.version):
             log.info("the checkpoint of step %d is not wanted any more", event.version)
             return False
         commands = transition(self._state, event, self._service.clock())
@@ -260,16 +261,16 @@ class Coordinator:
             if isinstance(command, Send):
                 # By far the most; nothing about it waits.
                 self._sessions.send(command.peer, command.message)
-            elif isinstance(command, Stopped):
+            elif isinstance(command, ShutDown):
                 await self._sessions.finish_all(FLUSH_SECONDS)
                 return True
             else:
                 await self._carry_out(command)
-        self._tell_news(event)
-        self._queue.carried_out(event, commands)
+        self._publish_news(event)
+        self._queue.complete(event, commands)
         return False
 
-    def _tell_news(self, event: Event) -> None:
+    def _publish_news(self, event: Event) -> None:
         """After what the event commanded: a newcomer has its Welcome by then."""
         news = self._news.due(self._state, self._service.clock())
         if news is not None:
@@ -277,9 +278,9 @@ class Coordinator:
         elif isinstance(event, PeerAttached) and self._news.latest is not None:
             self._sessions.send(event.peer, self._news.latest)
 
-    async def _part_from(self, peer: PeerId) -> None:
+    async def _disconnect_revoked(self, peer: PeerId) -> None:
         """A peer that was revoked: when it has been told, it has nothing more to do here."""
-        await trio.sleep(PARTING_SECONDS)
+        await trio.sleep(REVOKED_LINGER_SECONDS)
         if self._admission.refusal(peer) is not None:
             try:
                 await self._node.disconnect(peer)
@@ -291,7 +292,7 @@ class Coordinator:
             self._sessions.broadcast(command.peers, command.message)
         elif isinstance(command, Persist):
             if isinstance(command.record, RolledBack):
-                self._fetcher.give_up()
+                self._fetcher.cancel()
             await self._service.store.write(command.record)
             if isinstance(command.record, AppliedStep):
                 self._news.leaderboard.add(command.record)

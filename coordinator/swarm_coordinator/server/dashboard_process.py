@@ -36,7 +36,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(slots=True)
-class Companion:
+class DashboardProcess:
     folder: RunFolder
     wanted: HttpAddress
     report: Report
@@ -46,9 +46,9 @@ class Companion:
     restarts: int = 0
     pid: int | None = None
     failures: int = 0
-    _complained: bool = field(default=False, init=False)
+    _reported: bool = field(default=False, init=False)
 
-    def told(self) -> dict[str, object]:
+    def status(self) -> dict[str, object]:
         """For `status.json`."""
         return {
             "address": None if self.address is None else str(self.address),
@@ -85,8 +85,8 @@ class Companion:
                 return self._listen()
             except NetworkError as error:
                 self.failures += 1
-                if not self._complained:
-                    self._complained = True
+                if not self._reported:
+                    self._reported = True
                     self.report(
                         f"{error}; the run goes on without them, and they come when that port is "
                         "free. Another one is --http HOST:PORT, or [http] listen in run.toml"
@@ -118,18 +118,19 @@ class Companion:
             began = trio.current_time()
             try:
                 self.folder.dashboard_token()
-                words = await self._run_once(bound)
+                last_output = await self._run_once(bound)
             except (OSError, SwarmError) as error:
-                words = str(error)
+                last_output = str(error)
             self.restarts += 1
             self.failures += 1
-            log.error("the process of the pages ended: %s", words or "it said nothing")
+            log.error("the process of the pages ended: %s", last_output or "it said nothing")
             if trio.current_time() - began > STEADY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
-            if not self._complained and pause > FIRST_PAUSE_SECONDS:
-                self._complained = True
+            if not self._reported and pause > FIRST_PAUSE_SECONDS:
+                self._reported = True
                 self.report(
-                    f"the dashboard cannot be kept up: {words.splitlines()[-1] if words else ''}; "
+                    "the dashboard cannot be kept up: "
+                    f"{last_output.splitlines()[-1] if last_output else ''}; "
                     f"the run goes on, details are in {self.folder.log}"
                 )
             await trio.sleep(pause)
@@ -149,12 +150,14 @@ class Companion:
         self.pid = process.pid
         assert process.stderr is not None
         try:
-            words = bytearray()
+            last_output = bytearray()
             async for part in process.stderr:
-                words += part
-                del words[:-ERROR_BYTES]
+                last_output += part
+                del last_output[:-ERROR_BYTES]
             await process.wait()
-            return f"exit code {process.returncode}\n" + words.decode(errors="replace").strip()
+            return (
+                f"exit code {process.returncode}\n" + last_output.decode(errors="replace").strip()
+            )
         finally:
             self.pid = None
             with trio.CancelScope(shield=True):

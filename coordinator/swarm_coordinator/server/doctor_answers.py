@@ -10,24 +10,27 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from swarm_coordinator.admission.authority import Admission, compatible
+from swarm_shared.identity.probe_pass import sign_probe_pass
+
+from swarm_coordinator.admission.authority import AdmissionAuthority, compatible
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
-from swarm_shared.identity.visitor_pass import sign_visitor_pass
-from swarm_shared.probe.server import Judge, Verdict
+from swarm_shared.probe.server import AnswerHello, HelloAnswer
 from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
 from swarm_shared.run.manifest import Manifest
 
 MAX_NEIGHBOURS = 3
 
 
-def visitor_judge(admission: Admission, state: Callable[[], RunState], manifest: Manifest) -> Judge:
+def probe_judge(
+    admission: AdmissionAuthority, state: Callable[[], RunState], manifest: Manifest
+) -> AnswerHello:
     """Tokens are looked at and not used up: the visitor joins with the same one afterwards."""
     smallest_stage_bytes = min(stage.memory_bytes for stage in manifest.stages)
     tokens = sum(shard.tokens for shard in manifest.data.shards)
 
-    def judge(remote: PeerId, hello: DoctorHello) -> Verdict:
+    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         if hello.run != admission.run:
             raise AdmissionError(
                 f"this coordinator serves run {admission.run[:12]}, not {hello.run[:12]}; "
@@ -36,16 +39,16 @@ def visitor_judge(admission: Admission, state: Callable[[], RunState], manifest:
         refusal = _refusal(admission, remote, hello.token)
         if refusal is not None and remote in admission.book.bans:
             raise AdmissionError(refusal)
-        visitor_pass: str | None = None
+        probe_pass: str | None = None
         neighbours: tuple[Neighbour, ...] = ()
         if refusal is None:
             now = admission.clock()
-            visitor_pass = sign_visitor_pass(admission.organiser, remote, admission.run, now)
+            probe_pass = sign_probe_pass(admission.organiser, remote, admission.run, now)
             neighbours = _neighbours(state(), remote)
-        return Verdict(
+        return HelloAnswer(
             software_fits=compatible(hello.software, SOFTWARE_VERSION),
             admission=refusal or "",
-            visitor_pass=visitor_pass,
+            probe_pass=probe_pass,
             neighbours=neighbours,
             smallest_stage_bytes=smallest_stage_bytes,
             data_bytes=tokens * manifest.data.token_bytes,
@@ -54,7 +57,7 @@ def visitor_judge(admission: Admission, state: Callable[[], RunState], manifest:
     return judge
 
 
-def _refusal(admission: Admission, peer: PeerId, token: str | None) -> str | None:
+def _refusal(admission: AdmissionAuthority, peer: PeerId, token: str | None) -> str | None:
     """Why `admit` would not let it in; None when it would."""
     refusal = admission.refusal(peer)
     if refusal is None or admission.mode != "token" or peer in admission.book.bans:

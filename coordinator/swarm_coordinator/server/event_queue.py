@@ -10,14 +10,14 @@ import trio
 from swarm_coordinator.core.events import Command, Event, Tick
 
 TICK_SECONDS = 0.25
-EVENTS_AT_ONCE = 16
+EVENTS_PER_TURN = 16
 """About two milliseconds of work."""
 EVENT_BUFFER = 4096
 """Events that wait for the core. When it is full, clients are not read from: they slow down."""
 
 
 @dataclass(slots=True, eq=False)
-class _CarriedOut:
+class _PendingEvent:
     """Somebody waits for an event to have had its effect."""
 
     done: trio.Event = field(default_factory=trio.Event)
@@ -29,8 +29,8 @@ class EventQueue:
 
     def __init__(self) -> None:
         self._put, self._events = trio.open_memory_channel[Event](EVENT_BUFFER)
-        self._awaited: dict[int, _CarriedOut] = {}
-        self._tick_waits = False
+        self._awaited: dict[int, _PendingEvent] = {}
+        self._tick_queued = False
 
     async def put(self, event: Event) -> None:
         """Waits for room only when there is none: its callers have just given others a turn."""
@@ -41,12 +41,12 @@ class EventQueue:
 
     async def put_and_wait(self, event: Event) -> list[Command]:
         """Hand the core an event; what it commanded, when all of that has been carried out."""
-        awaited = self._awaited[id(event)] = _CarriedOut()
+        awaited = self._awaited[id(event)] = _PendingEvent()
         await self._put.send(event)
         await awaited.done.wait()
         return awaited.commands
 
-    def carried_out(self, event: Event, commands: list[Command]) -> None:
+    def complete(self, event: Event, commands: list[Command]) -> None:
         """Whoever waits for this event goes on."""
         awaited = self._awaited.pop(id(event), None)
         if awaited is not None:
@@ -59,9 +59,9 @@ class EventQueue:
             event = await self._events.receive()
             # Everybody who waits gets a turn between two events that are waited for; a few that
             # lie ready are taken together, or ten thousand clients wait for ten thousand turns.
-            for left in range(EVENTS_AT_ONCE, -1, -1):
+            for left in range(EVENTS_PER_TURN, -1, -1):
                 if isinstance(event, Tick):
-                    self._tick_waits = False
+                    self._tick_queued = False
                 if await act_on(event):
                     return
                 if not left:
@@ -76,6 +76,6 @@ class EventQueue:
         while True:
             await trio.sleep(TICK_SECONDS)
             # When the core is behind, a second tick that waits would only put it further behind.
-            if not self._tick_waits:
-                self._tick_waits = True
+            if not self._tick_queued:
+                self._tick_queued = True
                 await self._put.send(Tick())

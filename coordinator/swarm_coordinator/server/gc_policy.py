@@ -29,27 +29,27 @@ import trio
 
 T = TypeVar("T")
 
-LOOK_SECONDS = 0.1
+COLLECT_INTERVAL_SECONDS = 0.1
 """Between two moments at which new objects are set aside: a few thousand are alive then."""
 
-FOUND_WORTH_A_LOOK = 10
+MIN_WORTHWHILE_OBJECTS = 10
 """Objects in cycles. Fewer in a tenth of a second are some 30 MB an hour at most."""
 
-MOST_LEFT_OUT = 31
+MAX_SKIPPED_COLLECTIONS = 31
 """Looks in a row, so that there is one every three seconds."""
 
-LOOKS_BETWEEN_WHOLE = 36_000
+INTERVALS_PER_FULL_COLLECTION = 36_000
 """An hour."""
 
-TURN_SECONDS = 0.0005
+SWITCH_INTERVAL_SECONDS = 0.0005
 """Of a thread that computes, when another one wants to."""
 
 
 @contextmanager
-def responsive() -> Iterator[None]:
+def low_latency() -> Iterator[None]:
     """For as long as a service runs that also runs `collect_garbage`. Of the whole process."""
     turn = sys.getswitchinterval()
-    sys.setswitchinterval(TURN_SECONDS)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     gc.disable()
     gc.freeze()
     try:
@@ -64,10 +64,10 @@ async def collect_garbage() -> None:
     """Until cancelled."""
     while True:
         left_out = due_in = 0
-        for _ in range(LOOKS_BETWEEN_WHOLE):
-            await trio.sleep(LOOK_SECONDS)
+        for _ in range(INTERVALS_PER_FULL_COLLECTION):
+            await trio.sleep(COLLECT_INTERVAL_SECONDS)
             if due_in == 0:
-                left_out = due_in = looks_to_leave_out(left_out, gc.collect(0))
+                left_out = due_in = next_gc_backoff(left_out, gc.collect(0))
             else:
                 due_in -= 1
             gc.freeze()
@@ -76,8 +76,8 @@ async def collect_garbage() -> None:
         gc.freeze()
 
 
-def looks_to_leave_out(before: int, found: int) -> int:
+def next_gc_backoff(before: int, found: int) -> int:
     """After a look that has found so many objects, where so many were left out before it."""
-    if found >= FOUND_WORTH_A_LOOK:
+    if found >= MIN_WORTHWHILE_OBJECTS:
         return 0
-    return min(MOST_LEFT_OUT, 2 * before + 1)
+    return min(MAX_SKIPPED_COLLECTIONS, 2 * before + 1)

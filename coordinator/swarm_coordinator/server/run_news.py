@@ -15,25 +15,25 @@ from dataclasses import dataclass
 from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.rules.status_view import waiting_for
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.storage.contributions import Contribution
+from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.credit.credit import work_shares
-from swarm_shared.identity.owners import standing, word_of
-from swarm_shared.protocol import NewsRow, RunNews
+from swarm_shared.identity.owners import effective_bindings, owner_display
+from swarm_shared.protocol import LeaderboardEntry, RunNews
 from swarm_shared.run.manifest import Manifest
 
-LEAST_SECONDS = 2.0
-PER_PEER_SECONDS = 2e-3
+MIN_INTERVAL_SECONDS = 2.0
+INTERVAL_SECONDS_PER_PEER = 2e-3
 """Some kilobytes to each of 10,000 volunteers every twenty seconds are two megabytes a second."""
 
-ROWS = 50
-DEVICES = 16
+LEADERBOARD_ROWS = 50
+DEVICES_PER_ROW = 16
 """Told of one row: so many of its peers can be called by its name."""
-DECISIONS = 5
+DECISIONS_PER_MESSAGE = 5
 
 
 @dataclass(slots=True)
-class _Sum:
+class _Totals:
     tokens: int = 0
     credit: float = 0.0
 
@@ -43,19 +43,19 @@ class Leaderboard:
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
-        self._sums: dict[PeerId, _Sum] = {}
+        self._totals: dict[PeerId, _Totals] = {}
         self._names: dict[PeerId, str | None] = {}
         self._teams: dict[PeerId, str | None] = {}
         self._owners: dict[PeerId, PeerId] = {}
 
     def begin(
         self,
-        contributions: Iterable[Contribution],
+        contributions: Iterable[StageContribution],
         teams: Mapping[PeerId, str] | None = None,
         owners: Mapping[PeerId, PeerId] | None = None,
     ) -> None:
         """As the database has them: at a start, and after a fall back to a checkpoint."""
-        self._sums.clear()
+        self._totals.clear()
         owners = owners or {}
         for part in contributions:
             self._add(part.peer, part.stage, part.tokens)
@@ -75,15 +75,15 @@ class Leaderboard:
             self._owners[peer] = owner
 
     def _add(self, peer: PeerId, stage: StageIndex, tokens: int) -> None:
-        found = self._sums.setdefault(peer, _Sum())
+        found = self._totals.setdefault(peer, _Totals())
         found.tokens += tokens
         found.credit += tokens * self._shares[stage]
 
-    def rows(self, most: int = ROWS) -> tuple[NewsRow, ...]:
+    def rows(self, most: int = LEADERBOARD_ROWS) -> tuple[LeaderboardEntry, ...]:
         """People, the most credit first. Most have one device: only the others are looked up."""
-        credits = {peer: one.credit for peer, one in self._sums.items()}
+        credits = {peer: one.credit for peer, one in self._totals.items()}
         devices: dict[PeerId, list[PeerId]] = {}
-        for device, owner in standing(self._owners).items():
+        for device, owner in effective_bindings(self._owners).items():
             if device in credits:
                 credits[owner] = credits.get(owner, 0.0) + credits.pop(device)
                 devices.setdefault(owner, []).append(device)
@@ -92,27 +92,27 @@ class Leaderboard:
             self._row(peer, credit, sorted(devices.get(peer, ()))) for peer, credit in first
         )
 
-    def _row(self, person: PeerId, credit: float, devices: list[PeerId]) -> NewsRow:
+    def _row(self, person: PeerId, credit: float, devices: list[PeerId]) -> LeaderboardEntry:
         """`devices` are those beside the owner's own key."""
-        tokens = (self._sums[one].tokens for one in (person, *devices) if one in self._sums)
-        return NewsRow(
+        tokens = (self._totals[one].tokens for one in (person, *devices) if one in self._totals)
+        return LeaderboardEntry(
             peer=person,
-            devices=tuple(devices[:DEVICES]),
-            name=word_of(person, devices, self._names),
-            team=word_of(person, devices, self._teams),
+            devices=tuple(devices[:DEVICES_PER_ROW]),
+            name=owner_display(person, devices, self._names),
+            team=owner_display(person, devices, self._teams),
             tokens=sum(tokens),
             credit=credit,
         )
 
 
-class NewsDesk:
+class NewsPublisher:
     """Says when there is something to tell, and what."""
 
     def __init__(self, leaderboard: Leaderboard) -> None:
         self.leaderboard = leaderboard
         self.latest: RunNews | None = None
         """For whoever attaches before there is anything newer."""
-        self._told: tuple[Version, str] | None = None
+        self._published: tuple[Version, str] | None = None
         self._next_at = -math.inf
 
     def due(self, run: RunState, now: float) -> RunNews | None:
@@ -120,17 +120,17 @@ class NewsDesk:
         if now < self._next_at:
             return None
         waits = waiting_for(run)
-        if (run.version, waits) == self._told:
+        if (run.version, waits) == self._published:
             return None
-        self._told = (run.version, waits)
-        self._next_at = now + max(LEAST_SECONDS, PER_PEER_SECONDS * len(run.peers))
+        self._published = (run.version, waits)
+        self._next_at = now + max(MIN_INTERVAL_SECONDS, INTERVAL_SECONDS_PER_PEER * len(run.peers))
         self.latest = self._news(run, waits)
         return self.latest
 
     def _news(self, run: RunState, waits: str) -> RunNews:
         last = run.last_applied
         finite = last is not None and math.isfinite(last.loss)
-        decisions = [note.text for note in run.rebalancing.decisions][-DECISIONS:]
+        decisions = [note.text for note in run.rebalancing.decisions][-DECISIONS_PER_MESSAGE:]
         return RunNews(
             version=run.version,
             loss=last.loss if last is not None and finite else None,

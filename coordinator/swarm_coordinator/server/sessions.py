@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from swarm_coordinator.core.events import Session as SessionNumber
+from swarm_coordinator.core.events import SessionNumber
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network import FramedStream
@@ -37,10 +37,10 @@ MAX_OUTBOX_MESSAGES = 4096
 MAX_OUTBOX_BYTES = 64 * 2**20
 """A roster of ten thousand peers has about ten megabytes; a reader that is six behind is none."""
 
-WRITERS_AT_ONCE = 20
+WRITERS_PER_TURN = 20
 """Woken between two turns of everybody else: about a millisecond of work."""
 
-RECORDS_AT_ONCE = 500
+RECORDS_PER_TURN = 500
 """Of a roster, between two turns of everybody else: one to three milliseconds of work."""
 
 SEND_SECONDS = 30.0
@@ -48,7 +48,7 @@ SEND_SECONDS = 30.0
 
 
 @dataclass(slots=True)
-class Session:
+class ClientSession:
     """One attachment of one client."""
 
     number: SessionNumber
@@ -58,7 +58,7 @@ class Session:
     """When its certificate was made, in Unix seconds."""
     encoders: Encoders = field(default_factory=lambda: Encoders())
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    cut_reason: str | None = None
+    disconnect_reason: str | None = None
     written: trio.Event = field(default_factory=trio.Event)
     """The writer has ended: everything was sent, or the session is lost."""
     _outbox: deque[bytes | CoordinatorMessage] = field(default_factory=deque)
@@ -71,12 +71,12 @@ class Session:
 
         What only this client gets is encoded when it is written: the core's turn is short then.
         """
-        if self._finishing or self.cut_reason is not None:
+        if self._finishing or self.disconnect_reason is not None:
             return
         full = len(self._outbox) >= MAX_OUTBOX_MESSAGES
         size = len(message) if isinstance(message, bytes) else 0
         if full or (self._outbox and self._outbox_bytes + size > MAX_OUTBOX_BYTES):
-            self.cut("it does not read what it is sent")
+            self.disconnect("it does not read what it is sent")
             return
         self._outbox.append(message)
         self._outbox_bytes += size
@@ -92,10 +92,10 @@ class Session:
         self._finishing = True
         self._wake.set()
 
-    def cut(self, reason: str) -> None:
+    def disconnect(self, reason: str) -> None:
         """End the session now."""
-        if self.cut_reason is None:
-            self.cut_reason = reason
+        if self.disconnect_reason is None:
+            self.disconnect_reason = reason
             log.info("session %d with %s is cut off: %s", self.number, self.peer, reason)
         self.scope.cancel()
 
@@ -111,7 +111,7 @@ class Session:
                 if isinstance(message, bytes):
                     self._outbox_bytes -= len(message)
                 elif isinstance(message, Roster):
-                    message = await self.encoders.rosters.encode_in_turns(message)
+                    message = await self.encoders.rosters.encode_cooperatively(message)
                 else:
                     message = self.encoders.closes.encode(message)
                 await self.stream.send(message, timeout_seconds=SEND_SECONDS)
@@ -119,22 +119,22 @@ class Session:
         except LinkClosed as error:
             log.debug("session %d with %s: %s", self.number, self.peer, error)
         except NetworkError as error:
-            self.cut(str(error))
+            self.disconnect(str(error))
         finally:
             self.written.set()
         self.scope.cancel()
 
 
-class Sessions:
+class ClientSessions:
     """All attachments, and which one speaks for its peer."""
 
     def __init__(self) -> None:
-        self._current: dict[PeerId, Session] = {}
-        self._open: dict[SessionNumber, Session] = {}
+        self._current: dict[PeerId, ClientSession] = {}
+        self._open: dict[SessionNumber, ClientSession] = {}
         self._counter = 0
-        self._asleep: deque[Session] = deque()
+        self._unwoken: deque[ClientSession] = deque()
         """They have a message that their writers have not been woken for."""
-        self._some_asleep = trio.Event()
+        self._some_unwoken = trio.Event()
         self._encoders = Encoders()
         self._last: tuple[CoordinatorMessage, bytes] | None = None
 
@@ -146,14 +146,16 @@ class Sessions:
         """Peers that somebody speaks for."""
         return len(self._current)
 
-    def current(self) -> list[Session]:
+    def current(self) -> list[ClientSession]:
         """The attachments that speak for their peers."""
         return list(self._current.values())
 
-    def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> Session:
+    def open(self, peer: PeerId, stream: FramedStream, certified_at: float = 0.0) -> ClientSession:
         """A new attachment; nobody's target yet."""
         self._counter += 1
-        session = Session(SessionNumber(self._counter), peer, stream, certified_at, self._encoders)
+        session = ClientSession(
+            SessionNumber(self._counter), peer, stream, certified_at, self._encoders
+        )
         self._open[session.number] = session
         return session
 
@@ -161,7 +163,7 @@ class Sessions:
         """From now on this attachment speaks for its peer; an older one is closed."""
         older = self._current.pop(peer, None)
         if older is not None:
-            older.cut("the client attached anew")
+            older.disconnect("the client attached anew")
         session = self._open.get(number)
         if session is not None:
             self._current[peer] = session
@@ -173,7 +175,7 @@ class Sessions:
             session.send(encode(Refused(code="admission", reason=reason[:500])))
             session.finish()
 
-    def ended(self, session: Session) -> None:
+    def ended(self, session: ClientSession) -> None:
         self._open.pop(session.number, None)
         if self._current.get(session.peer) is session:
             del self._current[session.peer]
@@ -183,10 +185,10 @@ class Sessions:
         session = self._current.get(peer)
         if session is not None:
             # A large one is a newcomer's alone: the others hear what has changed.
-            shared = isinstance(message, Roster) and len(message.peers) <= RECORDS_AT_ONCE
+            shared = isinstance(message, Roster) and len(message.peers) <= RECORDS_PER_TURN
             session.send(self._encoded(message) if shared else message, wake=False)
-            self._asleep.append(session)
-            self._some_asleep.set()
+            self._unwoken.append(session)
+            self._some_unwoken.set()
 
     def broadcast(self, peers: Iterable[PeerId], message: CoordinatorMessage) -> None:
         """The same into many outboxes."""
@@ -195,19 +197,19 @@ class Sessions:
             session = self._current.get(peer)
             if session is not None:
                 session.send(encoded, wake=False)
-                self._asleep.append(session)
-        self._some_asleep.set()
+                self._unwoken.append(session)
+        self._some_unwoken.set()
 
     async def wake_writers(self) -> None:
         """Until cancelled. A close is a word to every member, and ten thousand writers woken at
         once keep everybody waiting for as long as all of them take together: others get their turn
         between every few."""
         while True:
-            await self._some_asleep.wait()
-            self._some_asleep = trio.Event()
-            while self._asleep:
-                for _ in range(min(WRITERS_AT_ONCE, len(self._asleep))):
-                    self._asleep.popleft().wake()
+            await self._some_unwoken.wait()
+            self._some_unwoken = trio.Event()
+            while self._unwoken:
+                for _ in range(min(WRITERS_PER_TURN, len(self._unwoken))):
+                    self._unwoken.popleft().wake()
                 await trio.lowlevel.checkpoint()
 
     def finish(self, peer: PeerId) -> None:
@@ -240,25 +242,25 @@ class RosterEncoder:
     def __init__(self) -> None:
         self._records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
         self._last: tuple[Roster, bytes] | None = None
-        self._at_work = trio.Lock()
+        self._encoding = trio.Lock()
 
-    async def encode_in_turns(self, roster: Roster) -> bytes:
+    async def encode_cooperatively(self, roster: Roster) -> bytes:
         """The same as `encode`: ten thousand records take a tenth of a second, and others get
         their turn between some of them. Newcomers that get the same one share the work."""
-        async with self._at_work:
+        async with self._encoding:
             if self._last is None or self._last[0] is not roster:
                 records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
-                for begin in range(0, len(roster.peers), RECORDS_AT_ONCE):
-                    self._look_up(roster.peers[begin : begin + RECORDS_AT_ONCE], records)
+                for begin in range(0, len(roster.peers), RECORDS_PER_TURN):
+                    self._look_up(roster.peers[begin : begin + RECORDS_PER_TURN], records)
                     await trio.lowlevel.checkpoint()
-                self._last = roster, self._put_together(roster, records)
+                self._last = roster, self._assemble(roster, records)
             return self._last[1]
 
     def encode(self, roster: Roster) -> bytes:
         """What `encode` gives, for the price of the records that are new."""
         records: dict[PeerId, tuple[PeerRecord, bytes]] = {}
         self._look_up(roster.peers, records)
-        return self._put_together(roster, records)
+        return self._assemble(roster, records)
 
     def _look_up(
         self, peers: Sequence[PeerRecord], into: dict[PeerId, tuple[PeerRecord, bytes]]
@@ -270,9 +272,7 @@ class RosterEncoder:
                 known = record, encode(record)
             into[record.peer] = known
 
-    def _put_together(
-        self, roster: Roster, records: dict[PeerId, tuple[PeerRecord, bytes]]
-    ) -> bytes:
+    def _assemble(self, roster: Roster, records: dict[PeerId, tuple[PeerRecord, bytes]]) -> bytes:
         self._records = records
         peers = b",".join(encoded for _, encoded in records.values())
         revoked = json.dumps(roster.revoked, separators=(",", ":")).encode()

@@ -17,7 +17,7 @@ from swarm_coordinator.core.state.run import RunState
 from swarm_coordinator.core.transition import begin
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import read_bytes
-from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
 from swarm_coordinator.storage.generations import generation_floor
 from swarm_shared.base.errors import NetworkError
@@ -34,7 +34,7 @@ MAX_STREAMS = 128
 
 
 async def restore(
-    service: Service, checkpoints: CheckpointFolder, note: Callable[[str], None]
+    service: CoordinatorContext, checkpoints: CheckpointFolder, note: Callable[[str], None]
 ) -> Restored:
     """What the store remembers, with a checkpoint whose every byte is there."""
     before = service.store.restore()
@@ -42,7 +42,7 @@ async def restore(
     lost = before.generation == 0 and bool(checkpoints.versions())
     service.store.next_generation(generation_floor(service.wall_clock()) if lost else 0)
     restored = service.store.restore()
-    await anyio.to_thread.run_sync(checkpoints.give_up_all)
+    await anyio.to_thread.run_sync(checkpoints.discard_all_partial)
     found = service.verified
     if found is None or found.version not in known:
         found = await anyio.to_thread.run_sync(
@@ -61,7 +61,9 @@ async def restore(
     return dataclasses.replace(restored, checkpoint=found, finished=restored.finished and at_end)
 
 
-async def open_network(service: Service, stack: AsyncExitStack) -> tuple[Node, tuple[str, ...]]:
+async def open_network(
+    service: CoordinatorContext, stack: AsyncExitStack
+) -> tuple[Node, tuple[str, ...]]:
     """Listen on the port asked for, or on the one that invites name since the first start."""
     network = service.settings.network
     wanted = service.port or network.listen_port
@@ -94,7 +96,7 @@ async def open_network(service: Service, stack: AsyncExitStack) -> tuple[Node, t
 
 
 def begin_run(
-    service: Service,
+    service: CoordinatorContext,
     restored: Restored,
     addresses: tuple[str, ...],
     certificate: str,
@@ -108,11 +110,11 @@ def begin_run(
     )  # fmt: skip
     return begin(
         service.manifest, base64.b64encode(envelope).decode("ascii"), coordinator, restored,
-        service.clock(), revoked, moves_of(service.settings.rebalancing),
+        service.clock(), revoked, rebalancing_settings(service.settings.rebalancing),
     )  # fmt: skip
 
 
-def moves_of(section: RebalancingSection) -> RebalancingSettings:
+def rebalancing_settings(section: RebalancingSection) -> RebalancingSettings:
     policy = MovePolicy(
         period_seconds=section.period_seconds, minimum_replicas=section.minimum_replicas
     )

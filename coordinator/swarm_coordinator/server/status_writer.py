@@ -7,18 +7,18 @@ from dataclasses import dataclass
 import trio
 
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.server.admission_service import AdmissionDesk
-from swarm_coordinator.server.control_protocol import Control
-from swarm_coordinator.server.dashboard_process import Companion
-from swarm_coordinator.server.link_reports import Reports
-from swarm_coordinator.server.sessions import Sessions
-from swarm_coordinator.status.status_file import Seen, StatusFile
-from swarm_coordinator.storage.records import LinksSeen
+from swarm_coordinator.server.admission_service import AdmissionService
+from swarm_coordinator.server.control_protocol import ControlServer
+from swarm_coordinator.server.dashboard_process import DashboardProcess
+from swarm_coordinator.server.link_reports import LinkReports
+from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.status.status_file import ServerStatus, StatusFile
+from swarm_coordinator.storage.records import LinksReported
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
 
 STATUS_SECONDS = 1.0
-STATUS_SHARE = 30.0
+STATUS_PAUSE_FACTOR = 30.0
 """The pause after writing the status, over the time that it took: some percent of a core."""
 LINKS_SECONDS = 10.0
 """From the end of one writing of the link table to the next; it is not needed to the second, and
@@ -28,51 +28,51 @@ COMMIT_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Showing:
+class StatusWriter:
     """Asks the parts that know; decides nothing."""
 
     state: RunState
     status: StatusFile
     store: Store
-    reports: Reports
-    desk: AdmissionDesk
-    sessions: Sessions
-    control: Control
-    companion: Companion | None
+    reports: LinkReports
+    admission_service: AdmissionService
+    sessions: ClientSessions
+    control: ControlServer
+    dashboard_process: DashboardProcess | None
     clock: Clock
 
     async def write_status(self, *, running: bool = True) -> float:
         """The seconds of computing that it took."""
-        return await self.status.write(self._seen(), running=running)
+        return await self.status.write(self._server_status(), running=running)
 
-    async def keep_status(self) -> None:
+    async def write_status_repeatedly(self) -> None:
         while True:
             # Ten thousand volunteers take a third of a second to describe.
             took = await self.write_status()
-            await trio.sleep(max(STATUS_SECONDS, STATUS_SHARE * took))
+            await trio.sleep(max(STATUS_SECONDS, STATUS_PAUSE_FACTOR * took))
 
-    async def keep_links(self) -> None:
+    async def write_links_repeatedly(self) -> None:
         """The thread that writes needs the interpreter, too: ten thousand reporters at once would
         keep everybody waiting for a second."""
         while True:
             await trio.sleep(LINKS_SECONDS)
             for links in self.reports.unsaved_links():
-                self.store.post(LinksSeen(links))
+                self.store.post(LinksReported(links))
                 await trio.sleep(COMMIT_SECONDS)
 
     def save_links(self) -> None:
         """All at once: at the end nobody waits any more."""
         for links in self.reports.unsaved_links():
-            self.store.post(LinksSeen(links))
+            self.store.post(LinksReported(links))
 
-    def _seen(self) -> Seen:
+    def _server_status(self) -> ServerStatus:
         """What the core does not know and `status` shows."""
-        return Seen(
+        return ServerStatus(
             now=self.clock(),
             links=self.reports.links(),
             paths=self.reports.paths(self.state.peers),
-            admission=self.desk.document(),
+            admission=self.admission_service.document(),
             sessions=len(self.sessions),
             sessions_ended=dict(self.control.ended),
-            http={} if self.companion is None else self.companion.told(),
+            http={} if self.dashboard_process is None else self.dashboard_process.status(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.scheduling.placement import round_seconds
@@ -26,7 +26,7 @@ APPLY_BYTES_PER_PARAMETER = 28
 APPLY_SECONDS = 0.1
 """The rest of it, and the fingerprint."""
 
-EXCHANGES = 4
+LATENCIES_PER_ALL_REDUCE = 4
 """Latencies in a row: both halves of the all-reduce, each with a hello and its answer."""
 
 
@@ -34,22 +34,22 @@ _Group = tuple[int, StageIndex, StageIndex | None]
 """Who is done at the same time: the attempt, the stage, and the one that is gone over to."""
 
 
-class Rounds:
+class AllReduceTimes:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
-        self._reports: dict[_Group, list[Volunteer]] = {}
-        self._applies: dict[tuple[int, StageIndex], list[tuple[Volunteer, bool]]] = {}
+        self._reports: dict[_Group, list[SimulatedVolunteer]] = {}
+        self._applies: dict[tuple[int, StageIndex], list[tuple[SimulatedVolunteer, bool]]] = {}
         self._switching: dict[PeerId, int] = {}
         """Who goes over to its next stage with which attempt."""
         self.aborted = 0
 
-    def close(self, volunteer: Volunteer, message: Close) -> None:
+    def close(self, volunteer: SimulatedVolunteer, message: Close) -> None:
         assert volunteer.stage is not None
         prepared = volunteer.prepared if message.moving else None
         if message.moving and prepared is None:
-            self._swarm.agenda.later(
+            self._swarm.event_heap.later(
                 RECONCILE_SECONDS,
-                lambda: volunteer.say(
+                lambda: volunteer.send(
                     RoundReport(
                         step=message.step, attempt=message.attempt, ok=False,
                         reason="nothing is prepared",
@@ -68,7 +68,9 @@ class Rounds:
         seconds = self._seconds(message.reductions, volunteer.stage)
         if prepared is not None:
             seconds = max(seconds, self._seconds(message.moving, prepared))
-        self._swarm.agenda.later(RECONCILE_SECONDS + seconds, lambda: self._report(message, key))
+        self._swarm.event_heap.later(
+            RECONCILE_SECONDS + seconds, lambda: self._report(message, key)
+        )
 
     def _seconds(self, reductions: Sequence[Reduction], stage: StageIndex) -> float:
         return sum(self._reduce_seconds(reduction, stage) for reduction in reductions)
@@ -91,24 +93,24 @@ class Rounds:
         total = sum(weights)
         latency = 2 * max(line.latency_seconds for line, _ in lines)
         shares = [weight / total for _, weight in lines]
-        return round_seconds(size, rates, shares) + EXCHANGES * latency
+        return round_seconds(size, rates, shares) + LATENCIES_PER_ALL_REDUCE * latency
 
     def _report(self, close: Close, key: _Group) -> None:
         report = RoundReport(step=close.step, attempt=close.attempt, ok=True, own_squared=1.0)
         for volunteer in self._reports.get(key, ()):
             if key not in self._reports:
                 return  # a report before this one has ended it
-            volunteer.say(report)
+            volunteer.send(report)
         self._reports.pop(key, None)
 
-    def abort(self, volunteer: Volunteer, attempt: int) -> None:
+    def abort(self, volunteer: SimulatedVolunteer, attempt: int) -> None:
         """Of one round: the others of that attempt go on."""
         ended = [k for k in self._reports if k[:2] == (attempt, volunteer.stage)]
         for key in ended:
             del self._reports[key]
         self.aborted += any(prepared is None for _, _, prepared in ended)
 
-    def apply(self, volunteer: Volunteer, message: Apply) -> None:
+    def apply(self, volunteer: SimulatedVolunteer, message: Apply) -> None:
         """Members of a stage are done at the same time; one event says so for all of them."""
         stage = volunteer.stage
         if stage is None:
@@ -122,7 +124,7 @@ class Rounds:
             return
         self._applies[key] = [(volunteer, switches)]
         size = self._swarm.sizes[goes_to].parameters * APPLY_BYTES_PER_PARAMETER
-        self._swarm.agenda.later(
+        self._swarm.event_heap.later(
             APPLY_SECONDS + size / MEMORY_BYTES_PER_SECOND, lambda: self._applied(message, key)
         )
 
@@ -131,4 +133,4 @@ class Rounds:
         for volunteer, switches in self._applies.pop(key):
             if volunteer.alive:
                 volunteer.apply(message.step, switches=switches)
-                volunteer.say(applied)
+                volunteer.send(applied)

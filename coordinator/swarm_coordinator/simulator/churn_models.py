@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm_coordinator.simulator.trace import Change
+from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_shared.base.errors import UsageError
 
 HOUR = 3600.0
@@ -34,18 +34,20 @@ FIRST_MINUTE = 60.0
 
 
 class ChurnModel(Protocol):
-    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[Change]: ...
+    def changes(
+        self, names: Sequence[str], hours: float, rng: random.Random
+    ) -> list[TraceEvent]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
-    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[Change]:
-        found = [Change(rng.uniform(0, FIRST_MINUTE), "join", name) for name in names]
+class SteadyChurn:
+    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[TraceEvent]:
+        found = [TraceEvent(rng.uniform(0, FIRST_MINUTE), "join", name) for name in names]
         return sorted(found, key=lambda change: change.seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class HomeChurn:
     on_hours: float = 5.0
     """Mean length of a session; exponential, so that many are short."""
     availability: float = 0.56
@@ -57,8 +59,8 @@ class Home:
     time_zones: float = 8.0
     """Over so many hours the volunteers' clocks are spread."""
 
-    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[Change]:
-        found: list[Change] = []
+    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[TraceEvent]:
+        found: list[TraceEvent] = []
         off_hours = self.on_hours * (1 - self.availability) / self.availability
         for name in names:
             zone = rng.uniform(0, self.time_zones)
@@ -69,13 +71,13 @@ class Home:
                 else self._return(0.0, off_hours, zone, rng)
             )
             while at < hours:
-                found.append(Change(at * HOUR, "join", name))
+                found.append(TraceEvent(at * HOUR, "join", name))
                 # The shortest sessions end in the middle of joining, as they do.
                 at += rng.expovariate(1 / self.on_hours)
                 if at >= hours:
                     break
                 kind = "crash" if rng.random() < self.crash else "leave"
-                found.append(Change(at * HOUR, "crash" if kind == "crash" else "leave", name))
+                found.append(TraceEvent(at * HOUR, "crash" if kind == "crash" else "leave", name))
                 at = self._return(at, off_hours, zone, rng)
         return sorted(found, key=lambda change: (change.seconds, change.name))
 
@@ -91,7 +93,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class SpotChurn:
     losses_per_hour: float = 0.6
     """Per machine."""
     bulk: float = 2.5
@@ -99,8 +101,8 @@ class Spot:
     replaced_minutes: float = 15.0
     """Mean time until the cloud gives another machine; exponential."""
 
-    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[Change]:
-        found = [Change(rng.uniform(0, FIRST_MINUTE), "join", name) for name in names]
+    def changes(self, names: Sequence[str], hours: float, rng: random.Random) -> list[TraceEvent]:
+        found = [TraceEvent(rng.uniform(0, FIRST_MINUTE), "join", name) for name in names]
         joins = [(change.seconds, change.name) for change in found]
         heapq.heapify(joins)
         present: list[str] = []
@@ -117,10 +119,10 @@ class Spot:
             now = loss_at
             for _ in range(min(len(present), _geometric(self.bulk, rng))):
                 name = present.pop(rng.randrange(len(present)))
-                found.append(Change(now, "crash", name))
+                found.append(TraceEvent(now, "crash", name))
                 back = now + rng.expovariate(1 / (60 * self.replaced_minutes))
                 if back < end:
-                    found.append(Change(back, "join", name))
+                    found.append(TraceEvent(back, "join", name))
                     heapq.heappush(joins, (back, name))
         return sorted(found, key=lambda change: change.seconds)
 
@@ -133,10 +135,10 @@ def _geometric(mean: float, rng: random.Random) -> int:
     return count
 
 
-MODELS: dict[str, type[Steady] | type[Home] | type[Spot]] = {
-    "steady": Steady,
-    "home": Home,
-    "spot": Spot,
+MODELS: dict[str, type[SteadyChurn] | type[HomeChurn] | type[SpotChurn]] = {
+    "steady": SteadyChurn,
+    "home": HomeChurn,
+    "spot": SpotChurn,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
+from swarm_coordinator.simulator.volunteer import SHARED_UPLINK_FRACTION, SimulatedVolunteer
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import AssignStage
 
@@ -18,18 +18,18 @@ class Downloads:
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
         self._from_coordinator = 0
-        self._sources: dict[int, list[Volunteer]] = {}
+        self._sources: dict[int, list[SimulatedVolunteer]] = {}
         self.bytes = 0
 
     def under_way(self) -> set[int]:
         """The identities of the assignments that are being carried out."""
         return set(self._sources)
 
-    def begin(self, volunteer: Volunteer, message: AssignStage) -> float:
+    def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float:
         """The seconds that it will take."""
         swarm = self._swarm
         self.bytes += message.bytes
-        sources: list[Volunteer] = []
+        sources: list[SimulatedVolunteer] = []
         offered = 0.0
         for record in message.holders:
             if record.peer == swarm.coordinator:
@@ -41,7 +41,9 @@ class Downloads:
                 sources.append(holder)
                 holder.uploads += 1
                 swarm.changed(holder)
-                offered += SHARED_UPLINK * holder.hardware.up_bytes_per_second / holder.uploads
+                offered += (
+                    SHARED_UPLINK_FRACTION * holder.hardware.up_bytes_per_second / holder.uploads
+                )
         self._sources[id(message)] = sources
         rate = min(volunteer.hardware.down_bytes_per_second, offered)
         # With nobody there it fails after a while; the coordinator names others then.

@@ -12,18 +12,18 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import PeerId, StageIndex
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
 
-SEARCHED_MACHINES = 300
+MAX_SEARCHED_MACHINES = 300
 """Above this the best placement is taken to be the one in which every machine divides itself among
 all stages, which is within a percent of it and costs nothing to keep."""
 
 
-def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> float:
+def best_rate(machines: Sequence[SimulatedVolunteer], memory_bytes: Sequence[int]) -> float:
     """The best pipeline rate over all placements, as far as a greedy search finds it.
 
     Fastest first, each to the thinnest stage that it fits. For like machines that is the optimum.
@@ -42,7 +42,7 @@ def best_rate(machines: Sequence[Volunteer], memory_bytes: Sequence[int]) -> flo
     return thinnest[0][0]
 
 
-class Meter:
+class EfficiencyMeter:
     """Integrates the rates over the time in which the run trains."""
 
     def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
@@ -54,7 +54,7 @@ class Meter:
         self._serving: list[dict[PeerId, float]] = [{} for _ in range(stages)]
         """The rate of each peer, at the stage that it serves."""
         self._where: dict[PeerId, int] = {}
-        self._holders: dict[PeerId, Volunteer] = {}
+        self._holders: dict[PeerId, SimulatedVolunteer] = {}
         """Who could serve: all who have had the time to get a stage, whether they serve or not."""
         self._rates = [0.0] * stages
         self._divided = self._weighted = 0.0
@@ -70,31 +70,31 @@ class Meter:
     def start(self) -> None:
         """Training begins."""
         if self._since is None:
-            self._since = self._swarm.agenda.now
+            self._since = self._swarm.event_heap.now
             self._account()
 
-    def there(self, volunteer: Volunteer) -> None:
+    def add_candidate(self, volunteer: SimulatedVolunteer) -> None:
         """It has had the time to get a stage; the best placement counts on it from now on."""
         if volunteer.alive and volunteer.peer not in self._holders:
             self._holders[volunteer.peer] = volunteer
             self._counts(volunteer, 1)
             self._account()
 
-    def serves(self, volunteer: Volunteer) -> None:
+    def serves(self, volunteer: SimulatedVolunteer) -> None:
         assert volunteer.stage is not None
-        self.there(volunteer)
+        self.add_candidate(volunteer)
         self._forget(volunteer)
         stage = volunteer.stage
         self._where[volunteer.peer] = stage
         self._serving[stage][volunteer.peer] = volunteer.steady_rate_at(stage)
         self._changed(stage)
 
-    def stops(self, volunteer: Volunteer) -> None:
+    def stops(self, volunteer: SimulatedVolunteer) -> None:
         """It serves nothing for now, but could: it is on its way to another stage."""
         if self._forget(volunteer):
             self._account()
 
-    def gone(self, volunteer: Volunteer) -> None:
+    def gone(self, volunteer: SimulatedVolunteer) -> None:
         served = self._forget(volunteer)
         if self._holders.pop(volunteer.peer, None) is not None:
             self._counts(volunteer, -1)
@@ -102,7 +102,7 @@ class Meter:
         if served:
             self._account()
 
-    def _forget(self, volunteer: Volunteer) -> bool:
+    def _forget(self, volunteer: SimulatedVolunteer) -> bool:
         stage = self._where.pop(volunteer.peer, None)
         if stage is None:
             return False
@@ -110,7 +110,7 @@ class Meter:
         self._rates[stage] = math.fsum(self._serving[stage].values())
         return True
 
-    def _counts(self, volunteer: Volunteer, sign: int) -> None:
+    def _counts(self, volunteer: SimulatedVolunteer, sign: int) -> None:
         """A machine that divides itself evenly adds the inverse of the sum of its inverse rates.
 
         And for any weights of the stages that add up to 1, no placement lets it add more to the
@@ -130,7 +130,7 @@ class Meter:
 
     def _account(self) -> None:
         """Add up the time until now, and see what is so from now on."""
-        now = self._swarm.agenda.now
+        now = self._swarm.event_heap.now
         if self._since is None:
             return
         elapsed, self._since = now - self._since, now
@@ -146,6 +146,6 @@ class Meter:
         self.series.append((now, self._rate, self._best))
 
     def _best_rate(self) -> float:
-        if len(self._holders) <= SEARCHED_MACHINES:
+        if len(self._holders) <= MAX_SEARCHED_MACHINES:
             return best_rate(list(self._holders.values()), self._memory)
         return self._divided

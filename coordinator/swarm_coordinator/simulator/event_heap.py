@@ -9,7 +9,7 @@ from collections.abc import Callable
 Action = Callable[[], object]
 
 
-class Agenda:
+class EventHeap:
     """Actions in the order of their time; at the same time, in the order in which they came."""
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
-from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Roster
@@ -39,7 +39,7 @@ REPORT_SECONDS = 5.0
 @dataclass(slots=True)
 class _Leased:
     lease: int
-    trainer: Volunteer
+    trainer: SimulatedVolunteer
     accumulate: tuple[StageIndex, ...]
     cells: list[tuple[StageIndex, PeerId]]
 
@@ -108,7 +108,7 @@ class FluidPlane:
 
     # ---- who serves
 
-    def serves(self, volunteer: Volunteer) -> None:
+    def serves(self, volunteer: SimulatedVolunteer) -> None:
         self._settle()
         assert volunteer.stage is not None
         self._where[volunteer.peer] = volunteer.stage
@@ -116,11 +116,11 @@ class FluidPlane:
             self._shares[volunteer.stage].put(volunteer.peer, volunteer.rate_at(volunteer.stage))
         self._rates_changed()
 
-    def changed(self, volunteer: Volunteer) -> None:
+    def changed(self, volunteer: SimulatedVolunteer) -> None:
         if volunteer.peer in self._where and not volunteer.leaving:
             self.serves(volunteer)
 
-    def stops(self, volunteer: Volunteer) -> None:
+    def stops(self, volunteer: SimulatedVolunteer) -> None:
         """It serves nothing any more; what it has completed is known before that is."""
         stage = self._where.pop(volunteer.peer, None)
         if stage is None:
@@ -130,7 +130,7 @@ class FluidPlane:
         self._shares[stage].remove(volunteer.peer)
         self._rates_changed()
 
-    def leaving(self, volunteer: Volunteer) -> None:
+    def leaving(self, volunteer: SimulatedVolunteer) -> None:
         """No new work, unless nobody else is there; it still counts as a member."""
         self._settle()
         self._report_of(volunteer)
@@ -139,15 +139,15 @@ class FluidPlane:
             self._shares[stage].remove(volunteer.peer)
             self._rates_changed()
 
-    def roster(self, volunteer: Volunteer, roster: Roster) -> None:
+    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
         """Routing is by what is true, not by what each sender knows."""
 
-    def mask(self, volunteer: Volunteer, message: object) -> None:
+    def mask(self, volunteer: SimulatedVolunteer, message: object) -> None:
         """Nobody asks for one."""
 
     # ---- work
 
-    def lease(self, volunteer: Volunteer, lease: Lease) -> None:
+    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None:
         self._settle()
         if lease.step != self._step:
             self._step, self._progress = lease.step, 0.0
@@ -158,7 +158,7 @@ class FluidPlane:
             self._waiting[item.microbatch] = _Leased(lease.lease, volunteer, item.accumulate, [])
         self._rates_changed()
 
-    def queued(self, volunteer: Volunteer) -> int:
+    def queued(self, volunteer: SimulatedVolunteer) -> int:
         """Of the microbatches in flight those that are not elsewhere wait at the thinnest stage."""
         stage = self._where.get(volunteer.peer)
         if stage is None or not self._waiting or self._rate <= 0:
@@ -197,10 +197,10 @@ class FluidPlane:
             self._rate = min(slowest * used, window / self._latency)
             self._plan += 1
             plan, left = self._plan, len(self._waiting) - self._progress
-            self._swarm.agenda.later(left / self._rate, lambda: self._drained(plan))
+            self._swarm.event_heap.later(left / self._rate, lambda: self._drained(plan))
             if not self._reporting:
                 self._reporting = True
-                self._swarm.agenda.later(REPORT_SECONDS, self._report_now)
+                self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
     def _pipeline_seconds(self) -> float:
         """One microbatch's way through an idle pipeline and back, at the average peer."""
@@ -214,7 +214,7 @@ class FluidPlane:
 
     def _settle(self) -> None:
         """Complete what the time since the last change has completed."""
-        now = self._swarm.agenda.now
+        now = self._swarm.event_heap.now
         elapsed, self._settled_at = now - self._settled_at, now
         if self._rate <= 0 or not self._waiting:
             return
@@ -233,7 +233,7 @@ class FluidPlane:
     def _drained(self, plan: int) -> None:
         """The last microbatch has entered the pipeline; its gradient comes back a little later."""
         if plan == self._plan:
-            self._swarm.agenda.later(self._latency, lambda: self._at_the_end(plan))
+            self._swarm.event_heap.later(self._latency, lambda: self._at_the_end(plan))
 
     def _at_the_end(self, plan: int) -> None:
         if plan == self._plan:
@@ -249,9 +249,9 @@ class FluidPlane:
         self._report(list(self._completed))
         if self._waiting and self._rate > 0:
             self._reporting = True
-            self._swarm.agenda.later(REPORT_SECONDS, self._report_now)
+            self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
-    def _report_of(self, volunteer: Volunteer) -> None:
+    def _report_of(self, volunteer: SimulatedVolunteer) -> None:
         """Tell what this peer has to do with before it goes."""
         self._report(
             [

@@ -32,11 +32,11 @@ class Answer:
     receipts: tuple[Receipt, ...] = ()
     service_seconds: float = 0.0
     total_seconds: float = 0.0
-    line_seconds: float = 0.0
+    uplink_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class RoutedMicrobatch:
     step: Step
     microbatch: MicrobatchIndex
     accumulate: frozenset[StageIndex]
@@ -67,8 +67,8 @@ class Sender(Protocol):
     def works_on(self, step: Step) -> bool: ...
     def members(self, stage: StageIndex) -> Sequence[PeerId]: ...
     def later(self, seconds: float, action: Action) -> None: ...
-    def ask_mask(self, parcel: Parcel, suspect: PeerId, answer: Missing) -> None: ...
-    def deliver(self, stage: StageIndex, parcel: Parcel, request: Request) -> None: ...
+    def ask_mask(self, parcel: RoutedMicrobatch, suspect: PeerId, answer: Missing) -> None: ...
+    def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None: ...
     def answer(self, request: Request, answer: Answer) -> None: ...
 
 
@@ -81,7 +81,7 @@ class Hop:
         self._outstanding: dict[PeerId, list[Request]] = {}
         self._waiting: deque[Action] = deque()
 
-    def send(self, parcel: Parcel, done: Answered, failures: int = 0) -> None:
+    def send(self, parcel: RoutedMicrobatch, done: Answered, failures: int = 0) -> None:
         sender = self._sender
         if not sender.works_on(parcel.step) or failures >= MAXIMUM_ATTEMPTS:
             done(Answer("failed"))
@@ -100,7 +100,7 @@ class Hop:
             if answer.state == "ok":
                 link_seconds = max(0.0, sender.now - began - answer.total_seconds)
                 seen = Observation(
-                    answer.service_seconds, answer.line_seconds, link_seconds, in_flight
+                    answer.service_seconds, answer.uplink_seconds, link_seconds, in_flight
                 )
                 self._routing.observe(target, seen, sender.now)
                 done(answer)
@@ -117,7 +117,7 @@ class Hop:
                 done(Answer("failed"))
                 return
             again = frozenset(stage for stage in missing if stage >= self.stage)
-            self.send(Parcel(parcel.step, parcel.microbatch, again), done, failures + 1)
+            self.send(RoutedMicrobatch(parcel.step, parcel.microbatch, again), done, failures + 1)
 
         request = Request(target, answered)
         requests.append(request)
@@ -127,8 +127,8 @@ class Hop:
         members = self._sender.members(self.stage)
         self._routing.update(members)
         credits = self._sender.edge_credits
-        in_hand = {p: len(self._outstanding.get(p, ())) for p in members}
-        usable = {p: count for p, count in in_hand.items() if count < credits}
+        in_flight = {p: len(self._outstanding.get(p, ())) for p in members}
+        usable = {p: count for p, count in in_flight.items() if count < credits}
         return self._routing.choose(self._sender.now, usable)
 
     def _wait(self, action: Action) -> None:

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
-from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Parcel, Request
-from swarm_coordinator.simulator.volunteer import SHARED_UPLINK, Volunteer
+from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Request, RoutedMicrobatch
+from swarm_coordinator.simulator.volunteer import SHARED_UPLINK_FRACTION, SimulatedVolunteer
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
-from swarm_shared.scheduling.inflight_window import Departure, FlightWindow
+from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
 
 if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
@@ -39,7 +39,7 @@ class _Compute:
 class _Node:
     """What one volunteer does in the data plane while it holds its stage."""
 
-    def __init__(self, plane: MicrobatchPlane, volunteer: Volunteer) -> None:
+    def __init__(self, plane: MicrobatchPlane, volunteer: SimulatedVolunteer) -> None:
         assert volunteer.stage is not None
         self.volunteer = volunteer
         self.stage = volunteer.stage
@@ -48,8 +48,8 @@ class _Node:
         self.held_step = Step(0)
         self.unreported: list[Receipt] = []
         self.in_flight = 0
-        self.flight = FlightWindow()
-        self.least_window, self.largest_window = 1, 1
+        self.flight = InFlightWindow()
+        self.least_window, self.max_window = 1, 1
         self.leased: deque[tuple[Lease, LeasedMicrobatch]] = deque()
         self.edge_credits = plane.edge_credits
         self.first = Hop(self, StageIndex(0))
@@ -91,10 +91,10 @@ class _Node:
     def later(self, seconds: float, action: Action) -> None:
         self._plane.later(self, seconds, action)
 
-    def ask_mask(self, parcel: Parcel, suspect: PeerId, answer: Missing) -> None:
+    def ask_mask(self, parcel: RoutedMicrobatch, suspect: PeerId, answer: Missing) -> None:
         self._plane.ask_mask(self, parcel, suspect, answer)
 
-    def deliver(self, stage: StageIndex, parcel: Parcel, request: Request) -> None:
+    def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None:
         self._plane.deliver_request(self, stage, parcel, request)
 
     def answer(self, request: Request, answer: Answer) -> None:
@@ -126,7 +126,7 @@ class _Node:
 
     # ---- counting
 
-    def count(self, parcel: Parcel) -> Receipt | None:
+    def count(self, parcel: RoutedMicrobatch) -> Receipt | None:
         """Accumulate a microbatch if the mask says so, once; its receipt if it is held."""
         if self.held_step != parcel.step:
             self.held_step, self.held, self.unreported = parcel.step, {}, []
@@ -154,37 +154,39 @@ class MicrobatchPlane:
         self.last_stage = len(swarm.works) - 1
         self.edge_credits = swarm.manifest.limits.edge_credits
         self.completed = 0
-        swarm.agenda.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
+        swarm.event_heap.later(swarm.manifest.limits.receipt_interval_seconds, self._report)
 
     @property
     def now(self) -> float:
-        return self._swarm.agenda.now
+        return self._swarm.event_heap.now
 
     def work(self, stage: StageIndex) -> float:
         return self._swarm.works[stage]
 
     def later(self, node: _Node, seconds: float, action: Action) -> None:
         """In the node's life only."""
-        self._swarm.agenda.later(seconds, lambda: node.open and node.volunteer.alive and action())
+        self._swarm.event_heap.later(
+            seconds, lambda: node.open and node.volunteer.alive and action()
+        )
 
     # ---- who serves
 
-    def serves(self, volunteer: Volunteer) -> None:
+    def serves(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes[volunteer.peer] = _Node(self, volunteer)
         if self._roster is not None:
             node.learn(self._roster)
         for lease in self._early.pop(volunteer.peer, ()):
             self.lease(volunteer, lease)
 
-    def changed(self, volunteer: Volunteer) -> None:
+    def changed(self, volunteer: SimulatedVolunteer) -> None:
         """Its uplink is shared; `_transfer` looks for itself."""
 
-    def stops(self, volunteer: Volunteer) -> None:
+    def stops(self, volunteer: SimulatedVolunteer) -> None:
         node = self._nodes.pop(volunteer.peer, None)
         if node is not None:
             node.open = False
 
-    def leaving(self, volunteer: Volunteer) -> None:
+    def leaving(self, volunteer: SimulatedVolunteer) -> None:
         """It hands back what it has not begun to drive."""
         node = self._nodes.get(volunteer.peer)
         if node is not None:
@@ -192,20 +194,20 @@ class MicrobatchPlane:
                 lease, leased = node.leased.popleft()
                 self._resolved(node, lease, leased.microbatch, Answer("failed"))
 
-    def roster(self, volunteer: Volunteer, roster: Roster) -> None:
+    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None:
         self._roster = roster
         node = self._nodes.get(volunteer.peer)
         if node is not None:
             latency = volunteer.hardware.latency_seconds
             self.later(node, latency, lambda: node.learn(roster))
 
-    def queued(self, volunteer: Volunteer) -> int:
+    def queued(self, volunteer: SimulatedVolunteer) -> int:
         node = self._nodes.get(volunteer.peer)
         return 0 if node is None else node.in_flight
 
     # ---- the trainer's side
 
-    def lease(self, volunteer: Volunteer, lease: Lease) -> None:
+    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None:
         node = self._nodes.get(volunteer.peer)
         if node is None:
             # It is told in the same breath as that it may take part.
@@ -215,28 +217,28 @@ class MicrobatchPlane:
 
         def take() -> None:
             node.least_window = max(1, lease.window)
-            node.largest_window = max(node.least_window, lease.largest_window)
+            node.max_window = max(node.least_window, lease.max_window)
             node.leased.extend((lease, leased) for leased in lease.microbatches)
             self._drive(node)
 
         self.later(node, latency, take)
 
     def _drive(self, node: _Node) -> None:
-        while node.leased and node.flight.under_way < node.flight.size(
-            node.least_window, node.largest_window
+        while node.leased and node.flight.in_flight < node.flight.size(
+            node.least_window, node.max_window
         ):
             lease, leased = node.leased.popleft()
             if not node.works_on(lease.step):
                 continue
-            parcel = Parcel(lease.step, leased.microbatch, frozenset(leased.accumulate))
-            departure = node.flight.departed(self._swarm.agenda.now)
+            parcel = RoutedMicrobatch(lease.step, leased.microbatch, frozenset(leased.accumulate))
+            send_record = node.flight.sent(self._swarm.event_heap.now)
 
             def done(
                 answer: Answer, lease: Lease = lease, leased: LeasedMicrobatch = leased,
-                departure: Departure = departure,
+                send_record: SendRecord = send_record,
             ) -> None:  # fmt: skip
                 if answer.state == "ok":
-                    node.flight.returned(departure, self._swarm.agenda.now)
+                    node.flight.returned(send_record, self._swarm.event_heap.now)
                 else:
                     node.flight.failed()
                 self._resolved(node, lease, leased.microbatch, answer)
@@ -253,7 +255,7 @@ class MicrobatchPlane:
             volunteer.session, volunteer.peer, lease.step, microbatch, lease.lease, ok,
             "" if ok else answer.state, answer.receipts, None, 0,
         )  # fmt: skip
-        self._to_coordinator(node, lambda: volunteer.tell(event))
+        self._to_coordinator(node, lambda: volunteer.deliver(event))
 
     def _to_coordinator(self, node: _Node, action: Action) -> None:
         latency = node.volunteer.hardware.latency_seconds
@@ -265,15 +267,17 @@ class MicrobatchPlane:
                 batch, node.unreported = tuple(node.unreported), []
                 volunteer = node.volunteer
                 event = ReceiptsVerified(volunteer.session, volunteer.peer, batch)
-                self._to_coordinator(node, lambda v=volunteer, e=event: v.tell(e))  # type: ignore[misc]
-        self._swarm.agenda.later(self._swarm.manifest.limits.receipt_interval_seconds, self._report)
+                self._to_coordinator(node, lambda v=volunteer, e=event: v.deliver(e))  # type: ignore[misc]
+        self._swarm.event_heap.later(
+            self._swarm.manifest.limits.receipt_interval_seconds, self._report
+        )
 
     # ---- masks
 
     def ask_mask(
         self,
         node: _Node,
-        parcel: Parcel,
+        parcel: RoutedMicrobatch,
         suspect: PeerId,
         answer: Missing,
     ) -> None:
@@ -283,9 +287,9 @@ class MicrobatchPlane:
         request = MaskRequest(
             request=number, step=parcel.step, microbatch=parcel.microbatch, suspect=suspect
         )
-        self._to_coordinator(node, lambda: node.volunteer.say(request))
+        self._to_coordinator(node, lambda: node.volunteer.send(request))
 
-    def mask(self, volunteer: Volunteer, message: Mask) -> None:
+    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:
         answer = self._masks.pop((volunteer.peer, message.request), None)
         node = self._nodes.get(volunteer.peer)
         if answer is not None and node is not None:
@@ -295,7 +299,7 @@ class MicrobatchPlane:
     # ---- from peer to peer
 
     def deliver_request(
-        self, sender: _Node, stage: StageIndex, parcel: Parcel, request: Request
+        self, sender: _Node, stage: StageIndex, parcel: RoutedMicrobatch, request: Request
     ) -> None:
         receiver = self._nodes.get(request.target)
         if receiver is None:
@@ -315,21 +319,21 @@ class MicrobatchPlane:
         """
         now = self.now
         if sender is receiver:
-            self._swarm.agenda.later(0.0, arrive)
+            self._swarm.event_heap.later(0.0, arrive)
             return
         up, down = sender.volunteer.hardware, receiver.volunteer.hardware
         if size <= SMALL_BYTES:
             slower = min(up.up_bytes_per_second, down.down_bytes_per_second)
             latency = up.latency_seconds + down.latency_seconds
-            self._swarm.agenda.later(size / slower + latency, arrive)
+            self._swarm.event_heap.later(size / slower + latency, arrive)
             return
-        share = SHARED_UPLINK if sender.volunteer.uploads else 1.0
+        share = SHARED_UPLINK_FRACTION if sender.volunteer.uploads else 1.0
         begins = max(now, sender.up_free_at)
         sender.up_free_at = begins + size / (share * up.up_bytes_per_second)
         received = max(begins, receiver.down_free_at) + size / down.down_bytes_per_second
         receiver.down_free_at = received
         latency = up.latency_seconds + down.latency_seconds
-        self._swarm.agenda.at(max(sender.up_free_at, received) + latency, arrive)
+        self._swarm.event_heap.at(max(sender.up_free_at, received) + latency, arrive)
 
     def answer(self, request: Request, answer: Answer) -> None:
         if request.open:
@@ -346,7 +350,12 @@ class MicrobatchPlane:
         self._transfer(receiver, sender, size, arrive)
 
     def _serve(
-        self, sender: _Node, node: _Node, stage: StageIndex, parcel: Parcel, request: Request
+        self,
+        sender: _Node,
+        node: _Node,
+        stage: StageIndex,
+        parcel: RoutedMicrobatch,
+        request: Request,
     ) -> None:
         """One microbatch in this stage: forward, on to the next one, backward, answer."""
         if node.stage != stage or not node.works_on(parcel.step):
@@ -368,7 +377,7 @@ class MicrobatchPlane:
                 receipts = (*receipts, own)
             size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
-            line = node.volunteer.line_seconds(stage)
+            line = node.volunteer.uplink_seconds(stage)
             answer(Answer("ok", receipts, node.microbatch_seconds, total, line), size)
 
         def came_back(given: Answer) -> None:
@@ -386,7 +395,7 @@ class MicrobatchPlane:
 
         node.compute(FORWARD_SHARE, sent_on)
 
-    def receipt(self, node: _Node, parcel: Parcel) -> Receipt:
+    def receipt(self, node: _Node, parcel: RoutedMicrobatch) -> Receipt:
         manifest = self._swarm.manifest
         return Receipt(
             run=RunId("simulated"), generation=Generation(1), step=parcel.step,

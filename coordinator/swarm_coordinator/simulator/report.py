@@ -11,8 +11,8 @@ SERIES_POINTS = 600
 """Of the rates over time: enough to draw, little to keep."""
 
 
-def outcome_document(swarm: Swarm, told: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
-    """All figures of a simulation; `told` is what it was asked for."""
+def outcome_document(swarm: Swarm, inputs: dict[str, Any], wall_seconds: float) -> dict[str, Any]:
+    """All figures of a simulation; `inputs` is what it was asked for."""
     swarm.meter.finish()
     meter, moves = swarm.meter, swarm.run.rebalancing
     policy: MovePolicy = swarm.options.moves.policy
@@ -22,11 +22,11 @@ def outcome_document(swarm: Swarm, told: dict[str, Any], wall_seconds: float) ->
     completed = sum(sum(s.microbatches for s in step.shares if s.stage == 0) for step in steps)
     per_second = completed / trained_seconds if trained_seconds else 0.0
     return {
-        **told,
+        **inputs,
         "stages": manifest.stage_count,
         "microbatches_per_step": manifest.training.microbatches_per_step,
         "rebalancing": {"rule": swarm.options.moves.rule.value, "period": policy.period_seconds},
-        "simulated_hours": swarm.agenda.now / 3600,
+        "simulated_hours": swarm.event_heap.now / 3600,
         "wall_seconds": wall_seconds,
         "events": swarm.events,
         "steps": len(steps),
@@ -46,11 +46,11 @@ def outcome_document(swarm: Swarm, told: dict[str, Any], wall_seconds: float) ->
         "moves_dropped": moves.dropped,
         "moved_bytes": moves.bytes_moved,
         "downloaded_bytes": swarm.downloads.bytes,
-        "joins": swarm.seen["join"],
-        "leaves": swarm.seen["leave"],
-        "crashes": swarm.seen["crash"],
-        "refused": swarm.seen["refused"],
-        "roll_backs": swarm.seen["roll-back"],
+        "joins": swarm.counts["join"],
+        "leaves": swarm.counts["leave"],
+        "crashes": swarm.counts["crash"],
+        "refused": swarm.counts["refused"],
+        "roll_backs": swarm.counts["roll-back"],
         "decisions": [note.text for note in moves.decisions],
         "series": _thinned(meter.series),
     }

@@ -27,20 +27,20 @@ from swarm_coordinator.core.events import (
     RolledBack,
     Send,
     SessionLost,
-    Stopped,
+    ShutDown,
     StoredStage,
     Tick,
 )
 from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.transition import begin, transition
-from swarm_coordinator.simulator.all_reduce_time import Rounds
+from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
 from swarm_coordinator.simulator.downloads import Downloads
-from swarm_coordinator.simulator.efficiency import Meter
-from swarm_coordinator.simulator.event_heap import Agenda
+from swarm_coordinator.simulator.efficiency import EfficiencyMeter
+from swarm_coordinator.simulator.event_heap import EventHeap
 from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
-from swarm_coordinator.simulator.trace import Change
-from swarm_coordinator.simulator.volunteer import Volunteer
+from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -61,11 +61,11 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
 COORDINATOR = PeerId("the coordinator")
-HEARD_SECONDS = 2.0
+LAST_HEARD_INTERVAL_SECONDS = 2.0
 """How often it is put down that those who live are heard of: their hearts beat unsimulated."""
 NEVER_ENDING_STEPS = 2**31
 
-_HEAR = vars(PeerState)["last_heard"].__set__
+_SET_LAST_HEARD = vars(PeerState)["last_heard"].__set__
 """Sets when a peer was last heard of, and tells no table: nothing kept there depends on it."""
 
 
@@ -81,14 +81,14 @@ class DataPlane(Protocol):
 
     def __init__(self, swarm: Swarm) -> None: ...
 
-    def serves(self, volunteer: Volunteer) -> None: ...
-    def changed(self, volunteer: Volunteer) -> None: ...
-    def stops(self, volunteer: Volunteer) -> None: ...
-    def leaving(self, volunteer: Volunteer) -> None: ...
-    def roster(self, volunteer: Volunteer, roster: Roster) -> None: ...
-    def mask(self, volunteer: Volunteer, message: Mask) -> None: ...
-    def lease(self, volunteer: Volunteer, lease: Lease) -> None: ...
-    def queued(self, volunteer: Volunteer) -> int: ...
+    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
+    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
+    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
+    def leaving(self, volunteer: SimulatedVolunteer) -> None: ...
+    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
+    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
+    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
+    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SwarmOptions:
 
     moves: RebalancingSettings = field(default_factory=RebalancingSettings)
     tick_seconds: float = 1.0
-    beat_seconds: float = 30.0
+    heartbeat_seconds: float = 30.0
     """How often a volunteer's rate is told; that it lives is known meanwhile."""
     measurement_noise: float = 0.03
     """Of the logarithm of a measured rate."""
@@ -108,18 +108,18 @@ class SwarmOptions:
 
 
 class Swarm:
-    """Feed it a trace and run its agenda."""
+    """Feed it a trace and run its event_heap."""
 
     def __init__(
         self,
         manifest: Manifest,
         fleet: Sequence[Hardware],
-        trace: Sequence[Change],
+        trace: Sequence[TraceEvent],
         options: SwarmOptions,
         seed: int,
         plane: type[DataPlane],
     ) -> None:
-        self.agenda = Agenda()
+        self.event_heap = EventHeap()
         self.rng = random.Random(f"{seed} swarm")
         self.options = options
         self.manifest = endless(manifest)
@@ -128,9 +128,9 @@ class Swarm:
         self.table_bytes = 4 * manifest.model.vocabulary_size * manifest.model.hidden_size
         self.coordinator = COORDINATOR
         self.mean_latency_seconds = sum(h.latency_seconds for h in fleet) / len(fleet)
-        self.beat_seconds = max(options.beat_seconds, len(fleet) / 100)
-        self.volunteers: dict[PeerId, Volunteer] = {}
-        self.seen: Counter[str] = Counter()
+        self.heartbeat_seconds = max(options.heartbeat_seconds, len(fleet) / 100)
+        self.volunteers: dict[PeerId, SimulatedVolunteer] = {}
+        self.counts: Counter[str] = Counter()
         self.events = 0
         self.applied: list[AppliedStep] = []
         self.stopped = False
@@ -140,8 +140,8 @@ class Swarm:
         self._machines: dict[str, Hardware] = {}
         self._sessions = itertools.count(1)
         self._fetched: dict[Version, dict[StageIndex, StoredStage]] = {}
-        self.meter = Meter(self, self._cost_shares())
-        self.rounds = Rounds(self)
+        self.meter = EfficiencyMeter(self, self._cost_shares())
+        self.rounds = AllReduceTimes(self)
         self.downloads = Downloads(self)
         self.plane = plane(self)
         self.run = begin(
@@ -152,28 +152,28 @@ class Swarm:
                 microbatches_per_second=0.0,
             ),
             Restored(1, Version(0), None, None, False, None),
-            self.agenda.now,
+            self.event_heap.now,
             moves=options.moves,
         )  # fmt: skip
         for change in trace:
-            self.agenda.at(change.seconds, partial(self._happens, change))
-        self.agenda.later(options.tick_seconds, self._tick)
-        self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+            self.event_heap.at(change.seconds, partial(self._apply_trace_event, change))
+        self.event_heap.later(options.tick_seconds, self._tick)
+        self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def _cost_shares(self) -> list[float]:
         """What share of the fleet's time each stage takes: nearly the best weights for a bound."""
         typical = sorted(self._fleet, key=lambda one: one.flops_per_second)[len(self._fleet) // 2]
-        probe = Volunteer(self, "", typical, 0)
+        probe = SimulatedVolunteer(self, "", typical, 0)
         seconds = [1 / probe.steady_rate_at(StageIndex(s)) for s in range(len(self.works))]
         return [one / sum(seconds) for one in seconds]
 
     def simulate(self, hours: float) -> None:
-        self.agenda.run_until(3600 * hours, lambda: self.stopped)
+        self.event_heap.run_until(3600 * hours, lambda: self.stopped)
 
     # ---- people
 
-    def _happens(self, change: Change) -> None:
-        self.seen[change.kind] += 1
+    def _apply_trace_event(self, change: TraceEvent) -> None:
+        self.counts[change.kind] += 1
         peer = PeerId(change.name)
         present = self.volunteers.get(peer)
         if change.kind == "join":
@@ -183,75 +183,77 @@ class Swarm:
             if machine is None:
                 machine = self._fleet[len(self._machines) % len(self._fleet)]
                 self._machines[change.name] = machine
-            volunteer = Volunteer(self, change.name, machine, next(self._sessions))
+            volunteer = SimulatedVolunteer(self, change.name, machine, next(self._sessions))
             self.volunteers[peer] = volunteer
-            volunteer.come()
-            self.agenda.later(self.rng.uniform(0, self.beat_seconds) + 10.0, volunteer.beat)
+            volunteer.connect()
+            self.event_heap.later(
+                self.rng.uniform(0, self.heartbeat_seconds) + 10.0, volunteer.send_heartbeat
+            )
         elif present is not None and change.kind == "leave":
             present.leave()
         elif present is not None:
             self._crash(present)
 
-    def _crash(self, volunteer: Volunteer) -> None:
+    def _crash(self, volunteer: SimulatedVolunteer) -> None:
         """Gone without a word: the coordinator notices when its heart does not beat any more."""
         self._silent.add(volunteer.peer)
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
-        volunteer.is_gone()
+        volunteer.disconnect()
 
-    def _lost(self, volunteer: Volunteer) -> None:
+    def _lost(self, volunteer: SimulatedVolunteer) -> None:
         """The coordinator knows that it is gone."""
         if self.volunteers.get(volunteer.peer) is volunteer:
             del self.volunteers[volunteer.peer]
         if volunteer.alive:
             self._crash(volunteer)
 
-    def gone(self, volunteer: Volunteer) -> None:
+    def gone(self, volunteer: SimulatedVolunteer) -> None:
         """It goes without having taken part, or with the coordinator's consent."""
         self.meter.gone(volunteer)
         self.plane.stops(volunteer)
-        volunteer.is_gone()
+        volunteer.disconnect()
         if self.volunteers.get(volunteer.peer) is volunteer:
             del self.volunteers[volunteer.peer]
 
-    def attached(self, volunteer: Volunteer) -> None:
+    def attached(self, volunteer: SimulatedVolunteer) -> None:
         """Its heart beats in a session of its own from now on, not in one that it had before."""
         self._silent.discard(volunteer.peer)
 
-    def takes_part(self, volunteer: Volunteer) -> bool:
+    def takes_part(self, volunteer: SimulatedVolunteer) -> bool:
         """Whether the coordinator has taken its word that it holds its stage at this version."""
         peer = self.run.peers.get(volunteer.peer)
         return peer is not None and peer.stage == volunteer.stage and self.run.holds_current(peer)
 
-    def serves(self, volunteer: Volunteer) -> None:
+    def serves(self, volunteer: SimulatedVolunteer) -> None:
         self.plane.serves(volunteer)
         self.meter.serves(volunteer)
 
-    def stops(self, volunteer: Volunteer) -> None:
+    def stops(self, volunteer: SimulatedVolunteer) -> None:
         self.plane.stops(volunteer)
         self.meter.stops(volunteer)
 
-    def changed(self, volunteer: Volunteer) -> None:
+    def changed(self, volunteer: SimulatedVolunteer) -> None:
         self.plane.changed(volunteer)
 
     # ---- the coordinator's shell
 
     def _tick(self) -> None:
         self.deliver(Tick())
-        self.agenda.later(self.options.tick_seconds, self._tick)
+        self.event_heap.later(self.options.tick_seconds, self._tick)
 
-    def _hearts_beat(self) -> None:
-        now, silent, hear = self.agenda.now, self._silent, _HEAR
+    def _refresh_last_heard(self) -> None:
+        now, silent, hear = self.event_heap.now, self._silent, _SET_LAST_HEARD
         for peer_id, peer in self.run.peers.items():
             if peer_id not in silent:
                 hear(peer, now)
-        self.agenda.later(HEARD_SECONDS, self._hearts_beat)
+        self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def deliver(self, event: Event) -> None:
         if self.stopped:
             return
         self.events += 1
-        for command in transition(self.run, event, self.agenda.now):
+        for command in transition(self.run, event, self.event_heap.now):
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
@@ -259,26 +261,26 @@ class Swarm:
             volunteer = self.volunteers.get(command.peer)
             # What is said to a session that it had before reaches nobody.
             if volunteer is not None and volunteer.alive and volunteer.attached:
-                self._tell(volunteer, command.message)
+                self._deliver_message(volunteer, command.message)
         elif isinstance(command, Broadcast):
-            self._tell_all(command)
+            self._broadcast(command)
         elif isinstance(command, Persist):
             if isinstance(command.record, AppliedStep):
                 self.applied.append(command.record)
             elif isinstance(command.record, RolledBack):
-                self.seen["roll-back"] += 1
+                self.counts["roll-back"] += 1
         elif isinstance(command, Note):
             pass
         elif isinstance(command, CloseSession):
             closed = self.volunteers.get(command.peer)
             if closed is not None:
-                self.agenda.later(0.0, lambda: self._closed(closed))
+                self.event_heap.later(0.0, lambda: self._closed(closed))
         elif isinstance(command, FetchSnapshot):
             self._fetch(command)
-        elif isinstance(command, Stopped):
+        elif isinstance(command, ShutDown):
             self.stopped = True
 
-    def _tell_all(self, command: Broadcast) -> None:
+    def _broadcast(self, command: Broadcast) -> None:
         """Changes of the roster, which say what the whole one says; and what closes a step."""
         if not isinstance(command.message, RosterChange):
             for peer in command.peers:
@@ -291,11 +293,11 @@ class Swarm:
                 if volunteer is not None and volunteer.alive and volunteer.attached:
                     self.plane.roster(volunteer, self.run.published)
 
-    def _tell(self, volunteer: Volunteer, message: object) -> None:
+    def _deliver_message(self, volunteer: SimulatedVolunteer, message: object) -> None:
         latency = volunteer.hardware.latency_seconds + self.options.coordinator_latency_seconds
 
         def later(action: object) -> None:
-            self.agenda.later(latency, lambda: volunteer.alive and action())  # type: ignore[operator]
+            self.event_heap.later(latency, lambda: volunteer.alive and action())  # type: ignore[operator]
 
         if isinstance(message, Roster):
             self.plane.roster(volunteer, message)
@@ -317,9 +319,9 @@ class Swarm:
         elif isinstance(message, SaveSnapshot):
             later(lambda: volunteer.save(message))
         elif isinstance(message, Goodbye | Refused):
-            self.seen["refused"] += isinstance(message, Refused)
+            self.counts["refused"] += isinstance(message, Refused)
 
-    def _closed(self, volunteer: Volunteer) -> None:
+    def _closed(self, volunteer: SimulatedVolunteer) -> None:
         if volunteer.alive:
             self.gone(volunteer)
         else:
@@ -331,7 +333,7 @@ class Swarm:
         snapshot = command.snapshot
         holder = self.volunteers.get(PeerId(command.holder.peer))
         if holder is None:
-            self.agenda.later(
+            self.event_heap.later(
                 1.0, lambda: self.deliver(CheckpointFailed(snapshot.version, "its holder is gone"))
             )
             return
@@ -342,7 +344,7 @@ class Swarm:
             snapshot.stage, f"checkpoint/{snapshot.version}/{snapshot.stage}", snapshot.bytes,
             snapshot.sha256,
         )  # fmt: skip
-        self.agenda.later(seconds, lambda: self._stored(snapshot.version, stored))
+        self.event_heap.later(seconds, lambda: self._stored(snapshot.version, stored))
 
     def _stored(self, version: Version, stored: StoredStage) -> None:
         files = self._fetched.setdefault(version, {})

@@ -21,18 +21,18 @@ from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import DataError
 
 HEADER = "swarmtrain-trace 1"
-Kind = Literal["join", "leave", "crash"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+TraceEventKind = Literal["join", "leave", "crash"]
+KINDS: tuple[TraceEventKind, ...] = get_args(TraceEventKind)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TraceEvent:
     seconds: float
-    kind: Kind
+    kind: TraceEventKind
     name: str
 
 
-def read_trace(path: Path) -> list[Change]:
+def read_trace(path: Path) -> list[TraceEvent]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -42,12 +42,12 @@ def read_trace(path: Path) -> list[Change]:
     return parse_trace(text, str(path))
 
 
-def parse_trace(text: str, where: str) -> list[Change]:
+def parse_trace(text: str, where: str) -> list[TraceEvent]:
     """The changes; DataError names the line that is wrong."""
     lines = text.splitlines()
     if not lines or lines[0].strip() != HEADER:
         raise DataError(f"{where} is not a trace: its first line must be {HEADER!r}")
-    changes: list[Change] = []
+    changes: list[TraceEvent] = []
     present: set[str] = set()
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -63,7 +63,7 @@ def parse_trace(text: str, where: str) -> list[Change]:
     return changes
 
 
-def _parse_line(line: str, place: str) -> Change:
+def _parse_line(line: str, place: str) -> TraceEvent:
     parts = line.split()
     if len(parts) != 3:
         raise DataError(f"{place}: it must be SECONDS KIND NAME, not {line.strip()[:80]!r}")
@@ -75,15 +75,15 @@ def _parse_line(line: str, place: str) -> Change:
         raise DataError(f"{place}: {parts[0]!r} is not a number of seconds from 0")
     for kind in KINDS:
         if parts[1] == kind:
-            return Change(seconds, kind, parts[2])
+            return TraceEvent(seconds, kind, parts[2])
     raise DataError(f"{place}: {parts[1]!r} is none of {', '.join(KINDS)}")
 
 
-def trace_text(changes: Iterable[Change], comment: str = "") -> str:
+def trace_text(changes: Iterable[TraceEvent], comment: str = "") -> str:
     lines = [HEADER, *(f"# {line}" for line in comment.splitlines())]
     lines.extend(f"{change.seconds:.3f} {change.kind} {change.name}" for change in changes)
     return "\n".join(lines) + "\n"
 
 
-def write_trace(path: Path, changes: Iterable[Change], comment: str = "") -> None:
+def write_trace(path: Path, changes: Iterable[TraceEvent], comment: str = "") -> None:
     write_atomically(path, trace_text(changes, comment).encode())

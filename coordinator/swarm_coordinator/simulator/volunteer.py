@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarm_coordinator.core.events import (
-    Beat,
     Event,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     MessageReceived,
     PeerAttached,
-    Session,
+    PeerHeartbeat,
+    SessionNumber,
 )
 from swarm_coordinator.simulator.fleet import Hardware
 from swarm_shared.base.errors import CapacityError
@@ -46,19 +46,19 @@ LOAD_SECONDS = 3.0
 DISK_BYTES_PER_SECOND = 200e6
 """Writing and hashing a snapshot."""
 
-SHARED_UPLINK = 0.5
+SHARED_UPLINK_FRACTION = 0.5
 """Share of an uplink that serves state to others."""
 
-SHA = "0" * 64
+SNAPSHOT_SHA256 = "0" * 64
 
 
-class Volunteer:
+class SimulatedVolunteer:
     """One machine, from when it comes to when it goes."""
 
     def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
         self.peer = PeerId(name)
         self.hardware = hardware
-        self.session = Session(session)
+        self.session = SessionNumber(session)
         self.alive = True
         self.attached = False
         self.leaving = False
@@ -70,12 +70,12 @@ class Volunteer:
         self.uploads = 0
         """Downloads of others that it serves now."""
         self.noise = 1.0
-        self._seen_up = 0.0
+        self._measured_up = 0.0
         self._swarm = swarm
         self._assignment: AssignStage | None = None
 
     @property
-    def awaits(self) -> AssignStage | None:
+    def assignment(self) -> AssignStage | None:
         """What it downloads, or starts fresh with, now."""
         return self._assignment
 
@@ -83,7 +83,7 @@ class Volunteer:
 
     def rate_at(self, stage: StageIndex) -> float:
         """Microbatches per second of a stage: the slowest of computing, sending and receiving."""
-        return self.steady_rate_at(stage, SHARED_UPLINK if self.uploads else 1.0)
+        return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
         work, line = self._swarm.works[stage], self.hardware
@@ -95,10 +95,10 @@ class Volunteer:
         )
         return 1.0 / seconds
 
-    def line_seconds(self, stage: StageIndex) -> float:
+    def uplink_seconds(self, stage: StageIndex) -> float:
         """What it tells senders that its line takes for one microbatch; 0 while it knows of none
         that holds it up."""
-        return self._swarm.sizes[stage].sent_bytes / self._seen_up if self._seen_up else 0.0
+        return self._swarm.sizes[stage].sent_bytes / self._measured_up if self._measured_up else 0.0
 
     def _line_is_full(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
@@ -108,7 +108,7 @@ class Volunteer:
 
     # ---- coming and going
 
-    def come(self) -> None:
+    def connect(self) -> None:
         self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
 
     def _attach(self) -> None:
@@ -121,11 +121,11 @@ class Volunteer:
         self._swarm.attached(self)
         largest = max(size.state_bytes for size in self._swarm.sizes)
         seconds = LOAD_SECONDS + largest / self.hardware.down_bytes_per_second
-        self._later(seconds, lambda: self._swarm.meter.there(self))
+        self._later(seconds, lambda: self._swarm.meter.add_candidate(self))
         self._swarm.deliver(PeerAttached(self.session, self.peer, hello, "", ()))
 
-    def is_gone(self) -> None:
-        self._begin_anew()
+    def disconnect(self) -> None:
+        self._drop_assignment()
         self.alive = False
 
     def leave(self) -> None:
@@ -135,9 +135,9 @@ class Volunteer:
             return
         self.leaving = True
         self._swarm.plane.leaving(self)
-        self.say(Leaving())
+        self.send(Leaving())
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Tell the rate as it was measured, and how much waits here."""
         if not self.alive:
             return
@@ -150,13 +150,15 @@ class Volunteer:
                 rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
                 if self._line_is_full(self.stage):
                     # Like the client, it knows its line only when that has held it up.
-                    self._seen_up = self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(
-                        0.0, noise
+                    self._measured_up = (
+                        self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
-                up = self._seen_up
+                up = self._measured_up
             queued = swarm.plane.queued(self)
-            self.say(Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up))
-        self._later(swarm.beat_seconds, self.beat)
+            self.send(
+                Heartbeat(microbatches_per_second=rate, queued=queued, up_bytes_per_second=up)
+            )
+        self._later(swarm.heartbeat_seconds, self.send_heartbeat)
 
     # ---- the coordinator's word
 
@@ -165,7 +167,7 @@ class Volunteer:
             stage = most_underserved_stage(message.stages, self.hardware.memory_bytes)
         except CapacityError:
             stage = StageIndex(0)  # the coordinator refuses it with the reason
-        self._later(self._round_trip(), lambda: self.say(StageRequest(stage=stage)))
+        self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
 
     def assigned(self, message: AssignStage) -> None:
         """Get a stage, in the place of what is held or beside it."""
@@ -173,29 +175,29 @@ class Volunteer:
             self._swarm.stops(self)
             self.stage = None
         self.prepared = None
-        self._begin_anew()
+        self._drop_assignment()
         self._assignment = message
         seconds = LOAD_SECONDS
         if message.source == "snapshot":
             seconds += self._swarm.downloads.begin(self, message)
-        self._later(seconds, lambda: self._got(message))
+        self._later(seconds, lambda: self._download_finished(message))
 
-    def _begin_anew(self) -> None:
+    def _drop_assignment(self) -> None:
         """What it was downloading is not wanted any more, or is there: its sources are free."""
         if self._assignment is not None:
             self._swarm.downloads.end(self._assignment)
         self._assignment = None
 
-    def _got(self, message: AssignStage) -> None:
+    def _download_finished(self, message: AssignStage) -> None:
         if self._assignment is not message:
             return
-        self._begin_anew()
+        self._drop_assignment()
         if message.prepare:
             if self.version == message.version:
                 self.prepared = message.stage
         else:
             self.stage, self.version = message.stage, message.version
-        self.say(Ready(stage=message.stage, version=message.version, digest=""))
+        self.send(Ready(stage=message.stage, version=message.version, digest=""))
         if not message.prepare and self._swarm.takes_part(self):
             self._swarm.serves(self)
 
@@ -203,9 +205,13 @@ class Volunteer:
         size = self._swarm.sizes[message.stage].state_bytes
         item = f"snapshot/{message.version}/{message.stage}"
         ready = SnapshotReady(
-            version=message.version, stage=message.stage, item=item, bytes=size, sha256=SHA
+            version=message.version,
+            stage=message.stage,
+            item=item,
+            bytes=size,
+            sha256=SNAPSHOT_SHA256,
         )
-        self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.say(ready))
+        self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.send(ready))
 
     def apply(self, step: int, *, switches: bool) -> None:
         """A step is applied: the next stage is held from now on, or what was got of it is old."""
@@ -216,17 +222,17 @@ class Volunteer:
         self.version = Version(step)
         self.prepared = None
         if self._assignment is not None and self._assignment.prepare:
-            self._begin_anew()
+            self._drop_assignment()
 
     # ---- words
 
-    def say(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage) -> None:
         if isinstance(message, Heartbeat):
-            self.tell(HeartbeatsHeard((Beat(self.session, self.peer, message),)))
+            self.deliver(HeartbeatsReceived((PeerHeartbeat(self.session, self.peer, message),)))
         else:
-            self.tell(MessageReceived(self.session, self.peer, message))
+            self.deliver(MessageReceived(self.session, self.peer, message))
 
-    def tell(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         if self.alive and self.attached:
             self._swarm.deliver(event)
 
@@ -234,4 +240,4 @@ class Volunteer:
         return 2 * (self.hardware.latency_seconds + self._swarm.options.coordinator_latency_seconds)
 
     def _later(self, seconds: float, action: object) -> None:
-        self._swarm.agenda.later(seconds, lambda: self.alive and action())  # type: ignore[operator]
+        self._swarm.event_heap.later(seconds, lambda: self.alive and action())  # type: ignore[operator]

@@ -12,18 +12,18 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 
-class Document(BaseModel):
+class StatusModel(BaseModel):
     # Built at the first use, when the screen is there already.
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
 
-class StageRow(Document):
+class StageStatusRow(StatusModel):
     stage: int
     peers: int
     microbatches_per_second: float = 0.0
 
 
-class StageFigures(Document):
+class StageFigures(StatusModel):
     """Of the last minute or two."""
 
     idle_share: float | None = None
@@ -31,13 +31,13 @@ class StageFigures(Document):
     p95_seconds: float | None = None
 
 
-class FigureRows(Document):
+class FigureRows(StatusModel):
     bubble_share: float | None = None
     stages: tuple[StageFigures, ...] = ()
     rejected: dict[str, int] = {}
 
 
-class PeerRow(Document):
+class PeerRow(StatusModel):
     peer: str
     name: str | None = None
     stage: int | None = None
@@ -50,11 +50,11 @@ class PeerRow(Document):
     microbatches_per_second: float = 0.0
     queued: int = 0
     silent_seconds: float = 0.0
-    marked_times: int = 0
-    marked: str = ""
+    flagged_times: int = 0
+    flagged_reason: str = ""
 
 
-class PathRow(Document):
+class PathRow(StatusModel):
     reporter: str
     remote: str
     kind: str
@@ -63,41 +63,41 @@ class PathRow(Document):
     bytes_per_second: float = 0.0
 
 
-class BanRow(Document):
+class BanRow(StatusModel):
     peer: str
     reason: str = ""
     banned_at: float = 0.0
 
 
-class Admission(Document):
+class AdmissionStatus(StatusModel):
     mode: str = "open"
     members: int = 0
     valid_tokens: int = 0
     bans: tuple[BanRow, ...] = ()
 
 
-class Decision(Document):
+class DecisionRow(StatusModel):
     seconds_ago: float
     text: str
 
 
-class Rebalancing(Document):
+class RebalancingStatus(StatusModel):
     rule: str = "none"
     made: int = 0
     dropped: int = 0
     on_the_way: int = 0
     bytes_moved: int = 0
-    decisions: tuple[Decision, ...] = ()
+    decisions: tuple[DecisionRow, ...] = ()
     reason: str = ""
 
 
-class Work(Document):
+class WorkCounts(StatusModel):
     counted: int = 0
     duplicated: int = 0
     cleared: int = 0
 
 
-class StepRow(Document):
+class AppliedStepRow(StatusModel):
     step: int
     loss: float | None
     tokens: int
@@ -105,12 +105,12 @@ class StepRow(Document):
     written_at: float
 
 
-class NoteRow(Document):
+class NoteRow(StatusModel):
     text: str
     written_at: float
 
 
-class ContributorRow(Document):
+class ContributorRow(StatusModel):
     """One person."""
 
     peer: str
@@ -122,7 +122,7 @@ class ContributorRow(Document):
     tokens: int
 
 
-class RunDocument(Document):
+class RunDocument(StatusModel):
     """All of it at one moment."""
 
     run: str
@@ -146,16 +146,16 @@ class RunDocument(Document):
     checkpoint_version: int | None = None
     uptime_seconds: float = 0.0
     healthy: bool = False
-    work: Work = Work()
-    stages: tuple[StageRow, ...] = ()
+    work: WorkCounts = WorkCounts()
+    stages: tuple[StageStatusRow, ...] = ()
     figures: FigureRows = FigureRows()
-    rebalancing: Rebalancing = Rebalancing()
+    rebalancing: RebalancingStatus = RebalancingStatus()
     peers: tuple[PeerRow, ...] = ()
-    admission: Admission = Admission()
+    admission: AdmissionStatus = AdmissionStatus()
     sessions: int = 0
     sessions_ended: dict[str, int] = {}
     paths: tuple[PathRow, ...] = ()
-    history: tuple[StepRow, ...] = ()
+    history: tuple[AppliedStepRow, ...] = ()
     notes: tuple[NoteRow, ...] = ()
     contributors: tuple[ContributorRow, ...] = ()
 
@@ -167,7 +167,7 @@ class RunDocument(Document):
 APPLYING = "applying"
 
 
-def holders(document: RunDocument) -> dict[int, int]:
+def stage_holders(document: RunDocument) -> dict[int, int]:
     """Peers that hold each stage. While a step is applied they turn to the next version one after
     the other, and those that have not yet hold it all the same."""
     if document.phase != APPLYING:
@@ -184,7 +184,7 @@ def health(document: RunDocument) -> tuple[str, str]:
         return "finished", f"The run is finished after {document.version} steps{told}."
     if not document.running:
         return "stopped", "The coordinator does not run."
-    lost = [str(stage) for stage, peers in holders(document).items() if peers == 0]
+    lost = [str(stage) for stage, peers in stage_holders(document).items() if peers == 0]
     if lost:
         names = ", ".join(lost)
         return "incomplete", f"Nobody holds stage {names}: nothing can be trained."

@@ -11,7 +11,7 @@ from swarm_shared.base.clock import Clock
 
 T = TypeVar("T")
 
-REST_SHARE = 4.0
+REST_FACTOR = 4.0
 """How long a thread beside the loop rests, over the time that it has computed."""
 
 
@@ -22,7 +22,7 @@ def batched(those: Iterable[T], most: int) -> Iterator[list[T]]:
         yield batch
 
 
-def leisurely(
+def with_duty_cycle(
     parts: Iterable[T],
     busy_clock: Clock = time.thread_time,
     sleep: Callable[[float], None] = time.sleep,
@@ -32,6 +32,6 @@ def leisurely(
     rested_at = busy_clock()
     for number, part in enumerate(parts):
         if number:
-            sleep(REST_SHARE * (busy_clock() - rested_at))
+            sleep(REST_FACTOR * (busy_clock() - rested_at))
             rested_at = busy_clock()
         yield part

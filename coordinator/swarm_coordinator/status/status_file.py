@@ -23,7 +23,7 @@ import anyio.to_thread
 
 from swarm_coordinator.core.rules.status_view import peer_rows, status_but_peers
 from swarm_coordinator.core.state.run import RunState
-from swarm_coordinator.status.pacing import batched, leisurely
+from swarm_coordinator.status.pacing import batched, with_duty_cycle
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import StorageError
@@ -33,9 +33,9 @@ from swarm_shared.protocol import LinkBytes, LinkPath
 STATUS_FORMAT = 1
 MAX_LINKS = 500
 """The largest ones; all of them are in the database."""
-ROWS_AT_ONCE = 100
+ROWS_PER_TURN = 100
 """Of a table, between two turns of everybody else: less than a millisecond of work."""
-REPORTERS_AT_ONCE = 25
+REPORTERS_PER_TURN = 25
 """The same of paths, of which some ten are known of each reporter in a large run."""
 DECISIONS_SHOWN = 3
 """The newest; the others are in the run's log."""
@@ -44,7 +44,7 @@ PATHS_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ServerStatus:
     """What the shell knows beside the core's state."""
 
     now: float
@@ -71,7 +71,7 @@ class StatusFile:
         self._wall_clock = wall_clock
         self.failures = 0
 
-    async def write(self, seen: Seen, *, running: bool = True) -> float:
+    async def write(self, seen: ServerStatus, *, running: bool = True) -> float:
         """The seconds of computing that it took, here and in a thread."""
         document = {
             "format": STATUS_FORMAT,
@@ -98,44 +98,44 @@ class StatusFile:
         """A few at a time, as they are then; one that has gone meanwhile as it was. And the
         seconds that it took."""
         peers, rows, took = list(self._state.peers.values()), [], 0.0
-        for begin in range(0, len(peers), ROWS_AT_ONCE):
+        for begin in range(0, len(peers), ROWS_PER_TURN):
             began = time.thread_time()
-            rows += peer_rows(self._state, peers[begin : begin + ROWS_AT_ONCE], now)
+            rows += peer_rows(self._state, peers[begin : begin + ROWS_PER_TURN], now)
             took += time.thread_time() - began
             await anyio.lowlevel.checkpoint()
         return rows, took
 
 
-def _write(path: Path, document: dict[str, Any], seen: Seen) -> float:
+def _write(path: Path, document: dict[str, Any], seen: ServerStatus) -> float:
     """In a thread: a large run's status takes longer than its volunteers' words should wait. The
     seconds of computing that it took."""
     began = time.thread_time()
     tables = {"paths": path_table(seen.paths), "links": link_table(seen.links)}
-    write_atomically(path, encoded({**document, **tables}).encode())
+    write_atomically(path, encode_document({**document, **tables}).encode())
     return time.thread_time() - began
 
 
-def encoded(document: Mapping[str, Any]) -> str:
+def encode_document(document: Mapping[str, Any]) -> str:
     """As JSON, whose text is the same as if it were made in one go. A thread that is inside C code
     lets no other one run: long lists are made there a few rows at a time, with rests."""
     return "{" + ", ".join(f"{json.dumps(k)}: {_value(v)}" for k, v in document.items()) + "}"
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, list) and len(value) > ROWS_AT_ONCE:
-        parts = (value[at : at + ROWS_AT_ONCE] for at in range(0, len(value), ROWS_AT_ONCE))
-        return "[" + ", ".join(_value(part)[1:-1] for part in leisurely(parts)) + "]"
+    if isinstance(value, list) and len(value) > ROWS_PER_TURN:
+        parts = (value[at : at + ROWS_PER_TURN] for at in range(0, len(value), ROWS_PER_TURN))
+        return "[" + ", ".join(_value(part)[1:-1] for part in with_duty_cycle(parts)) + "]"
     try:
         # Without an indent json runs in C.
         return json.dumps(value, allow_nan=False)
     except ValueError:
-        return json.dumps(finite(value))
+        return json.dumps(without_nan(value))
 
 
 def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, Any]]:
     found = (
         (link.sent + link.received, reporter, link)
-        for reporters in leisurely(batched(links.items(), ROWS_AT_ONCE))
+        for reporters in with_duty_cycle(batched(links.items(), ROWS_PER_TURN))
         for reporter, reported in reporters
         for link in reported
     )
@@ -146,20 +146,20 @@ def link_table(links: Mapping[PeerId, tuple[LinkBytes, ...]]) -> list[dict[str, 
 def path_table(paths: Mapping[PeerId, tuple[LinkPath, ...]]) -> list[dict[str, Any]]:
     return [
         {"reporter": reporter, **path.model_dump(mode="json")}
-        for reporters in leisurely(batched(paths.items(), REPORTERS_AT_ONCE))
+        for reporters in with_duty_cycle(batched(paths.items(), REPORTERS_PER_TURN))
         for reporter, reported in reporters
         for path in reported
     ]
 
 
-def finite(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no NaN and no infinity: null instead."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: finite(part) for key, part in value.items()}
+        return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [without_nan(part) for part in value]
     return value
 
 
@@ -210,7 +210,7 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
             rate = row.get("microbatches_per_second")
             made = f", {rate:.2f} microbatches/s" if rate else ""
             lines.append(f"  stage {row['stage']}: {row['peers']} peer(s){made}")
-            lines[-1] += _times_of(row["stage"], document)
+            lines[-1] += _stage_timing(row["stage"], document)
         lines += figure_lines(document)
         lines += rebalancing_lines(document.get("rebalancing"))
         for peer in document.get("peers", []):
@@ -242,7 +242,7 @@ def figure_lines(document: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _times_of(stage: int, document: Mapping[str, Any]) -> str:
+def _stage_timing(stage: int, document: Mapping[str, Any]) -> str:
     told = document.get("figures", {}).get("stages", [])
     row = told[stage] if stage < len(told) else {}
     text = ""

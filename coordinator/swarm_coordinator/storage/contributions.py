@@ -9,7 +9,7 @@ from swarm_shared.base.types import PeerId, StageIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Contribution:
+class StageContribution:
     """What one peer counted in one stage, over all steps that belong to the run."""
 
     peer: PeerId
@@ -20,7 +20,7 @@ class Contribution:
     tokens: int
 
 
-def read_contributions(connection: Connection) -> tuple[Contribution, ...]:
+def read_contributions(connection: Connection) -> tuple[StageContribution, ...]:
     rows = connection.execute(
         "SELECT p.peer, p.name, s.stage, count(*), "
         "CAST(sum(s.microbatches) AS BIGINT), CAST(sum(s.tokens) AS BIGINT) "
@@ -29,7 +29,7 @@ def read_contributions(connection: Connection) -> tuple[Contribution, ...]:
         "GROUP BY p.id, s.stage ORDER BY s.stage, sum(s.microbatches) DESC, p.id"
     )
     return tuple(
-        Contribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
+        StageContribution(PeerId(peer), name, StageIndex(stage), steps, microbatches, tokens)
         for peer, name, stage, steps, microbatches, tokens in rows
     )
 

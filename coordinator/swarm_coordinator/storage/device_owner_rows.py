@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarm_coordinator.admission.device_owners import named_owner
 from swarm_coordinator.storage.connection import Connection
 from swarm_shared.base.types import PeerId
-from swarm_shared.identity.owners import standing
+from swarm_shared.identity.owners import effective_bindings
 
 
 def write_binding(connection: Connection, peer_row: int, device: PeerId, binding: str) -> None:
@@ -24,7 +24,7 @@ def read_bindings(connection: Connection) -> dict[PeerId, tuple[PeerId, str]]:
         "SELECT p.peer, o.owner, o.binding FROM owners o JOIN peers p ON p.id = o.peer "
         "WHERE o.owner <> ''"
     ).fetchall()
-    stands = standing({PeerId(peer): PeerId(owner) for peer, owner, _ in rows})
+    stands = effective_bindings({PeerId(peer): PeerId(owner) for peer, owner, _ in rows})
     return {PeerId(peer): (PeerId(owner), text) for peer, owner, text in rows if peer in stands}
 
 

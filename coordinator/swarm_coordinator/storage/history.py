@@ -13,10 +13,10 @@ from typing import Any
 
 from swarm_coordinator.core.events import Restored
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.contributions import Contribution, read_contributions
+from swarm_coordinator.storage.contributions import StageContribution, read_contributions
 from swarm_coordinator.storage.device_owner_rows import read_owners
-from swarm_coordinator.storage.location import Place, reading
-from swarm_coordinator.storage.records import number, read_restored
+from swarm_coordinator.storage.location import DatabaseLocation, open_for_reading
+from swarm_coordinator.storage.records import float_or_nan, read_restored
 from swarm_shared.base.types import PeerId, Step
 
 HISTORY_FORMAT = 1
@@ -67,7 +67,7 @@ class HistoryNote:
 class History:
     restored: Restored
     steps: tuple[HistoryStep, ...]
-    contributions: tuple[Contribution, ...]
+    contributions: tuple[StageContribution, ...]
     links: tuple[LinkTotal, ...]
     peers: tuple[KnownPeer, ...]
     notes: tuple[HistoryNote, ...]
@@ -77,9 +77,9 @@ class History:
         return self.restored.heldout_loss
 
 
-def history(place: Place) -> History:
+def history(place: DatabaseLocation) -> History:
     """Everything the run's database tells. StorageError when there is none or it is damaged."""
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return History(
             restored=read_restored(connection),
             steps=_steps(connection),
@@ -96,16 +96,16 @@ def history(place: Place) -> History:
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentHistory:
     """The end of the history, oldest first: what a view shows of a run of any length."""
 
     steps: tuple[HistoryStep, ...]
     notes: tuple[HistoryNote, ...]
 
 
-def recent(place: Place, most_steps: int, most_notes: int) -> Recent:
+def read_recent(place: DatabaseLocation, most_steps: int, most_notes: int) -> RecentHistory:
     """The newest steps and notes. Reads no more than it returns. StorageError as for `history`."""
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         steps = connection.execute(
             f"SELECT {_STEP_COLUMNS} FROM applied_steps WHERE superseded_by IS NULL "
             "ORDER BY step DESC LIMIT ?",
@@ -114,12 +114,14 @@ def recent(place: Place, most_steps: int, most_notes: int) -> Recent:
         notes = connection.execute(
             f"{_SELECT_NOTES} ORDER BY n.id DESC LIMIT ?", (most_notes,)
         ).fetchall()
-    return Recent(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
+    return RecentHistory(_step_rows(reversed(steps)), _note_rows(reversed(notes)))
 
 
-def contributions(place: Place) -> tuple[tuple[Contribution, ...], dict[PeerId, PeerId]]:
+def contributions(
+    place: DatabaseLocation,
+) -> tuple[tuple[StageContribution, ...], dict[PeerId, PeerId]]:
     """Who counted what in which stage, over the whole run; and whose devices those are."""
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         return read_contributions(connection), read_owners(connection)
 
 
@@ -149,7 +151,7 @@ def _steps(connection: Connection) -> tuple[HistoryStep, ...]:
 
 def _step_rows(rows: Iterable[tuple[Any, ...]]) -> tuple[HistoryStep, ...]:
     return tuple(
-        HistoryStep(Step(step), number(loss), tokens, seconds, written_at)
+        HistoryStep(Step(step), float_or_nan(loss), tokens, seconds, written_at)
         for step, loss, tokens, seconds, written_at in rows
     )
 

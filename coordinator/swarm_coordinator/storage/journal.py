@@ -23,12 +23,16 @@ from swarm_coordinator.core.events import (
 )
 from swarm_coordinator.storage.connection import Connection
 
-Kind = Literal["begun", "start", "step", "rollback", "checkpoint", "evaluation", "finish"]
-Decision = AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
+JournalKind = Literal["begun", "start", "step", "rollback", "checkpoint", "evaluation", "finish"]
+JournalRecord = AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
 
 
 def append(
-    connection: Connection, kind: Kind, row_id: int, generation: int, decision: Decision | None
+    connection: Connection,
+    kind: JournalKind,
+    row_id: int,
+    generation: int,
+    decision: JournalRecord | None,
 ) -> None:
     """Write the journal's next row, in the transaction that writes the decision itself."""
     sequence, before = connection.execute(
@@ -46,24 +50,26 @@ def append(
     )
 
 
-def digest(before: str, kind: str, row_id: int, generation: int, decision: Decision | None) -> str:
+def digest(
+    before: str, kind: str, row_id: int, generation: int, decision: JournalRecord | None
+) -> str:
     """Of one row of the journal. Numbers are spelt exactly, and alike by both databases."""
     sha256 = hashlib.sha256()
-    for part in (before, kind, str(row_id), str(generation), *_parts(decision)):
+    for part in (before, kind, str(row_id), str(generation), *_content(decision)):
         content = part.encode("utf-8", "surrogatepass")
         sha256.update(len(content).to_bytes(8, "big"))
         sha256.update(content)
     return sha256.hexdigest()
 
 
-def _parts(decision: Decision | None) -> Iterator[str]:
+def _content(decision: JournalRecord | None) -> Iterator[str]:
     match decision:
         case None:
             return
         case AppliedStep():
             yield from (str(decision.step), str(decision.attempt), str(decision.tokens))
             yield from map(
-                _spelt,
+                _exact,
                 (decision.loss, decision.seconds, decision.global_norm, decision.learning_rate),
             )
             for share in sorted(decision.shares, key=lambda share: (share.stage, share.peer)):
@@ -77,11 +83,11 @@ def _parts(decision: Decision | None) -> Iterator[str]:
         case RolledBack(version, reason):
             yield from (str(version), reason)
         case EvaluationRecord(version, heldout_loss, tokens):
-            yield from (str(version), _spelt(heldout_loss), str(tokens))
+            yield from (str(version), _exact(heldout_loss), str(tokens))
         case RunFinished(version):
             yield str(version)
 
 
-def _spelt(number: float) -> str:
+def _exact(number: float) -> str:
     # A loss that is an integer by accident comes back as a float.
     return repr(float(number))

@@ -13,27 +13,27 @@ from collections.abc import Callable
 import anyio.to_thread
 import trio
 
-from swarm_coordinator.storage.location import PostgresqlPlace, driver
+from swarm_coordinator.storage.location import PostgresqlLocation, postgresql_driver
 from swarm_shared.base.errors import LeadershipError, StorageError
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.25
 """Between two looks at the lease; one costs the server a fraction of a millisecond."""
-PATIENCE_SECONDS = 2.0
+LEASE_MARGIN_SECONDS = 2.0
 """So much longer than a lease a start waits for that of a coordinator that was killed."""
 
 
-async def wait_for_turn(
-    place: PostgresqlPlace, report: Callable[[str], None], *, stand_by: bool
+async def wait_for_leadership(
+    place: PostgresqlLocation, report: Callable[[str], None], *, stand_by: bool
 ) -> None:
     """Returns when nobody leads. LeadershipError, unless standing by, when somebody goes on to.
 
     Standing by outlasts a server that is away: a coordinator that has lost its server ends, and
     somebody must be there when it is back.
     """
-    deadline = trio.current_time() + place.lease_seconds + PATIENCE_SECONDS
-    watch = driver().LeaderWatch(place)
+    deadline = trio.current_time() + place.lease_seconds + LEASE_MARGIN_SECONDS
+    watch = postgresql_driver().LeaderWatch(place)
     said = ""
     try:
         while True:

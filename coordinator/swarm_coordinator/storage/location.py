@@ -20,7 +20,7 @@ from swarm_shared.base.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class PostgresqlPlace:
+class PostgresqlLocation:
     """A database of its own on a server, one per run."""
 
     url: str
@@ -31,10 +31,10 @@ class PostgresqlPlace:
         return re.sub(r"(//[^/@:]*):[^@]*@", r"\1:…@", self.url)
 
 
-Place = Path | PostgresqlPlace
+DatabaseLocation = Path | PostgresqlLocation
 
 
-def driver() -> ModuleType:
+def postgresql_driver() -> ModuleType:
     """The door to PostgreSQL; ConfigurationError where its driver is not installed."""
     if importlib.util.find_spec("psycopg") is None:
         raise ConfigurationError(
@@ -45,13 +45,13 @@ def driver() -> ModuleType:
 
 
 @contextlib.contextmanager
-def reading(place: Place) -> Iterator[Connection]:
+def open_for_reading(place: DatabaseLocation) -> Iterator[Connection]:
     """One moment of the database, whatever is written meanwhile. StorageError when it is damaged.
 
     Beside a running coordinator as well as without one.
     """
-    if isinstance(place, PostgresqlPlace):
-        with driver().reading(place) as remote:
+    if isinstance(place, PostgresqlLocation):
+        with postgresql_driver().open_for_reading(place) as remote:
             yield remote
         return
     connection = sqlite.open_read_only(place)
@@ -63,23 +63,23 @@ def reading(place: Place) -> Iterator[Connection]:
         connection.close()
 
 
-def is_there(place: Place) -> bool:
+def database_exists(place: DatabaseLocation) -> bool:
     """Whether the run has a database yet."""
-    if isinstance(place, PostgresqlPlace):
-        return bool(driver().is_there(place))
+    if isinstance(place, PostgresqlLocation):
+        return bool(postgresql_driver().database_exists(place))
     return place.exists()
 
 
-def check_pages(place: Place, *, thorough: bool = True) -> list[str]:
+def check_pages(place: DatabaseLocation, *, thorough: bool = True) -> list[str]:
     """What the database itself finds wrong. A PostgreSQL server has its own people for that."""
-    if isinstance(place, PostgresqlPlace):
+    if isinstance(place, PostgresqlLocation):
         return []
     return sqlite.check_pages(place, thorough=thorough)
 
 
-def copy_to(place: Place, target: Path) -> None:
+def copy_database(place: DatabaseLocation, target: Path) -> None:
     """A copy of one moment of it, as a file of SQLite's: what a backup holds."""
-    if isinstance(place, PostgresqlPlace):
-        driver().copy_to(place, target)
+    if isinstance(place, PostgresqlLocation):
+        postgresql_driver().copy_database(place, target)
     else:
-        sqlite.copy_to(place, target)
+        sqlite.copy_database(place, target)

@@ -19,12 +19,12 @@ from psycopg import errors
 
 from swarm_coordinator.storage import sqlite
 from swarm_coordinator.storage.connection import Connection, Rows
-from swarm_coordinator.storage.location import PostgresqlPlace
+from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.schema import MIGRATIONS, TABLES, for_postgresql
 from swarm_shared.base.errors import StorageError, UsageError, VersionError
 
 CONNECT_SECONDS = 10
-STALLED_SECONDS = 20
+TCP_TIMEOUT_SECONDS = 20
 """A server that acknowledges nothing for so long is gone, whatever the connection says."""
 
 _OWN_TABLES = """
@@ -50,11 +50,11 @@ class PostgresqlConnection:
         self.raw = raw
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> Rows:
-        return self.raw.execute(_spelt(sql), parameters or None)
+        return self.raw.execute(_to_psycopg(sql), parameters or None)
 
     def executemany(self, sql: str, parameters: Iterable[Sequence[Any]], /) -> object:
         with self.raw.cursor() as cursor:
-            cursor.executemany(_spelt(sql), list(parameters))
+            cursor.executemany(_to_psycopg(sql), list(parameters))
         return None
 
     def close(self) -> None:
@@ -62,21 +62,22 @@ class PostgresqlConnection:
 
 
 @functools.lru_cache(maxsize=256)
-def _spelt(sql: str) -> bytes:
+def _to_psycopg(sql: str) -> bytes:
     return sql.replace("%", "%%").replace("?", "%s").encode() if "?" in sql else sql.encode()
 
 
-def connect(place: PostgresqlPlace) -> psycopg.Connection[tuple[Any, ...]]:
+def connect(place: PostgresqlLocation) -> psycopg.Connection[tuple[Any, ...]]:
     with storage_errors(place):
         try:
             raw = psycopg.connect(
                 place.url, autocommit=True, connect_timeout=CONNECT_SECONDS,
-                application_name="swarm-coordinator", tcp_user_timeout=STALLED_SECONDS * 1000,
+                application_name="swarm-coordinator", tcp_user_timeout=TCP_TIMEOUT_SECONDS * 1000,
                 keepalives_idle=5, keepalives_interval=5, keepalives_count=3,
             )  # fmt: skip
         except psycopg.ProgrammingError as error:
             raise StorageError(
-                f"run.toml: [coordinator] store {place} is no address of a server ({_first(error)})"
+                f"run.toml: [coordinator] store {place} is no address of a server "
+                f"({_first_line(error)})"
             ) from error
     try:
         with storage_errors(place):
@@ -94,7 +95,7 @@ def connect(place: PostgresqlPlace) -> psycopg.Connection[tuple[Any, ...]]:
     return raw
 
 
-def open_for_writing(place: PostgresqlPlace) -> PostgresqlConnection:
+def open_for_writing(place: PostgresqlLocation) -> PostgresqlConnection:
     """A connection with the schema brought up to date."""
     raw = connect(place)
     try:
@@ -108,10 +109,10 @@ def open_for_writing(place: PostgresqlPlace) -> PostgresqlConnection:
 
 def migrate(
     raw: psycopg.Connection[tuple[Any, ...]],
-    place: PostgresqlPlace,
+    place: PostgresqlLocation,
     migrations: tuple[str, ...] = MIGRATIONS,
 ) -> None:
-    """Bring the schema up to date, in one transaction: PostgreSQL can take tables back."""
+    """Bring the schema up to date, in one transaction: PostgreSQL can load_backup tables back."""
     if _format(raw) == len(migrations):
         return
     with raw.transaction():
@@ -134,7 +135,7 @@ def _format(raw: psycopg.Connection[tuple[Any, ...]]) -> int:
     return 0 if row is None else int(row[0])
 
 
-def _check_format(version: int, place: PostgresqlPlace, newest: int = len(MIGRATIONS)) -> None:
+def _check_format(version: int, place: PostgresqlLocation, newest: int = len(MIGRATIONS)) -> None:
     if version > newest:
         raise VersionError(
             f"{place} was written by a newer swarm-coordinator (format {version}, this one knows "
@@ -146,7 +147,7 @@ def _check_format(version: int, place: PostgresqlPlace, newest: int = len(MIGRAT
 
 
 @contextlib.contextmanager
-def reading(place: PostgresqlPlace) -> Iterator[Connection]:
+def open_for_reading(place: PostgresqlLocation) -> Iterator[Connection]:
     """One moment of the database."""
     raw = connect(place)
     try:
@@ -166,7 +167,7 @@ def reading(place: PostgresqlPlace) -> Iterator[Connection]:
         raw.close()
 
 
-def is_there(place: PostgresqlPlace) -> bool:
+def database_exists(place: PostgresqlLocation) -> bool:
     raw = connect(place)
     try:
         with storage_errors(place):
@@ -175,18 +176,18 @@ def is_there(place: PostgresqlPlace) -> bool:
         raw.close()
 
 
-def copy_to(place: PostgresqlPlace, target: Path) -> None:
+def copy_database(place: PostgresqlLocation, target: Path) -> None:
     """One moment of it as a file of SQLite's, which every backup holds."""
     copy = sqlite.open_for_writing(target)
     try:
-        with reading(place) as source, sqlite.storage_errors(target):
+        with open_for_reading(place) as source, sqlite.storage_errors(target):
             _copy_rows(source, copy, "BEGIN IMMEDIATE")
             copy.execute("PRAGMA journal_mode = DELETE").fetchall()
     finally:
         copy.close()
 
 
-def take(place: PostgresqlPlace, source: Path, force: bool) -> None:
+def load_backup(place: PostgresqlLocation, source: Path, force: bool) -> None:
     """Fill the server's database with a backup's rows, in one transaction.
 
     UsageError when a coordinator is at work there, or when there is a run and `force` is not set.
@@ -206,7 +207,7 @@ def take(place: PostgresqlPlace, source: Path, force: bool) -> None:
                 raise UsageError(f"{place} holds a run already; --force puts the backup there")
             raw.execute(f"TRUNCATE {', '.join(TABLES)}".encode())
             _copy_rows(rows, connection, None)
-            for table in _numbered(raw):
+            for table in _identity_tables(raw):
                 raw.execute(
                     f"SELECT setval(pg_get_serial_sequence('{table}', 'id'), "
                     f"coalesce((SELECT max(id) FROM {table}), 0) + 1, false)".encode()
@@ -216,7 +217,7 @@ def take(place: PostgresqlPlace, source: Path, force: bool) -> None:
         connection.close()
 
 
-def _numbered(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
+def _identity_tables(raw: psycopg.Connection[tuple[Any, ...]]) -> list[str]:
     """Tables whose rows the server numbers."""
     found = raw.execute(
         "SELECT table_name FROM information_schema.columns "
@@ -240,7 +241,7 @@ def _copy_rows(source: Connection, target: Connection, begin: str | None) -> Non
 
 # ---------------------------------------------------------------- who leads
 
-LEADER = """
+LEADER_QUERY = """
 SELECT holder FROM leadership
 WHERE expires_at > clock_timestamp()
 AND EXISTS (SELECT 1 FROM pg_stat_activity WHERE pid = backend AND backend_start = backend_started)
@@ -252,7 +253,7 @@ be written, and a coordinator that has lost it ends."""
 class LeaderWatch:
     """Looks at the lease again and again, over one connection for as long as that lasts."""
 
-    def __init__(self, place: PostgresqlPlace) -> None:
+    def __init__(self, place: PostgresqlLocation) -> None:
         self._place = place
         self._raw: psycopg.Connection[tuple[Any, ...]] | None = None
 
@@ -264,7 +265,7 @@ class LeaderWatch:
                     self._raw = connect(self._place)
                 if _format(self._raw) == 0:
                     return None
-                row = self._raw.execute(LEADER).fetchone()
+                row = self._raw.execute(LEADER_QUERY).fetchone()
         except StorageError:
             self.close()
             raise
@@ -280,7 +281,7 @@ class LeaderWatch:
 
 
 @contextlib.contextmanager
-def storage_errors(place: PostgresqlPlace) -> Iterator[None]:
+def storage_errors(place: PostgresqlLocation) -> Iterator[None]:
     """The server's errors, and those of a copy beside it, as a StorageError."""
     try:
         yield
@@ -290,9 +291,9 @@ def storage_errors(place: PostgresqlPlace) -> Iterator[None]:
         raise StorageError(f"the copy of {place} could not be read: {error}") from error
 
 
-def explain(place: PostgresqlPlace, error: Exception) -> StorageError:
+def explain(place: PostgresqlLocation, error: Exception) -> StorageError:
     """What the server's refusal means to a person, as one sentence."""
-    words = _first(error)
+    words = _first_line(error)
     if isinstance(error, errors.DiskFull):
         return StorageError(
             f"the disk of {place} is full; free some space there and start again, nothing that "
@@ -315,5 +316,5 @@ def explain(place: PostgresqlPlace, error: Exception) -> StorageError:
     return StorageError(f"the run's database {place} refused a change: {words}")
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

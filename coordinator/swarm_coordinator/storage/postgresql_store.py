@@ -17,21 +17,21 @@ from collections.abc import Callable
 import psycopg
 
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.location import PostgresqlPlace
+from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import (
-    LEADER,
+    LEADER_QUERY,
     PostgresqlConnection,
     connect,
     explain,
     open_for_writing,
 )
-from swarm_coordinator.storage.records import Record, begin_generation, insert
+from swarm_coordinator.storage.records import Record, insert, insert_generation
 from swarm_coordinator.storage.store import WriterStore
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import LeadershipError, SwarmError, UsageError
 
 
-def boot_seconds() -> float:
+def boot_clock() -> float:
     """Goes on while the process is frozen and, unlike the monotonic clock, while the machine is."""
     clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     return time.clock_gettime(clock)
@@ -40,7 +40,7 @@ def boot_seconds() -> float:
 class PostgresqlDatabase:
     """A connection, with the fence that every transaction of a leader passes."""
 
-    def __init__(self, place: PostgresqlPlace) -> None:
+    def __init__(self, place: PostgresqlLocation) -> None:
         self._place = place
         self.connection: PostgresqlConnection = open_for_writing(place)
         self.generation = 0
@@ -97,23 +97,23 @@ def _superseded(generation: int) -> LeadershipError:
 class PostgresqlStore(WriterStore):
     """The store of a run whose run.toml names a server."""
 
-    refusals = (psycopg.Error,)
+    database_errors = (psycopg.Error,)
 
     def __init__(
-        self, place: PostgresqlPlace, clock: Clock = wall, boot: Clock = boot_seconds
+        self, place: PostgresqlLocation, clock: Clock = wall, boot: Clock = boot_clock
     ) -> None:
         super().__init__(str(place), self._open, clock)
         self._address = place
         self._boot = boot
         self._database: PostgresqlDatabase | None = None
-        self._held_until = 0.0
+        self._leads_until = 0.0
 
     def _open(self) -> PostgresqlDatabase:
         self._database = PostgresqlDatabase(self._address)
         return self._database
 
     @classmethod
-    def open(cls, place: PostgresqlPlace, clock: Clock = wall) -> PostgresqlStore:
+    def open(cls, place: PostgresqlLocation, clock: Clock = wall) -> PostgresqlStore:
         """Its tables are made when they are not there. StorageError when it cannot be had."""
         return cls(place, clock)._start()
 
@@ -121,10 +121,10 @@ class PostgresqlStore(WriterStore):
         """Who leads now; None when the place is free."""
 
         def look(connection: Connection) -> str | None:
-            row = connection.execute(LEADER).fetchone()
+            row = connection.execute(LEADER_QUERY).fetchone()
             return None if row is None else str(row[0])
 
-        return self._ask(look)
+        return self._call(look)
 
     def next_generation(self, above: int = 0) -> int:
         """Become the leader. LeadershipError while another one holds the lease."""
@@ -134,13 +134,13 @@ class PostgresqlStore(WriterStore):
         def lead(connection: Connection) -> int:
             # Waits for a transaction of the former leader; the server ends a frozen one's session.
             highest = connection.execute("SELECT generation FROM leadership FOR UPDATE").fetchone()
-            leader = connection.execute(LEADER).fetchone()
+            leader = connection.execute(LEADER_QUERY).fetchone()
             if leader is not None and not self._generation:
                 raise LeadershipError(
                     f"the coordinator on {leader[0]} serves this run; start this one with "
                     "--standby, and it takes over when that one ends"
                 )
-            generation = begin_generation(connection, now, max(above, highest[0]))
+            generation = insert_generation(connection, now, max(above, highest[0]))
             connection.execute(
                 "UPDATE leadership SET generation = ?, holder = ?, backend = pg_backend_pid(), "
                 "backend_started = (SELECT backend_start FROM pg_stat_activity "
@@ -150,13 +150,13 @@ class PostgresqlStore(WriterStore):
             )
             return generation
 
-        generation = self._ask(lead)
+        generation = self._call(lead)
         assert self._database is not None
         self._generation = self._database.generation = generation
-        self._held_until = asked_at + self._address.lease_seconds
+        self._leads_until = asked_at + self._address.lease_seconds
         return generation
 
-    async def renew(self) -> None:
+    async def renew_lease(self) -> None:
         if not self._generation:
             return
         asked_at = self._boot()
@@ -168,12 +168,12 @@ class PostgresqlStore(WriterStore):
                 (self._address.lease_seconds, self._generation),
             )
 
-        await self._ask_soon(extend)
-        self._held_until = asked_at + self._address.lease_seconds
+        await self._call_async(extend)
+        self._leads_until = asked_at + self._address.lease_seconds
 
-    async def hold(self) -> None:
-        if self._generation and self._boot() >= self._held_until:
-            await self.renew()
+    async def ensure_leadership(self) -> None:
+        if self._generation and self._boot() >= self._leads_until:
+            await self.renew_lease()
 
     @property
     def renew_seconds(self) -> float | None:
@@ -192,7 +192,7 @@ class PostgresqlStore(WriterStore):
     def _refuse_beside_a_leader(self, connection: Connection) -> None:
         """A command must not write what the coordinator at work would not hear of."""
         connection.execute("SELECT generation FROM leadership FOR UPDATE")
-        leader = connection.execute(LEADER).fetchone()
+        leader = connection.execute(LEADER_QUERY).fetchone()
         if leader is not None:
             raise UsageError(
                 f"the coordinator on {leader[0]} serves this run; give the command there, in the "

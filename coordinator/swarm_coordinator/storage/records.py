@@ -43,22 +43,22 @@ class PeerSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class LinksSeen:
+class LinksReported:
     """Peers' own counts of bytes over their links, as of now, by reporter."""
 
     links: Mapping[PeerId, tuple[LinkBytes, ...]]
 
 
-_RECENT_STEPS = 200
+_ON_BRANCH_STEPS = 200
 """A peer that has the run's version and did not count in one of so many steps starts over."""
 
 Record = (
     AppliedStep | RolledBack | CheckpointRecord | EvaluationRecord | RunFinished
-    | Note | PeerSeen | LinksSeen | AdmissionRecord
+    | Note | PeerSeen | LinksReported | AdmissionRecord
 )  # fmt: skip
 
 
-def begin_generation(connection: Connection, now: float, above: int = 0) -> int:
+def insert_generation(connection: Connection, now: float, above: int = 0) -> int:
     """A number above all earlier ones and `above`: of this start, for as long as it lasts."""
     highest = connection.execute("SELECT coalesce(max(generation), 0) FROM generations").fetchone()[
         0
@@ -115,16 +115,16 @@ def insert(connection: Connection, record: Record, generation: int, now: float) 
                 )
             if binding is not None:
                 write_binding(connection, _peer_row(connection, peer, now), peer, binding)
-        case LinksSeen():
+        case LinksReported():
             _insert_links(connection, record, now)
         case _:
             insert_admission(connection, record, now)
 
 
-_ROW_OF_PEER = "(SELECT id FROM peers WHERE peer = ?)"
+_PEER_ROW_ID = "(SELECT id FROM peers WHERE peer = ?)"
 
 
-def _know(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
+def _insert_missing_peers(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
     """Make sure that each of them has a row."""
     connection.executemany(
         "INSERT INTO peers (peer, first_seen, last_seen) VALUES (?, ?, ?) "
@@ -134,7 +134,7 @@ def _know(connection: Connection, peers: Iterable[PeerId], now: float) -> None:
 
 
 def _peer_row(connection: Connection, peer: PeerId, now: float) -> int:
-    _know(connection, (peer,), now)
+    _insert_missing_peers(connection, (peer,), now)
     return int(connection.execute("SELECT id FROM peers WHERE peer = ?", (peer,)).fetchone()[0])
 
 
@@ -146,10 +146,10 @@ def _insert_step(connection: Connection, record: AppliedStep, generation: int, n
          record.global_norm, record.learning_rate, generation, now),
     ).fetchone()[0]  # fmt: skip
     # Thousands in a large run: statements that are prepared once and run beside the loop's thread.
-    _know(connection, dict.fromkeys(share.peer for share in record.shares), now)
+    _insert_missing_peers(connection, dict.fromkeys(share.peer for share in record.shares), now)
     connection.executemany(
         "INSERT INTO shares (applied_step, peer, stage, microbatches, tokens) "
-        f"VALUES (?, {_ROW_OF_PEER}, ?, ?, ?)",
+        f"VALUES (?, {_PEER_ROW_ID}, ?, ?, ?)",
         [
             (row, share.peer, share.stage, share.microbatches, share.tokens)
             for share in record.shares
@@ -196,11 +196,11 @@ def _insert_checkpoint(
     return row
 
 
-def _insert_links(connection: Connection, record: LinksSeen, now: float) -> None:
-    _know(connection, record.links, now)
+def _insert_links(connection: Connection, record: LinksReported, now: float) -> None:
+    _insert_missing_peers(connection, record.links, now)
     connection.executemany(
         "INSERT INTO links (reporter, remote, protocol, sent, received, written_at) "
-        f"VALUES ({_ROW_OF_PEER}, ?, ?, ?, ?, ?) "
+        f"VALUES ({_PEER_ROW_ID}, ?, ?, ?, ?, ?) "
         "ON CONFLICT (reporter, remote, protocol) DO UPDATE SET "
         "sent_before = links.sent_before + "
         "CASE WHEN excluded.sent < links.sent THEN links.sent ELSE 0 END, "
@@ -237,10 +237,10 @@ def read_restored(connection: Connection) -> Restored:
         "SELECT 1 FROM finishes WHERE superseded_by IS NULL AND version = ?", (version,)
     ).fetchone()
     checkpoints = read_checkpoints(connection)
-    on_branch = connection.execute(
+    on_current_history = connection.execute(
         "SELECT DISTINCT p.peer FROM applied_steps a JOIN shares s ON s.applied_step = a.id "
         "JOIN peers p ON p.id = s.peer WHERE a.superseded_by IS NULL AND a.step > ?",
-        (max(base[0], version - _RECENT_STEPS) if base else version,),
+        (max(base[0], version - _ON_BRANCH_STEPS) if base else version,),
     ).fetchall()
     return Restored(
         generation=int(generation),
@@ -248,9 +248,9 @@ def read_restored(connection: Connection) -> Restored:
         last_applied=last,
         checkpoint=checkpoints[0] if checkpoints else None,
         finished=finished is not None,
-        heldout_loss=number(evaluation[0]) if evaluation else None,
+        heldout_loss=float_or_nan(evaluation[0]) if evaluation else None,
         rolled_back=base is not None,
-        on_branch=frozenset(PeerId(peer) for (peer,) in on_branch),
+        on_current_history=frozenset(PeerId(peer) for (peer,) in on_current_history),
     )
 
 
@@ -302,16 +302,16 @@ def read_step(connection: Connection, row_id: int) -> AppliedStep | None:
     return AppliedStep(
         step=Step(step),
         attempt=attempt,
-        loss=number(loss),
+        loss=float_or_nan(loss),
         tokens=tokens,
         seconds=seconds,
-        global_norm=number(global_norm),
+        global_norm=float_or_nan(global_norm),
         learning_rate=learning_rate,
         shares=tuple(StageShare(PeerId(p), StageIndex(s), m, t) for p, s, m, t in shares),
         attempts=tuple(attempt for (attempt,) in attempts),
     )
 
 
-def number(value: float | None) -> float:
+def float_or_nan(value: float | None) -> float:
     """SQLite has no NaN: it stores NULL."""
     return math.nan if value is None else float(value)

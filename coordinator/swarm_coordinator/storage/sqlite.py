@@ -130,7 +130,7 @@ def check_pages(path: Path, *, thorough: bool = True) -> list[str]:
     return problems[:20]
 
 
-def copy_to(path: Path, target: Path) -> None:
+def copy_database(path: Path, target: Path) -> None:
     """A copy of one moment of the database, also while a coordinator writes it.
 
     `target` is one whole file without a log beside it, of the newest format.
@@ -148,7 +148,7 @@ def copy_to(path: Path, target: Path) -> None:
         source.close()
 
 
-def files_of(path: Path) -> list[Path]:
+def database_files(path: Path) -> list[Path]:
     """The database's file and those that SQLite keeps beside it."""
     return [p for p in (path, Path(f"{path}-wal"), Path(f"{path}-shm")) if p.exists()]
 

@@ -29,12 +29,16 @@ from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.core.events import CheckpointRecord, Restored
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.contributions import Contribution, read_contributions, read_teams
+from swarm_coordinator.storage.contributions import (
+    StageContribution,
+    read_contributions,
+    read_teams,
+)
 from swarm_coordinator.storage.device_owner_rows import read_owners
 from swarm_coordinator.storage.records import (
     Record,
-    begin_generation,
     insert,
+    insert_generation,
     read_checkpoints,
     read_restored,
 )
@@ -46,10 +50,10 @@ from swarm_shared.base.types import PeerId
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_GROUP_RECORDS = 256
+_MAX_GROUP_RECORDS = 256
 """Records in one commit at most: a commit of so many still takes about a millisecond."""
 
-at_boundary: Callable[[str], None] | None = None
+commit_hook: Callable[[str], None] | None = None
 """For tests that kill the process at a commit's boundaries: told `begin`, `written`, `committed`
 and `answered`, in the writer thread. Nothing in production sets it."""
 
@@ -78,7 +82,7 @@ class Store(Protocol):
     def owners(self) -> dict[PeerId, PeerId]:
         """Of those devices that are bound to another key."""
 
-    def contributions(self) -> tuple[Contribution, ...]:
+    def contributions(self) -> tuple[StageContribution, ...]:
         """Of everybody, over all steps that belong to the run. Takes long in a long run."""
 
     async def write(self, record: Record) -> None:
@@ -92,13 +96,14 @@ class Store(Protocol):
 
     @property
     def renew_seconds(self) -> float | None:
-        """How often `renew` is to be called; None where nobody else could lead."""
+        """How often `renew_lease` is to be called; None where nobody else could lead."""
 
-    async def renew(self) -> None:
+    async def renew_lease(self) -> None:
         """Go on leading. LeadershipError when another coordinator has taken over."""
 
-    async def hold(self) -> None:
-        """Returns at once while this coordinator leads for sure; else it asks, as `renew` does."""
+    async def ensure_leadership(self) -> None:
+        """Returns at once while this coordinator leads for sure; else it asks, as `renew_lease`
+        does."""
 
 
 class Database(Protocol):
@@ -131,7 +136,7 @@ class _Job:
 class WriterStore:
     """The `Store` over any `Database`. Made before the event loop or inside it."""
 
-    refusals: ClassVar[tuple[type[Exception], ...]]
+    database_errors: ClassVar[tuple[type[Exception], ...]]
     """What the database raises when it refuses a statement."""
 
     def __init__(self, place: str, open_database: Callable[[], Database], clock: Clock) -> None:
@@ -144,8 +149,8 @@ class WriterStore:
         self._failures = 0
         self._opened: Future[None] = Future()
         # The last two: a number or a text that the database's binding cannot express.
-        self._expected: tuple[type[Exception], ...] = (
-            *self.refusals, SwarmError, OverflowError, ValueError,
+        self._handled_errors: tuple[type[Exception], ...] = (
+            *self.database_errors, SwarmError, OverflowError, ValueError,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="store-writer", daemon=True)
 
@@ -166,32 +171,32 @@ class WriterStore:
 
     def next_generation(self, above: int = 0) -> int:
         now = self._clock()
-        self._generation = self._ask(lambda connection: begin_generation(connection, now, above))
+        self._generation = self._call(lambda connection: insert_generation(connection, now, above))
         return self._generation
 
     def restore(self) -> Restored:
-        return self._ask(read_restored)
+        return self._call(read_restored)
 
     def checkpoints(self) -> list[CheckpointRecord]:
-        return self._ask(read_checkpoints)
+        return self._call(read_checkpoints)
 
     def admission(self) -> AdmissionBook:
-        return self._ask(read_admission)
+        return self._call(read_admission)
 
     def seen_since(self, unix_seconds: float) -> dict[PeerId, float]:
-        return self._ask(lambda connection: read_seen_since(connection, unix_seconds))
+        return self._call(lambda connection: read_seen_since(connection, unix_seconds))
 
-    def contributions(self) -> tuple[Contribution, ...]:
-        return self._ask(read_contributions)
+    def contributions(self) -> tuple[StageContribution, ...]:
+        return self._call(read_contributions)
 
     def teams(self) -> dict[PeerId, str]:
-        return self._ask(read_teams)
+        return self._call(read_teams)
 
     def owners(self) -> dict[PeerId, PeerId]:
-        return self._ask(read_owners)
+        return self._call(read_owners)
 
     async def write(self, record: Record) -> None:
-        await self._ask_soon(self._insertion(record))
+        await self._call_async(self._insertion(record))
 
     def post(self, record: Record) -> None:
         if self._closed:
@@ -214,10 +219,10 @@ class WriterStore:
     def renew_seconds(self) -> float | None:
         return None
 
-    async def renew(self) -> None:
+    async def renew_lease(self) -> None:
         return
 
-    async def hold(self) -> None:
+    async def ensure_leadership(self) -> None:
         return
 
     def _insertion(self, record: Record) -> Callable[[Connection], None]:
@@ -229,7 +234,7 @@ class WriterStore:
             raise StorageError(f"{self._place} is closed already")
         self._jobs.put(job)
 
-    def _ask(self, work: Callable[[Connection], _T]) -> _T:
+    def _call(self, work: Callable[[Connection], _T]) -> _T:
         answer: Future[_T] = Future()
 
         def done(result: Any, error: SwarmError | None) -> None:
@@ -241,7 +246,7 @@ class WriterStore:
         self._submit(_Job(work, done))
         return answer.result()
 
-    async def _ask_soon(self, work: Callable[[Connection], _T]) -> _T:
+    async def _call_async(self, work: Callable[[Connection], _T]) -> _T:
         token = trio.lowlevel.current_trio_token()
         finished = trio.Event()
         answer: list[_T] = []
@@ -281,7 +286,7 @@ class WriterStore:
         job = self._jobs.get()
         while job is not None:
             jobs.append(job)
-            if len(jobs) == _GROUP_RECORDS or self._jobs.empty():
+            if len(jobs) == _MAX_GROUP_RECORDS or self._jobs.empty():
                 break
             job = self._jobs.get()
         if jobs and not self._commit(database, jobs) and len(jobs) > 1:
@@ -294,13 +299,13 @@ class WriterStore:
         """One transaction; its jobs are answered when it succeeded or is not tried again."""
         results: list[Any] = []
         try:
-            _boundary("begin")
+            _call_commit_hook("begin")
             database.begin()
             results = [job.work(database.connection) for job in jobs]
-            _boundary("written")
+            _call_commit_hook("written")
             database.commit()
-            _boundary("committed")
-        except self._expected as error:
+            _call_commit_hook("committed")
+        except self._handled_errors as error:
             database.roll_back()
             if final or len(jobs) == 1:
                 known = error if isinstance(error, SwarmError) else database.explain(error)
@@ -308,13 +313,13 @@ class WriterStore:
             return False
         for job, result in zip(jobs, results, strict=True):
             job.done(result, None)
-        _boundary("answered")
+        _call_commit_hook("answered")
         return True
 
 
-def _boundary(name: str) -> None:
-    if at_boundary is not None:
-        at_boundary(name)
+def _call_commit_hook(name: str) -> None:
+    if commit_hook is not None:
+        commit_hook(name)
 
 
 # ---------------------------------------------------------------- SQLite
@@ -348,7 +353,7 @@ class SqliteDatabase:
 class SqliteStore(WriterStore):
     """The store of a run folder."""
 
-    refusals = (sqlite3.Error,)
+    database_errors = (sqlite3.Error,)
 
     @classmethod
     def open(cls, path: Path, clock: Clock = wall) -> SqliteStore:

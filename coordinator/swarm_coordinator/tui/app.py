@@ -11,7 +11,7 @@ from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.formatting import printable
-from swarm_shared.tui.source import Event, Seen, Source
+from swarm_shared.tui.source import DocumentReceived, Event, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
 from swarm_shared.tui.terminal_style import Look
 
@@ -27,7 +27,7 @@ _ROLES: dict[str, Role] = {
 }
 
 
-class RunView(ViewApp[RunDocument]):
+class RunApp(ViewApp[RunDocument]):
     instead: ClassVar[str] = "swarm-coordinator status"
 
     def __init__(
@@ -65,6 +65,6 @@ class RunView(ViewApp[RunDocument]):
         finished = self.document is not None and self.document.finished
         return super().is_old and not (finished and not self.away)
 
-    def heard(self, event: Event[RunDocument]) -> None:
-        if isinstance(event, Seen):
+    def handle_event(self, event: Event[RunDocument]) -> None:
+        if isinstance(event, DocumentReceived):
             self.model.see(event.document)

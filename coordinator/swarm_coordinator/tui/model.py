@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from swarm_coordinator.status.document import RunDocument
 from swarm_shared.tui.terminal_style import Look
-from swarm_shared.tui.time_series import Trace
+from swarm_shared.tui.time_series import TimeSeries
 
 _PACE_STEPS = 20
 """The time left follows so many steps, as a run changes its pace when volunteers come and go."""
@@ -14,7 +14,7 @@ class RunModel:
     def __init__(self, look: Look) -> None:
         self.look = look
         self.document: RunDocument | None = None
-        self.attached = Trace()
+        self.attached = TimeSeries()
         self.came = 0
         self.went = 0
         """Since the view began: churn."""

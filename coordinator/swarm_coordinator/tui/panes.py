@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarm_coordinator.status.document import PeerRow, RunDocument, holders
+from swarm_coordinator.status.document import PeerRow, RunDocument, stage_holders
 from swarm_coordinator.tui.model import RunModel
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
-    NOTHING,
+    MISSING,
     clock_text,
     counted,
     disk_text,
@@ -67,7 +67,7 @@ def _progress(model: RunModel, run: RunDocument) -> list[Line]:
     done = run.version / run.steps if run.steps else None
     cells = run.cells_done / run.cells_total if run.cells_total else None
     heldout = line(f"held-out {run.heldout_loss:.4f}") if run.heldout_loss is not None else EMPTY
-    checkpoint = NOTHING if run.checkpoint_version is None else f"step {run.checkpoint_version}"
+    checkpoint = MISSING if run.checkpoint_version is None else f"step {run.checkpoint_version}"
     left = model.seconds_left()
     return [
         _named(
@@ -124,7 +124,7 @@ def _speed_curve(run: RunDocument, width: int, height: int, look: Look) -> list[
 
 
 def _stage_bars(run: RunDocument) -> list[StageBar]:
-    peers = holders(run)
+    peers = stage_holders(run)
     return [
         StageBar(row.stage, peers[row.stage], row.microbatches_per_second) for row in run.stages
     ]
@@ -189,7 +189,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
                 line((printable(peer.phase), "good" if peer.phase == "ready" else "accent")),
                 line(number(peer.microbatches_per_second, 2)),
                 line((path.kind, "warn") if path and path.kind == "relayed"
-                     else path.kind if path else NOTHING),
+                     else path.kind if path else MISSING),
                 line(milliseconds(path.rtt_seconds if path else None)),
                 line(rate_text(path.bytes_per_second if path else None)),
                 line((printable(peer.device), "dim")),
@@ -214,8 +214,8 @@ def _name(peer: PeerRow, look: Look) -> str:
 
 
 def _remarks(peer: PeerRow) -> Line:
-    if peer.marked_times:
-        return line((f"marked {peer.marked_times}x: {printable(peer.marked)}", "bad"))
+    if peer.flagged_times:
+        return line((f"marked {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
     if peer.leaving:
         return line(("leaving", "warn"))
     if peer.silent_seconds > 3.0:
@@ -333,12 +333,16 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
         )
         for ban in told.bans
     ] or [line(("  nobody is banned", "dim"))]
-    marked = [peer for peer in run.peers if peer.marked_times]
+    marked = [peer for peer in run.peers if peer.flagged_times]
     lines += [EMPTY, heading(f"Marked for wrong results ({len(marked)})", width, look)]
     lines += [
         line(
             f"  {_name(peer, look)}",
-            (f"  {counted(peer.marked_times, 'time', 'times')}: {printable(peer.marked)}", "warn"),
+            (
+                f"  {counted(peer.flagged_times, 'time', 'times')}: "
+                f"{printable(peer.flagged_reason)}",
+                "warn",
+            ),
         )
         for peer in marked
     ] or [line(("  nobody is marked", "dim"))]

@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from swarm_coordinator.status.document import (
+    AppliedStepRow,
     ContributorRow,
     NoteRow,
     RunDocument,
-    StepRow,
     health,
     parse,
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
-from swarm_shared.identity.owners import people, word_of
+from swarm_shared.identity.owners import group_by_owner, owner_display
 from swarm_shared.tui.recording import Sleep
-from swarm_shared.tui.source import Away, Event, Seen
+from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
 if TYPE_CHECKING:
-    from swarm_coordinator.storage.contributions import Contribution
-    from swarm_coordinator.storage.location import Place
+    from swarm_coordinator.storage.contributions import StageContribution
+    from swarm_coordinator.storage.location import DatabaseLocation
     from swarm_shared.base.types import PeerId
 
 LOOK_SECONDS = 1.0
@@ -54,8 +54,8 @@ class RunFolderReader:
     run_dir: Path
     clock: Clock = monotonic
     cpu_clock: Clock = time.thread_time
-    _place: Place | None = None
-    _steps: tuple[StepRow, ...] = ()
+    _place: DatabaseLocation | None = None
+    _steps: tuple[AppliedStepRow, ...] = ()
     _notes: tuple[NoteRow, ...] = ()
     _contributors: tuple[ContributorRow, ...] = ()
     _read_for: tuple[int, int] | None = None
@@ -104,7 +104,7 @@ class RunFolderReader:
 
     def _read_history(self, moment: tuple[int, int]) -> None:
         """What can be read of the database; that it cannot is no reason to show nothing."""
-        from swarm_coordinator.storage.history import contributions, recent
+        from swarm_coordinator.storage.history import contributions, read_recent
 
         now = self.clock()
         if moment == self._read_for and now < self._history_due:
@@ -114,9 +114,9 @@ class RunFolderReader:
             place = self._find_place()
             if place is None:
                 return
-            end = recent(place, MOST_STEPS, MOST_NOTES)
+            end = read_recent(place, MOST_STEPS, MOST_NOTES)
             self._steps = tuple(
-                StepRow(
+                AppliedStepRow(
                     step=row.step, loss=row.loss, tokens=row.tokens, seconds=row.seconds,
                     written_at=row.written_at,
                 )
@@ -131,30 +131,30 @@ class RunFolderReader:
         except SwarmError as error:
             self._trouble = str(error)
 
-    def _find_place(self) -> Place | None:
-        from swarm_coordinator.durability.run_files import place_of
+    def _find_place(self) -> DatabaseLocation | None:
+        from swarm_coordinator.durability.run_files import database_location
         from swarm_coordinator.run_dir.folder import RunFolder
-        from swarm_coordinator.storage.location import is_there
+        from swarm_coordinator.storage.location import database_exists
 
         if self._place is None:
-            place = place_of(RunFolder(self.run_dir))
-            self._place = place if is_there(place) else None
+            place = database_location(RunFolder(self.run_dir))
+            self._place = place if database_exists(place) else None
         return self._place
 
 
 def contributors(
-    rows: tuple[Contribution, ...], owners: Mapping[PeerId, PeerId]
+    rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
 ) -> tuple[ContributorRow, ...]:
     """A row for each person, with all stages of their devices; who counted most comes first."""
     names = {row.peer: row.name for row in rows}
-    devices_of = people(names, owners)
-    parts: dict[PeerId, list[Contribution]] = {}
+    devices_of = group_by_owner(names, owners)
+    parts: dict[PeerId, list[StageContribution]] = {}
     for row in rows:
         parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
     found = [
         ContributorRow(
             peer=person,
-            name=word_of(person, devices_of[person], names),
+            name=owner_display(person, devices_of[person], names),
             devices=len(devices_of[person]),
             stages=tuple(int(part.stage) for part in those),
             microbatches=sum(part.microbatches for part in those),
@@ -205,11 +205,11 @@ class RunFolderSource:
             try:
                 document, trouble, busy_seconds = await asyncio.to_thread(self._reader.read)
             except StorageError as error:
-                yield Away(self.now(), str(error))
+                yield SourceLost(self.now(), str(error))
             else:
                 if not trouble and not document.running and not document.finished:
                     trouble = self._not_running(document)
-                yield Seen(document.time or self.now(), document, trouble)
+                yield DocumentReceived(document.time or self.now(), document, trouble)
             rest = min(REST_FACTOR * busy_seconds, LONGEST_REST_SECONDS)
             await self._sleep(max(LOOK_SECONDS, rest))
 

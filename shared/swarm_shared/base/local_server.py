@@ -15,12 +15,12 @@ from typing import Any
 import trio
 
 from swarm_shared.base.atomic_file import PRIVATE_MODE, storage_error
-from swarm_shared.base.local_socket import MAX_LINE_BYTES, from_line, short_name, to_line
+from swarm_shared.base.local_socket import MAX_LINE_BYTES, from_line, socket_address, to_line
 
-_LISTENING = 16
+_LISTEN_BACKLOG = 16
 
 
-class LocalLines:
+class LocalServerConnection:
     """The served end of one conversation."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
@@ -48,7 +48,7 @@ class LocalLines:
 
 async def serve_lines(
     path: Path,
-    handle: Callable[[LocalLines], Awaitable[None]],
+    handle: Callable[[LocalServerConnection], Awaitable[None]],
     *,
     on_listening: Callable[[], None] = lambda: None,
 ) -> None:
@@ -65,7 +65,7 @@ async def serve_lines(
 
         async def converse(stream: trio.SocketStream) -> None:
             async with stream:
-                await handle(LocalLines(stream))
+                await handle(LocalServerConnection(stream))
 
         await trio.serve_listeners(converse, [trio.SocketListener(listener)])
     finally:
@@ -78,11 +78,11 @@ def _listen(path: Path) -> trio.socket.SocketType:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         path.unlink(missing_ok=True)
-        with short_name(path) as address:
+        with socket_address(path) as address:
             made.bind(address)
         # Before listen: until then nobody can connect, so that nobody slips in.
         path.chmod(PRIVATE_MODE)
-        made.listen(_LISTENING)
+        made.listen(_LISTEN_BACKLOG)
     except OSError as error:
         made.close()
         raise storage_error(path, error) from error

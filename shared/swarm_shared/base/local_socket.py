@@ -44,7 +44,7 @@ def from_line(line: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def short_name(path: Path) -> Iterator[str]:
+def socket_address(path: Path) -> Iterator[str]:
     """A name of `path` that fits a socket's address, however deep its folder lies."""
     if len(os.fsencode(path)) <= _PATH_BYTES:
         yield str(path)
@@ -98,6 +98,6 @@ def connect(
     """FileNotFoundError or ConnectionRefusedError when nobody serves there (now)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(timeout_seconds)
-        with short_name(path) as address:
+        with socket_address(path) as address:
             connection.connect(address)
         yield LocalConnection(connection, max_line_bytes)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-LONGEST_VALUE = 60
+MAX_SHOWN_CHARACTERS = 60
 """Characters of a value that are shown."""
 
 
@@ -53,12 +53,12 @@ _RULES: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def complaint(detail: ErrorDetails) -> str:
+def describe_setting_error(detail: ErrorDetails) -> str:
     """What the value must be, and what it is."""
     rule = _RULES.get(detail["type"])
     context = dict(detail.get("ctx") or {})
     wanted = rule(context) if rule else f"is not accepted ({detail['msg']}); it is"
     shown = repr(detail["input"])
-    if len(shown) >= LONGEST_VALUE:
-        shown = shown[: LONGEST_VALUE - 3] + "..."
+    if len(shown) >= MAX_SHOWN_CHARACTERS:
+        shown = shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
     return f"{wanted}, not {shown}"

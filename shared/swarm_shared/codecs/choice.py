@@ -16,7 +16,7 @@ from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 MEGABIT_BYTES = 1e6 / 8
 
 
-class Pair(FrozenModel):
+class CodecPair(FrozenModel):
     activation: ActivationCodec
     gradient: GradientCodec
     gap_relative: float
@@ -40,7 +40,7 @@ def pair_name(activation: str, gradient: str) -> str:
     return f"{activation} / {gradient}"
 
 
-def seconds(pair: Pair, costs: Mapping[str, Cost], bytes_per_second: float) -> float:
+def seconds(pair: CodecPair, costs: Mapping[str, Cost], bytes_per_second: float) -> float:
     """Of one microbatch at one border, there and back, on a line of this rate each way."""
     return sum(
         costs[codec].seconds + costs[codec].nbytes / bytes_per_second
@@ -48,12 +48,12 @@ def seconds(pair: Pair, costs: Mapping[str, Cost], bytes_per_second: float) -> f
     )
 
 
-def accepted(pairs: Mapping[str, Pair], largest_relative_gap: float) -> dict[str, Pair]:
+def accepted(pairs: Mapping[str, CodecPair], largest_relative_gap: float) -> dict[str, CodecPair]:
     return {name: one for name, one in pairs.items() if one.gap_relative <= largest_relative_gap}
 
 
 def choose(
-    pairs: Mapping[str, Pair],
+    pairs: Mapping[str, CodecPair],
     costs: Mapping[str, Cost],
     bytes_per_second: float,
     largest_relative_gap: float,

@@ -35,12 +35,12 @@ def is_finite(tensor: Tensor) -> bool:
     return bool((low > float("-inf")) & (high < float("inf")))
 
 
-def encode_same(values_N: Tensor, out: Tensor) -> None:
+def encode_unchanged(values_N: Tensor, out: Tensor) -> None:
     """Copy without a look: who computed the tensor has checked it."""
     out.view(values_N.dtype).copy_(values_N)
 
 
-def decode_same(data: Tensor, dtype: torch.dtype) -> Tensor:
+def decode_unchanged(data: Tensor, dtype: torch.dtype) -> Tensor:
     return _checked(data.view(dtype)).clone()
 
 

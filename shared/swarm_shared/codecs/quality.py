@@ -12,7 +12,7 @@ from importlib.resources import files
 from pydantic import Field
 
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.codecs.choice import Pair
+from swarm_shared.codecs.choice import CodecPair
 
 FILE_NAME = "quality.json"
 
@@ -24,7 +24,7 @@ class QualityTable(FrozenModel):
     seeds: int = Field(ge=2)
     noise_relative: float = Field(gt=0)
     """Standard deviation of the final loss from seed to seed without codecs, over that loss."""
-    pairs: dict[str, Pair]
+    pairs: dict[str, CodecPair]
 
 
 @functools.cache

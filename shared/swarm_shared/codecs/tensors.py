@@ -42,7 +42,7 @@ def encode(codec: CodecName, tensor: Tensor, out: memoryview) -> int:
     target = whole[:filled]
     match codec:
         case "none":
-            half_precision.encode_same(values_N, target)
+            half_precision.encode_unchanged(values_N, target)
         case "bfloat16":
             half_precision.encode_bfloat16(values_N, target)
         case "float16":
@@ -85,7 +85,7 @@ def round_trip(codec: CodecName, tensor: Tensor) -> Tensor:
 def _decoded(codec: CodecName, data: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     match codec:
         case "none":
-            return half_precision.decode_same(data, dtype)
+            return half_precision.decode_unchanged(data, dtype)
         case "bfloat16":
             return half_precision.decode_bfloat16(data, dtype)
         case "float16":

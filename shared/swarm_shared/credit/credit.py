@@ -48,15 +48,15 @@ class RecentCredit:
 
     def with_credit(self, credit: float, at: float) -> RecentCredit:
         if at >= self.at:
-            return RecentCredit(self.decayed * left_after(at - self.at) + credit, at)
-        return RecentCredit(self.decayed + credit * left_after(self.at - at), self.at)
+            return RecentCredit(self.decayed * decay_factor(at - self.at) + credit, at)
+        return RecentCredit(self.decayed + credit * decay_factor(self.at - at), self.at)
 
     def per_day(self, now: float) -> float:
         """Credit per day as of `now`, which is not before the last part."""
-        return self.decayed * left_after(max(0.0, now - self.at)) * _PER_DAY
+        return self.decayed * decay_factor(max(0.0, now - self.at)) * _PER_DAY
 
 
-def cleaned_team(text: str | None) -> str:
+def normalised_team(text: str | None) -> str:
     """A team's name as all of its members are found by it; empty for none.
 
     People type the same name with other spaces, or their system composes its letters otherwise.
@@ -67,6 +67,6 @@ def cleaned_team(text: str | None) -> str:
     return " ".join(kept.split())[:MAX_TEAM_CHARACTERS].rstrip()
 
 
-def left_after(seconds: float) -> float:
+def decay_factor(seconds: float) -> float:
     """The part that is left of something after so long."""
     return math.exp2(-seconds / HALF_LIFE_SECONDS)

@@ -53,7 +53,7 @@ from swarm_shared.credit.ledger_lines import (
 )
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.owners import people, standing, word_of
+from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
 from swarm_shared.identity.signed_manifest import (
     MANIFEST_DOMAIN,
     MAX_MANIFEST_BYTES,
@@ -74,36 +74,36 @@ MAX_LINE_BYTES = 16 * 2**20
 TOLERANCE = 1e-9
 """Of an average that fades, relative: machines round powers differently in the last digits."""
 
-Named = tuple[str | None, str | None]
+NameAndTeam = tuple[str | None, str | None]
 """A peer's name and its team."""
 
 
 @dataclass(slots=True)
-class _Sum:
+class _PeerSums:
     microbatches: int = 0
     tokens: Counter[int] = field(default_factory=Counter)
     """By stage."""
     recent: RecentCredit = field(default_factory=RecentCredit)
 
 
-class _Sums:
+class _LedgerSums:
     """What follows from the steps: the same code makes the totals and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._tokens = manifest.tokens_per_microbatch
-        self.of: dict[str, _Sum] = {}
+        self.of: dict[str, _PeerSums] = {}
 
     def add(self, step: StepLine) -> None:
         for peer, stage, microbatches in step.shares:
-            one = self.of.setdefault(peer, _Sum())
+            one = self.of.setdefault(peer, _PeerSums())
             tokens = microbatches * self._tokens
             one.microbatches += microbatches
             one.tokens[stage] += tokens
             credit = credit_of([(stage, tokens)], self._shares)
             one.recent = one.recent.with_credit(credit, step.applied_at)
 
-    def total(self, peer: str, named: Named, as_of: float) -> TotalLine:
+    def total(self, peer: str, named: NameAndTeam, as_of: float) -> TotalLine:
         one = self.of[peer]
         return TotalLine(
             peer=peer,
@@ -123,7 +123,7 @@ def write_ledger(
     organiser: Identity,
     envelope: bytes,
     steps: Iterable[StepLine],
-    names: Mapping[PeerId, Named],
+    names: Mapping[PeerId, NameAndTeam],
     as_of: float,
     bindings: Mapping[PeerId, str] | None = None,
 ) -> Iterator[bytes]:
@@ -142,7 +142,7 @@ def write_ledger(
             manifest=base64.b64encode(envelope).decode(),
         )
     )  # fmt: skip
-    sums = _Sums(manifest)
+    sums = _LedgerSums(manifest)
     for step in steps:
         sums.add(step)
         yield chain.put(step)
@@ -168,14 +168,14 @@ class _Chain:
         content = line.model_dump(mode="json")
         self.digest = _digest(self.digest, content)
         self.lines += 1
-        return _spelt({**content, "digest": self.digest}) + b"\n"
+        return _canonical_json({**content, "digest": self.digest}) + b"\n"
 
 
 def _digest(before: str, content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(before.encode() + b"\n" + _spelt(content)).hexdigest()
+    return hashlib.sha256(before.encode() + b"\n" + _canonical_json(content)).hexdigest()
 
 
-def _spelt(content: Mapping[str, Any]) -> bytes:
+def _canonical_json(content: Mapping[str, Any]) -> bytes:
     """One spelling only, so that everybody's digest is of the same bytes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
@@ -184,7 +184,7 @@ def _spelt(content: Mapping[str, Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Person:
+class OwnerTotal:
     """The sums of all peers that are bound to one key; of most people it is one peer."""
 
     peer: PeerId
@@ -198,7 +198,7 @@ class Person:
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedLedger:
     """A ledger in which every number is right."""
 
     run: RunId
@@ -208,11 +208,11 @@ class Verified:
     steps: int
     totals: tuple[TotalLine, ...]
     """The most credit first."""
-    people: tuple[Person, ...]
+    people: tuple[OwnerTotal, ...]
     """The same, by person."""
 
 
-def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Verified:
+def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> VerifiedLedger:
     """Recomputes everything. ProtocolError names the first line that is wrong, and why.
 
     Without an `organiser` the one that the ledger names is taken: it is then worth as much as the
@@ -294,7 +294,7 @@ class _Check:
         if run_id_of(self._manifest) != line.run:
             raise ProtocolError("its manifest is of another run than it names")
         self._head, self._signer = line, organiser
-        self._sums = _Sums(self._manifest)
+        self._sums = _LedgerSums(self._manifest)
 
     def _take_step(self, line: StepLine) -> None:
         if self._owners or self._totals:
@@ -335,7 +335,7 @@ class _Check:
 
     def _take_total(self, line: TotalLine) -> None:
         assert self._head is not None
-        if not self._totals and len(standing(self._owners)) < len(self._owners):
+        if not self._totals and len(effective_bindings(self._owners)) < len(self._owners):
             chained = next(d for d in self._owners if d in self._owners.values())
             raise ProtocolError(
                 f"{chained} is the owner of others and has an owner; a row would be in another"
@@ -368,25 +368,25 @@ class _Check:
             raise SignatureError("the organiser's seal is of another ledger")
         self.sealed = True
 
-    def result(self) -> Verified:
+    def result(self) -> VerifiedLedger:
         assert self._head is not None
         totals = sorted(self._totals.values(), key=lambda total: (-total.credit, total.peer))
-        return Verified(
+        return VerifiedLedger(
             self._head.run, self._manifest.name, self._signer, self._head.as_of, self._steps,
             tuple(totals), self._people(),
         )  # fmt: skip
 
-    def _people(self) -> tuple[Person, ...]:
+    def _people(self) -> tuple[OwnerTotal, ...]:
         names = {PeerId(peer): total.name for peer, total in self._totals.items()}
         teams = {PeerId(peer): total.team for peer, total in self._totals.items()}
-        found: list[Person] = []
-        for person, devices in people(names, self._owners).items():
+        found: list[OwnerTotal] = []
+        for person, devices in group_by_owner(names, self._owners).items():
             parts = [self._totals[one] for one in devices]
             found.append(
-                Person(
+                OwnerTotal(
                     peer=person,
-                    name=word_of(person, devices, names),
-                    team=word_of(person, devices, teams),
+                    name=owner_display(person, devices, names),
+                    team=owner_display(person, devices, teams),
                     devices=tuple(devices),
                     microbatches=sum(part.microbatches for part in parts),
                     tokens=sum(part.tokens for part in parts),

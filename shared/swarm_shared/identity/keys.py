@@ -36,7 +36,7 @@ PUBLIC_KEY_PREFIX = b"\x08\x01\x12\x20"
 # Identity multihash (code 0) of the 36 bytes above and the key.
 _MULTIHASH_PREFIX = b"\x00\x24"
 _PEER_ID_BYTES = len(_MULTIHASH_PREFIX) + len(PUBLIC_KEY_PREFIX) + PUBLIC_KEY_BYTES
-MEMBERS_REMEMBERED = 16_384
+PEER_ID_CACHE_SIZE = 16_384
 """Of a large run, whose receipts come again and again: base58 costs a fifth of a signature."""
 # 38 bytes are 52 base58 characters; longer text is refused before it is decoded, because
 # base58 decoding takes time quadratic in the length.
@@ -128,7 +128,7 @@ class Identity:
         return self._private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
-@lru_cache(maxsize=MEMBERS_REMEMBERED)
+@lru_cache(maxsize=PEER_ID_CACHE_SIZE)
 def peer_id_of(public_key_bytes: bytes) -> PeerId:
     """The peer ID of a raw 32-byte Ed25519 public key."""
     if len(public_key_bytes) != PUBLIC_KEY_BYTES:
@@ -139,7 +139,7 @@ def peer_id_of(public_key_bytes: bytes) -> PeerId:
     return PeerId(base58.b58encode(multihash).decode("ascii"))
 
 
-@lru_cache(maxsize=MEMBERS_REMEMBERED)
+@lru_cache(maxsize=PEER_ID_CACHE_SIZE)
 def public_key_of(peer_id: PeerId) -> bytes:
     """The public key inside an Ed25519 peer ID; SignatureError when it is not one."""
     if len(peer_id) > _MAX_PEER_ID_CHARACTERS:

@@ -14,7 +14,7 @@ from swarm_shared.base.types import PeerId
 _T = TypeVar("_T")
 
 
-def standing(bound: Mapping[PeerId, PeerId]) -> dict[PeerId, PeerId]:
+def effective_bindings(bound: Mapping[PeerId, PeerId]) -> dict[PeerId, PeerId]:
     """Devices to their owners, without those whose owner is itself bound to somebody.
 
     A chain has no first link that everybody finds alike, so it counts as no binding.
@@ -22,7 +22,9 @@ def standing(bound: Mapping[PeerId, PeerId]) -> dict[PeerId, PeerId]:
     return {device: owner for device, owner in bound.items() if owner not in bound}
 
 
-def people(peers: Iterable[PeerId], bound: Mapping[PeerId, PeerId]) -> dict[PeerId, list[PeerId]]:
+def group_by_owner(
+    peers: Iterable[PeerId], bound: Mapping[PeerId, PeerId]
+) -> dict[PeerId, list[PeerId]]:
     """Each person with those of `peers` that are theirs, in order; who is not bound is one."""
     found: dict[PeerId, list[PeerId]] = {}
     for peer in sorted(peers):
@@ -30,7 +32,7 @@ def people(peers: Iterable[PeerId], bound: Mapping[PeerId, PeerId]) -> dict[Peer
     return found
 
 
-def word_of(
+def owner_display(
     person: PeerId, devices: Sequence[PeerId], words: Mapping[PeerId, _T | None]
 ) -> _T | None:
     """A person's name or team: what the owner's own key says, else the first device that says one.

@@ -47,7 +47,7 @@ ModelT = TypeVar("ModelT", bound=FrozenModel)
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedEnvelope:
     """What an envelope held, after its signature was found to be `signer`'s."""
 
     signer: PeerId
@@ -66,7 +66,7 @@ def open_envelope(
     domain: str,
     expected_signer: PeerId | None = None,
     max_bytes: int = MAX_ENVELOPE_BYTES,
-) -> Opened:
+) -> OpenedEnvelope:
     """Checks an envelope and gives its content.
 
     FrameError: it is too long or not an envelope. SignatureError: the signature does not hold
@@ -82,7 +82,7 @@ def open_envelope(
     if expected_signer is not None and signer != expected_signer:
         raise SignatureError(f"a message that {expected_signer} must sign is signed by {signer}")
     verify(signer, _signed_bytes(domain, payload_type, payload), signature)
-    return Opened(signer, payload_type, payload)
+    return OpenedEnvelope(signer, payload_type, payload)
 
 
 def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:

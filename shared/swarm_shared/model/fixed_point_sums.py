@@ -39,7 +39,7 @@ class Quantum:
 
     size: float
     """A power of two; of a gradient summed over tokens."""
-    most_counts: float
+    max_counts: float
     """A power of two: of one microbatch's element, and so that a step's microbatches together
     stay exact."""
 
@@ -57,7 +57,7 @@ class Quantum:
         """Of one microbatch: a new float32 tensor of whole numbers, ties to even. An element that
         is too large for all to stay exact counts as the largest that is not."""
         scaled = torch.mul(gradient, 1.0 / self.size)
-        return scaled.round_().clamp_(-self.most_counts, self.most_counts)
+        return scaled.round_().clamp_(-self.max_counts, self.max_counts)
 
     def add(self, totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add the counts of one microbatch's gradients to contiguous float64 totals."""

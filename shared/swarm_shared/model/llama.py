@@ -338,12 +338,12 @@ def _place(name: str) -> tuple[float, int]:
     words = name.split(".")
     if words[:2] == ["model", "embed_tokens"]:
         return (-1.0, 0)
-    if words[0] == "model" and words[1] in _IN_A_PLACE:
-        return (float(words[2]), _IN_A_PLACE.index(words[1]))
+    if words[0] == "model" and words[1] in _PER_LAYER_MODULES:
+        return (float(words[2]), _PER_LAYER_MODULES.index(words[1]))
     return (float("inf"), 0)
 
 
-_IN_A_PLACE = ("narrow", "widen", "layers")
+_PER_LAYER_MODULES = ("narrow", "widen", "layers")
 
 
 def check_tokens_shape(tokens_BT: Tensor, longest: int) -> None:
@@ -374,8 +374,8 @@ def check_token_values(tokens_BT: Tensor, vocabulary_size: int) -> None:
 def check_activations(x_BTD: Tensor, config: ModelConfig, dtype: torch.dtype) -> None:
     shape = tuple(x_BTD.shape)
     fits = len(shape) == 3 and 1 <= shape[1] <= config.sequence_length
-    if not fits or shape[2] != config.border_size or x_BTD.dtype != dtype:
+    if not fits or shape[2] != config.boundary_size or x_BTD.dtype != dtype:
         raise ProtocolError(
             f"activations have shape {shape} and dtype {x_BTD.dtype}; (sequences, up to "
-            f"{config.sequence_length}, {config.border_size}) and {dtype} are needed"
+            f"{config.sequence_length}, {config.boundary_size}) and {dtype} are needed"
         )

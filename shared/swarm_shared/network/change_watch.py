@@ -18,13 +18,13 @@ from swarm_shared.network.addresses.dial_order import Interfaces
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS: Final = 2.0
-SLEPT_SECONDS: Final = 10.0
+POLL_SECONDS: Final = 2.0
+SLEEP_GAP_SECONDS: Final = 10.0
 """Wall-clock time that passed beyond what the process saw; a busy machine stays far below."""
 
 
-class NetworkWatch:
-    """`interfaces` is at most LOOK_SECONDS old while `run` runs."""
+class ChangeWatch:
+    """`interfaces` is at most POLL_SECONDS old while `run` runs."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class NetworkWatch:
     async def run(self) -> None:
         wall, awake = self._wall_clock(), trio.current_time()
         while True:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(POLL_SECONDS)
             now = self._look()
             changed = now != self.interfaces
             self.interfaces = now
             next_wall, next_awake = self._wall_clock(), trio.current_time()
             # A clock that was set forward looks the same, and costs a few pings.
-            slept = (next_wall - wall) - (next_awake - awake) > SLEPT_SECONDS
+            slept = (next_wall - wall) - (next_awake - awake) > SLEEP_GAP_SECONDS
             wall, awake = next_wall, next_awake
             if changed or slept:
                 logger.info("this machine %s", "woke up" if slept else "has other addresses")

@@ -33,7 +33,7 @@ Handler = Callable[[FramedStream], Awaitable[None]]
 RawHandler = Callable[[YamuxStream], Awaitable[None]]
 
 
-STRANGERS_STREAMS: Final = 8
+MAX_UNKNOWN_PEER_STREAMS: Final = 8
 """Open at once, of a remote that is not known: room for a hello on every public protocol. What it
 sends is kept until somebody reads it, so that streams are memory."""
 
@@ -77,7 +77,9 @@ class Inbound:
         here would stop the whole host."""
         remote = PeerId(stream.muxed_conn.peer_id.to_base58())
         most = (
-            self._max_streams if self.knows(remote) else min(STRANGERS_STREAMS, self._max_streams)
+            self._max_streams
+            if self.knows(remote)
+            else min(MAX_UNKNOWN_PEER_STREAMS, self._max_streams)
         )
         if self._open[remote] >= most:
             logger.debug("%s has too many streams open, one more is refused", remote)

@@ -16,12 +16,12 @@ from swarm_shared.network.nat.identify import remote_multiaddr
 
 RELAYED_LINGER_SECONDS = 5.0
 """Streams on a relayed connection have moved to the direct one in this time, or soon will."""
-PROVE_ALIVE_SECONDS = 3.0
+LIVENESS_TIMEOUT_SECONDS = 3.0
 PUNCH_AGAIN_SECONDS = 15.0
 """How often relayed links are looked at; each has a pause of its own."""
 
 
-class Upkeep:
+class ConnectionMaintenance:
     """Works while `run` runs."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Upkeep:
         ones."""
         if self._nursery is not None:
             for connection in self._links.all_of(peer):
-                self._nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+                self._nursery.start_soon(muxer_of(connection).check_alive, LIVENESS_TIMEOUT_SECONDS)
 
     def network_changed(self) -> None:
         """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
@@ -62,8 +62,8 @@ class Upkeep:
             for connection in self._swarm.get_connections():
                 muxer = muxer_of(connection)
                 # Nothing comes back to an address that this machine has no more.
-                seconds = PROVE_ALIVE_SECONDS if muxer.local_host in (None, *own) else 0.0
-                self._nursery.start_soon(muxer.prove_alive, seconds)
+                seconds = LIVENESS_TIMEOUT_SECONDS if muxer.local_host in (None, *own) else 0.0
+                self._nursery.start_soon(muxer.check_alive, seconds)
             self._punch_relayed()
 
     def connected(self, connection: SwarmConn) -> None:
@@ -89,7 +89,7 @@ class Upkeep:
         async with trio.open_nursery() as nursery:
             for connection in self._links.all_of(peer):
                 if muxer_of(connection).relay is None:
-                    nursery.start_soon(muxer_of(connection).prove_alive, PROVE_ALIVE_SECONDS)
+                    nursery.start_soon(muxer_of(connection).check_alive, LIVENESS_TIMEOUT_SECONDS)
         if await self._puncher.punch(peer):
             await self._retire_relayed(peer)
 

@@ -18,9 +18,9 @@ from swarm_shared.protocol import LinkPath, PathKind
 
 logger = logging.getLogger(__name__)
 
-RATE_MEMORY: Final = 0.95
+RATE_DECAY: Final = 0.95
 """What is left after each look of a rate seen before: half of it after about 14 looks."""
-SHORTEST_LOOK_SECONDS: Final = 0.25
+MIN_SAMPLE_SECONDS: Final = 0.25
 
 
 def muxer_of(connection: SwarmConn) -> YamuxConnection:
@@ -46,9 +46,9 @@ class RateMeter:
     def look(self, counted: int, now: float) -> float:
         if self._at is None:
             self._counted, self._at = counted, now
-        elif now - self._at >= SHORTEST_LOOK_SECONDS:
+        elif now - self._at >= MIN_SAMPLE_SECONDS:
             rate = (counted - self._counted) / (now - self._at)
-            self.bytes_per_second = max(rate, RATE_MEMORY * self.bytes_per_second)
+            self.bytes_per_second = max(rate, RATE_DECAY * self.bytes_per_second)
             self._counted, self._at = counted, now
         return self.bytes_per_second
 

@@ -19,11 +19,11 @@ from multiaddr import Multiaddr
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity, public_key_of
-from swarm_shared.network.change_watch import NetworkWatch
+from swarm_shared.network.change_watch import ChangeWatch
 from swarm_shared.network.dialer import Dialer
 from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.inbound import Handler, Inbound, RawHandler
-from swarm_shared.network.keepalive import Upkeep
+from swarm_shared.network.keepalive import ConnectionMaintenance
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.errors import dial_errors, summary
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
@@ -78,7 +78,7 @@ class Node:
         self._links = Links(swarm)
         self._streams = StreamOpener(self._links)
         self._inbound = Inbound(self._host, max_inbound_streams_per_peer)
-        self._watch = NetworkWatch(self._network_changed)
+        self._watch = ChangeWatch(self._network_changed)
         self._relays = RelayClient(
             self.peer_id, swarm, self._connect_to_relay, self._streams.open_raw
         )
@@ -91,7 +91,9 @@ class Node:
             swarm, self._links, self._relays, self._puncher, lambda: self._watch.interfaces,
             self._own.source,
         )  # fmt: skip
-        self._upkeep = Upkeep(swarm, self._links, self._puncher, lambda: self._watch.interfaces)
+        self._maintenance = ConnectionMaintenance(
+            swarm, self._links, self._puncher, lambda: self._watch.interfaces
+        )
         self._relay: RelayServer | None = None
         self._disconnect_callbacks: list[PeerCallback] = []
         self._path_callbacks: list[PeerCallback] = []
@@ -99,7 +101,7 @@ class Node:
         self._network_callbacks: list[Callable[[], None]] = []
         self._manager = TrioManager(swarm)
         self._swarm.set_stream_handler(self._inbound.accept)
-        self._swarm.on_connected = self._upkeep.connected
+        self._swarm.on_connected = self._maintenance.connected
         self._swarm.on_lost = self._links.changed
         self._links.on_lost = self._peer_lost
         self._links.on_change = self._path_changed
@@ -301,7 +303,7 @@ class Node:
     def check(self, peer: PeerId) -> None:
         """Makes sure in the background that the connections to `peer` live, and closes dead ones:
         there is reason to believe that its network has changed."""
-        self._upkeep.check(peer)
+        self._maintenance.check(peer)
 
     async def disconnect(self, peer: PeerId) -> None:
         """Closes all connections to `peer`."""
@@ -331,7 +333,7 @@ class Node:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._relays.run)
                 nursery.start_soon(self._watch.run)
-                nursery.start_soon(self._upkeep.run)
+                nursery.start_soon(self._maintenance.run)
                 await self._manager.run()
         except Exception as error:
             raise NetworkError(
@@ -394,7 +396,7 @@ class Node:
 
     def _network_changed(self) -> None:
         """Another network, or awake after sleep: what is dead must be noticed, and tried anew."""
-        self._upkeep.network_changed()
+        self._maintenance.network_changed()
         self._addresses_changed()
         for callback in self._network_callbacks:
             callback()

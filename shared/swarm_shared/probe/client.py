@@ -1,6 +1,6 @@
 """DOCTOR_PROTOCOL at the side that asks: one visit to the coordinator or to a volunteer.
 
-async with visit(node, peer, hello, addresses) as probe:
+async with open_probe(node, peer, hello, addresses) as probe:
     probe.welcome.observed_address
     await probe.echo()
     await probe.dial_back(["/ip4/192.0.2.1/tcp/4001"])
@@ -43,7 +43,7 @@ from swarm_shared.protocol import (
     parse,
 )
 
-VISITING_LIMITS = FrameLimits(max_header_bytes=64 * 1024, max_payload_bytes=RATE_CHUNK_BYTES)
+CLIENT_LIMITS = FrameLimits(max_header_bytes=64 * 1024, max_payload_bytes=RATE_CHUNK_BYTES)
 
 ANSWER_SECONDS = 5.0
 DIAL_BACK_SECONDS = 6.0
@@ -77,7 +77,7 @@ class EchoTimes:
 
 
 @asynccontextmanager
-async def visit(
+async def open_probe(
     node: Node, peer: PeerId, hello: DoctorHello, addresses: Sequence[str] = ()
 ) -> AsyncIterator[Probe]:
     """A visit to `peer`.
@@ -85,7 +85,7 @@ async def visit(
     NetworkError when it cannot be reached, AdmissionError when it does not answer strangers,
     ProbeBusy when it has no time.
     """
-    stream = await node.open_stream(peer, DOCTOR_PROTOCOL, VISITING_LIMITS, addresses)
+    stream = await node.open_stream(peer, DOCTOR_PROTOCOL, CLIENT_LIMITS, addresses)
     async with stream:
         await stream.send(encode(hello), timeout_seconds=ANSWER_SECONDS)
         frame = await stream.receive(timeout_seconds=ANSWER_SECONDS)

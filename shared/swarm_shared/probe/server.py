@@ -4,7 +4,7 @@ A stranger may use it, so everything is bounded before anything is done: visits 
 one peer and of one address, requests of a visit, bytes, dials and seconds. It dials nothing but
 the address that the visitor itself comes from, so that nobody can be scanned or flooded with it.
 
-Who may visit, and what a visitor is told about the run, is the caller's part (`Judge`).
+Who may visit, and what a visitor is told about the run, is the caller's part (`AnswerHello`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, LinkClosed, NetworkError, ProtocolError
 from swarm_shared.base.rate_limit import RateLimit
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.identity.visitor_pass import check_visitor_pass
+from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.network.nat.dial_back import dial_back
 from swarm_shared.protocol import (
@@ -57,7 +57,7 @@ SERVING_LIMITS = FrameLimits(max_header_bytes=32 * 1024, max_payload_bytes=RATE_
 HELLO_SECONDS = 5.0
 IDLE_SECONDS = 10.0
 SEND_SECONDS = 10.0
-VISIT_SECONDS = 30.0
+SESSION_SECONDS = 30.0
 DIAL_SECONDS = 3.0
 MAX_ECHOES = 32
 MAX_REQUESTS = 512
@@ -73,9 +73,9 @@ class ProbeLimits:
     """What all visitors together, and each of them, may take of this machine."""
 
     visits: int = 32
-    visits_per_address: int = 8
+    sessions_per_address: int = 8
     """A household may have several volunteers."""
-    measuring_visits: int = 2
+    measuring_sessions: int = 2
     """More at once would measure each other, and take the line from the training."""
     dials: int = 16
     burst: float = 40.0
@@ -85,46 +85,46 @@ class ProbeLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HelloAnswer:
     """What the answering side says to a hello. Fields as in DoctorWelcome."""
 
     software_fits: bool = True
     admission: str = ""
-    visitor_pass: str | None = None
+    probe_pass: str | None = None
     neighbours: tuple[Neighbour, ...] = ()
     smallest_stage_bytes: int = 0
     data_bytes: int = 0
 
 
-Judge = Callable[[PeerId, DoctorHello], Verdict]
+AnswerHello = Callable[[PeerId, DoctorHello], HelloAnswer]
 """Raises AdmissionError when this peer is not to be answered at all."""
 
 CheckMember = Callable[[PeerId, RunId, str], None]
 """Raises AdmissionError unless the certificate, in base64, is the peer's."""
 
 
-def member_judge(
+def answer_members_only(
     run: RunId, organiser: PeerId, check_member: CheckMember, clock: Clock = wall
-) -> Judge:
+) -> AnswerHello:
     """A volunteer's: members of the run, and whoever the coordinator gave a pass."""
 
-    def judge(remote: PeerId, hello: DoctorHello) -> Verdict:
+    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         if hello.run != run:
             raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
-        if hello.visitor_pass is not None:
-            check_visitor_pass(hello.visitor_pass, run, organiser, clock(), remote)
+        if hello.probe_pass is not None:
+            check_probe_pass(hello.probe_pass, run, organiser, clock(), remote)
         elif hello.certificate is not None:
             check_member(remote, run, hello.certificate)
         else:
             raise AdmissionError("a volunteer answers members and visitors with a pass only")
-        return Verdict()
+        return HelloAnswer()
 
     return judge
 
 
 def serve_probe(
     node: Node,
-    judge: Judge,
+    judge: AnswerHello,
     limits: ProbeLimits | None = None,
     wall_clock: Clock = wall,
     clock: Clock = monotonic,
@@ -158,14 +158,16 @@ def busy(reason: str, retry_after_seconds: float) -> DoctorRefused:
 
 
 class ProbeServer:
-    def __init__(self, judge: Judge, limits: ProbeLimits, wall_clock: Clock, clock: Clock) -> None:
+    def __init__(
+        self, judge: AnswerHello, limits: ProbeLimits, wall_clock: Clock, clock: Clock
+    ) -> None:
         self.judge = judge
         self.limits = limits
         self.wall_clock = wall_clock
         self.rate_limit = RateLimit(limits.burst, limits.per_second, clock=clock)
-        self.measuring = trio.Semaphore(limits.measuring_visits)
+        self.measuring = trio.Semaphore(limits.measuring_sessions)
         self.dialling = trio.Semaphore(limits.dials)
-        self._visitors: set[PeerId] = set()
+        self._active_peers: set[PeerId] = set()
         self._addresses: Counter[Hashable] = Counter()
 
     async def handle(self, stream: FramedStream) -> None:
@@ -177,33 +179,33 @@ class ProbeServer:
             await stream.send(encode(refused), timeout_seconds=SEND_SECONDS)
             return
         try:
-            with trio.move_on_after(VISIT_SECONDS) as scope:
-                await _Visit(self, stream, observed, key).run()
+            with trio.move_on_after(SESSION_SECONDS) as scope:
+                await _ProbeSession(self, stream, observed, key).run()
             if scope.cancelled_caught:
                 log.info("the visit of %s took too long", stream.remote)
         finally:
-            self._visitors.discard(stream.remote)
+            self._active_peers.discard(stream.remote)
             self._addresses[key] -= 1
             if not self._addresses[key]:
                 del self._addresses[key]
 
     def _enter(self, visitor: PeerId, key: Hashable) -> DoctorRefused | None:
         limits = self.limits
-        if visitor in self._visitors:
+        if visitor in self._active_peers:
             return busy("another visit of this peer is under way", 1.0)
-        if len(self._visitors) >= limits.visits:
+        if len(self._active_peers) >= limits.visits:
             return busy(f"{limits.visits} visitors are being answered; try again", 2.0)
-        if self._addresses[key] >= limits.visits_per_address:
+        if self._addresses[key] >= limits.sessions_per_address:
             return busy("too many visitors come from this address at once; try again", 2.0)
         wait_seconds = self.rate_limit.take(key)
         if wait_seconds:
             return busy("this address has asked too often; try again later", wait_seconds)
-        self._visitors.add(visitor)
+        self._active_peers.add(visitor)
         self._addresses[key] += 1
         return None
 
 
-class _Visit:
+class _ProbeSession:
     """One visitor's requests, answered in order."""
 
     def __init__(
@@ -261,7 +263,7 @@ class _Visit:
                 software_fits=verdict.software_fits,
                 observed_address=self._observed.multiaddr if self._observed else None,
                 admission=verdict.admission[:500],
-                visitor_pass=verdict.visitor_pass,
+                probe_pass=verdict.probe_pass,
                 neighbours=verdict.neighbours,
                 smallest_stage_bytes=verdict.smallest_stage_bytes,
                 data_bytes=verdict.data_bytes,

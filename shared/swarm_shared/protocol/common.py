@@ -16,14 +16,14 @@ Address = Annotated[str, Field(max_length=300)]
 Envelope = Annotated[str, Field(max_length=8_192)]
 """A signed envelope in base64: certificates, receipts, carrier bindings."""
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-LARGEST = 1e100
+MAX_MAGNITUDE = 1e100
 """Sums and products of what many peers say must stay finite, too."""
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 """Per second: of bytes, or of microbatches."""
-Loss = Annotated[float, Field(ge=-LARGEST, le=LARGEST, allow_inf_nan=False)]
+Loss = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE, allow_inf_nan=False)]
 """In nats, summed over tokens."""
-Norm = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
+Norm = Annotated[float, Field(ge=0, le=MAX_MAGNITUDE, allow_inf_nan=False)]
 """Of a gradient, or the square of it."""
 Microbatches = Annotated[tuple[MicrobatchIndex, ...], Field(max_length=65_536)]
 Stages = Annotated[tuple[StageIndex, ...], Field(max_length=512)]

@@ -38,9 +38,9 @@ from swarm_shared.protocol.common import (
 
 CONTROL_PROTOCOL = "/swarmtrain/control/1"
 
-MOST_LINKS = 4096
+MAX_LINKS = 4096
 """Of one peer, that it says and that is remembered of it."""
-MOST_PATHS = 1024
+MAX_PATHS = 1024
 
 # ---------------------------------------------------------------- client to coordinator
 
@@ -98,13 +98,13 @@ class Heartbeat(FrozenModel):
     queued: Count = 0
     up_bytes_per_second: Rate | None = None
     """What its line takes; 0 when the line has not held it up lately."""
-    changed_links: tuple[LinkBytes, ...] = Field(default=(), max_length=MOST_LINKS)
-    changed_paths: tuple[LinkPath, ...] = Field(default=(), max_length=MOST_PATHS)
-    gone_paths: tuple[PeerId, ...] = Field(default=(), max_length=MOST_PATHS)
+    changed_links: tuple[LinkBytes, ...] = Field(default=(), max_length=MAX_LINKS)
+    changed_paths: tuple[LinkPath, ...] = Field(default=(), max_length=MAX_PATHS)
+    lost_paths: tuple[PeerId, ...] = Field(default=(), max_length=MAX_PATHS)
     """Remotes that it has no connection to any more."""
-    links: tuple[LinkBytes, ...] | None = Field(default=None, max_length=MOST_LINKS)
+    links: tuple[LinkBytes, ...] | None = Field(default=None, max_length=MAX_LINKS)
     """All of them, from a client that does not know how to say what has changed."""
-    paths: tuple[LinkPath, ...] | None = Field(default=None, max_length=MOST_PATHS)
+    paths: tuple[LinkPath, ...] | None = Field(default=None, max_length=MAX_PATHS)
     paused: bool = False
     """It gets no new work. What it has counted stays, and it closes steps with the others."""
     computed: Count = 0
@@ -123,10 +123,10 @@ class Heartbeat(FrozenModel):
         }
 
 
-class Whereabouts(FrozenModel):
+class AddressUpdate(FrozenModel):
     """Where this peer is found now: an address, a relay or what a probe says has changed."""
 
-    kind: Literal["whereabouts"] = "whereabouts"
+    kind: Literal["address_update"] = "address_update"
     addresses: tuple[Address, ...] = Field(max_length=32)
     carrier: CarrierAddress | None = None
     reachability: Reachability
@@ -244,7 +244,7 @@ class Leaving(FrozenModel):
 
 
 ClientMessage = Annotated[
-    Hello | StageRequest | Heartbeat | Whereabouts | Receipts | LeaseResult | MaskRequest
+    Hello | StageRequest | Heartbeat | AddressUpdate | Receipts | LeaseResult | MaskRequest
     | RoundReport | NotFinite | Applied | Ready | SyncFailed | SnapshotReady | SnapshotFailed
     | Leaving,
     Field(discriminator="kind"),
@@ -318,7 +318,7 @@ class RosterChange(FrozenModel):
     since: Count
     changed: tuple[PeerRecord, ...] = Field(max_length=65_536)
     """New members, and members of whom something else is said now."""
-    gone: tuple[PeerId, ...] = Field(max_length=65_536)
+    removed: tuple[PeerId, ...] = Field(max_length=65_536)
     revoked: tuple[PeerId, ...] | None = Field(default=None, max_length=65_536)
     """As in a roster, whole; None: as before."""
 
@@ -343,7 +343,7 @@ class Lease(FrozenModel):
     mode: Literal["train", "evaluate"] = "train"
     window: Count
     """Microbatches this trainer has in flight at least, as far as there are so many."""
-    largest_window: Count = 0
+    max_window: Count = 0
     """And at most; between them it goes by what it measures
     (`swarm_shared.scheduling.inflight_window`)."""
     microbatches: tuple[LeasedMicrobatch, ...] = Field(max_length=65_536)
@@ -392,7 +392,7 @@ class SaveSnapshot(FrozenModel):
     stage: StageIndex
 
 
-class NewsRow(FrozenModel):
+class LeaderboardEntry(FrozenModel):
     """One person of the leaderboard."""
 
     peer: PeerId
@@ -419,7 +419,7 @@ class RunNews(FrozenModel):
     """Why no step is under way."""
     rebalancing: tuple[Text, ...] = Field(default=(), max_length=10)
     """The newest decisions, a sentence each, oldest first."""
-    leaderboard: tuple[NewsRow, ...] = Field(default=(), max_length=50)
+    leaderboard: tuple[LeaderboardEntry, ...] = Field(default=(), max_length=50)
     """Who has contributed most, the first one first."""
 
 

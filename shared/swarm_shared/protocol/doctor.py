@@ -30,7 +30,7 @@ class DoctorHello(FrozenModel):
     token: Annotated[str, Field(max_length=200)] | None = None
     """For the coordinator alone; it is looked at, not used up."""
     certificate: Envelope | None = None
-    visitor_pass: Envelope | None = None
+    probe_pass: Envelope | None = None
 
 
 class Neighbour(FrozenModel):
@@ -49,7 +49,7 @@ class DoctorWelcome(FrozenModel):
     """Where the visitor's connection comes from; None when it comes through a relay."""
     admission: Text = ""
     """Why the run would not take the visitor; empty when it would, or when not asked."""
-    visitor_pass: Envelope | None = None
+    probe_pass: Envelope | None = None
     neighbours: tuple[Neighbour, ...] = Field(default=(), max_length=MAX_CANDIDATES)
     smallest_stage_bytes: Count = 0
     """Memory that the smallest stage takes; 0 when the answering side does not know."""

@@ -79,7 +79,7 @@ class Backward(FrozenModel):
     total_seconds: Seconds = 0.0
     """From the request's arrival to this answer, what is downstream included: the sender's own
     measure less this is what the link took."""
-    line_seconds: Seconds = 0.0
+    uplink_seconds: Seconds = 0.0
     """What this peer's line takes to send the activation and the gradient of one microbatch; 0
     while its line has held nothing up."""
     loss_sum: Loss

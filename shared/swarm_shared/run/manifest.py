@@ -124,7 +124,7 @@ class LimitsConfig(FrozenModel):
     the next one does, for ten seconds at most."""
 
 
-def narrowed(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
+def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:
     """The model with a bottleneck at each border between these stages, where it has a size."""
     borders = tuple(stage.first_layer for stage in stages[1:]) if model.bottleneck_size else ()
     return model.model_copy(update={"bottlenecks": borders})
@@ -178,15 +178,15 @@ class Manifest(FrozenModel):
     @property
     def activation_bytes(self) -> int:
         """On the wire, for one microbatch at one border."""
-        return self._border_bytes(self.codecs.activation)
+        return self._boundary_bytes(self.codecs.activation)
 
     @property
     def gradient_bytes(self) -> int:
         """On the wire, for one microbatch at one border: of what was its activation."""
-        return self._border_bytes(self.codecs.gradient)
+        return self._boundary_bytes(self.codecs.gradient)
 
-    def _border_bytes(self, codec: GradientCodec) -> int:
-        elements = self.tokens_per_microbatch * self.model.border_size
+    def _boundary_bytes(self, codec: GradientCodec) -> int:
+        elements = self.tokens_per_microbatch * self.model.boundary_size
         return encoded_bytes(codec, elements, self.training.dtype)
 
     @property

@@ -58,7 +58,7 @@ class ModelConfig(FrozenModel):
         return self.hidden_size // self.heads
 
     @property
-    def border_size(self) -> int:
+    def boundary_size(self) -> int:
         """Width of what crosses a border between stages."""
         return self.bottleneck_size if self.bottlenecks else self.hidden_size
 

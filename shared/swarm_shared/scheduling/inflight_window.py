@@ -18,7 +18,7 @@ from collections import deque
 from dataclasses import dataclass
 
 GAIN = 2.0
-REMEMBERED = 3
+BURSTS_KEPT = 3
 """Bursts, which begin with nothing under way, as each step does: older measures are forgotten."""
 
 
@@ -30,40 +30,40 @@ class _Burst:
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class SendRecord:
     """What is to be known of a microbatch when it comes back."""
 
-    began: float
+    sent_at: float
     returned_before: int
 
 
-class FlightWindow:
+class InFlightWindow:
     """One trainer's measure of the pipelines that it sends into."""
 
     def __init__(self) -> None:
-        self.under_way = 0
+        self.in_flight = 0
         self._returned = 0
-        self._bursts: deque[_Burst] = deque(maxlen=REMEMBERED)
+        self._bursts: deque[_Burst] = deque(maxlen=BURSTS_KEPT)
 
-    def departed(self, now: float) -> Departure:
+    def sent(self, now: float) -> SendRecord:
         """A microbatch starts; exactly one of `returned` and `failed` is to follow."""
-        if not self.under_way:
+        if not self.in_flight:
             self._bursts.append(_Burst())
-        self.under_way += 1
-        return Departure(now, self._returned)
+        self.in_flight += 1
+        return SendRecord(now, self._returned)
 
-    def returned(self, departure: Departure, now: float) -> None:
+    def returned(self, send_record: SendRecord, now: float) -> None:
         """It came back with its gradient."""
-        self.under_way -= 1
+        self.in_flight -= 1
         self._returned += 1
-        seconds = max(1e-6, now - departure.began)
+        seconds = max(1e-6, now - send_record.sent_at)
         burst = self._bursts[-1]
         burst.shortest_seconds = min(burst.shortest_seconds, seconds)
-        burst.rate = max(burst.rate, (self._returned - departure.returned_before) / seconds)
+        burst.rate = max(burst.rate, (self._returned - send_record.returned_before) / seconds)
 
     def failed(self) -> None:
         """It did not, which says nothing of the pipeline."""
-        self.under_way -= 1
+        self.in_flight -= 1
 
     def size(self, least: int, most: int) -> int:
         """Between what one must have under way and what one may."""

@@ -21,19 +21,19 @@ from swarm_shared.base.types import PeerId
 EMA_WEIGHT = 0.3
 """Weight of the newest observation: about the last five microbatches count."""
 
-FORGET_SECONDS = 5.0
+IDLE_HALF_LIFE_SECONDS = 5.0
 """In so long an estimate of somebody who has nothing in hand comes down by half. One bad moment
 would otherwise keep a peer without work, and so without a chance to show that it is over."""
 
-LEAST_SECONDS = 1e-6
+MIN_SERVICE_SECONDS = 1e-6
 """Nobody takes no time."""
 
-REFUSED_SECONDS = 0.2
+REFUSAL_PAUSE_SECONDS = 0.2
 """Longer than senders wait before they choose again, or they would choose the same one."""
 
-BAN_SECONDS = 1.0
-BAN_MAXIMUM_SECONDS = 60.0
-MAXIMUM_DOUBLINGS = 10
+FIRST_BAN_SECONDS = 1.0
+MAX_BAN_SECONDS = 60.0
+MAX_BAN_DOUBLINGS = 10
 """2**10 is past the maximum; an unbounded exponent would overflow a peer that fails for days."""
 
 
@@ -43,7 +43,7 @@ class Observation:
 
     service_seconds: float
     """Of its device, without waiting for it."""
-    line_seconds: float = 0.0
+    uplink_seconds: float = 0.0
     """What its line takes to send what a microbatch sends, on and back, as it says: the one on
     waits where its sender does not see it. 0 while its line holds nothing up."""
     link_seconds: float = 0.0
@@ -53,7 +53,7 @@ class Observation:
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _PeerEstimate:
     turn: int
     """Counts up: who was chosen, or entered, longest ago has the smallest."""
     seconds: float | None = None
@@ -67,7 +67,7 @@ class ShortestExpectedDelay:
     """The routing table of one sender for one stage."""
 
     def __init__(self, default_seconds: float = 1.0) -> None:
-        self._candidates: dict[PeerId, _Candidate] = {}
+        self._candidates: dict[PeerId, _PeerEstimate] = {}
         self._default_seconds = default_seconds
         self._turns = 0
 
@@ -83,16 +83,17 @@ class ShortestExpectedDelay:
         for peer in wanted:
             if peer not in self._candidates:
                 self._turns += 1
-                self._candidates[peer] = _Candidate(self._turns)
+                self._candidates[peer] = _PeerEstimate(self._turns)
 
-    def choose(self, now: float, in_hand: Mapping[PeerId, int]) -> PeerId | None:
-        """The next peer out of those of `in_hand`, which says how many microbatches of this sender
+    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
+        """The next peer out of those of `in_flight`, which says how many microbatches of this
+        sender
         each of them has; None when none of them is in the table.
 
         Banned peers are passed over unless every peer of the table is banned; then the one whose
         ban ends first serves, so that the stage never becomes empty.
         """
-        present = [(p, c) for p, c in self._candidates.items() if p in in_hand]
+        present = [(p, c) for p, c in self._candidates.items() if p in in_flight]
         if not present:
             return None
         allowed = [(p, c) for p, c in present if c.banned_until <= now]
@@ -102,19 +103,21 @@ class ShortestExpectedDelay:
             allowed = [min(present, key=lambda entry: entry[1].banned_until)]
         unmeasured = self._unmeasured_seconds()
         peer, candidate = min(
-            allowed, key=lambda e: (self._delay(e[1], in_hand[e[0]], unmeasured, now), e[1].turn)
+            allowed, key=lambda e: (self._delay(e[1], in_flight[e[0]], unmeasured, now), e[1].turn)
         )
         self._turns += 1
         candidate.turn = self._turns
         return peer
 
-    def _delay(self, candidate: _Candidate, in_hand: int, unmeasured: float, now: float) -> float:
+    def _delay(
+        self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
+    ) -> float:
         """When it would be done, from now, with one more."""
         seconds = unmeasured if candidate.seconds is None else candidate.seconds
-        if in_hand:
-            return (in_hand + 1) * seconds
+        if in_flight:
+            return (in_flight + 1) * seconds
         idle_seconds = max(0.0, now - candidate.seen_at)
-        return seconds * math.exp2(-min(64.0, idle_seconds / FORGET_SECONDS))
+        return seconds * math.exp2(-min(64.0, idle_seconds / IDLE_HALF_LIFE_SECONDS))
 
     def next_ban_end(self, now: float) -> float | None:
         """When the earliest running ban ends."""
@@ -143,7 +146,7 @@ class ShortestExpectedDelay:
         candidate.link_seconds = _average(candidate.link_seconds, seen.link_seconds)
         links = [c.link_seconds for c in self._candidates.values() if c.link_seconds is not None]
         link_seconds = (seen.link_seconds - min(links)) / max(1, seen.in_flight)
-        seconds = max(seen.service_seconds, seen.line_seconds, link_seconds, LEAST_SECONDS)
+        seconds = max(seen.service_seconds, seen.uplink_seconds, link_seconds, MIN_SERVICE_SECONDS)
         candidate.seconds = _average(candidate.seconds, seconds)
         candidate.seen_at = now
         candidate.failures = 0
@@ -153,7 +156,7 @@ class ShortestExpectedDelay:
         """`peer` is full, or at another step: others come first until it may have room again."""
         candidate = self._candidates.get(peer)
         if candidate is not None:
-            rest_seconds = min(BAN_SECONDS, max(REFUSED_SECONDS, self.seconds_of(peer)))
+            rest_seconds = min(FIRST_BAN_SECONDS, max(REFUSAL_PAUSE_SECONDS, self.seconds_of(peer)))
             candidate.banned_until = max(candidate.banned_until, now + rest_seconds)
 
     def failed(self, peer: PeerId, now: float) -> None:
@@ -162,7 +165,7 @@ class ShortestExpectedDelay:
         if candidate is None:
             return
         ban_seconds = min(
-            BAN_MAXIMUM_SECONDS, BAN_SECONDS * 2 ** min(candidate.failures, MAXIMUM_DOUBLINGS)
+            MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2 ** min(candidate.failures, MAX_BAN_DOUBLINGS)
         )
         candidate.failures += 1
         candidate.banned_until = now + ban_seconds
@@ -178,13 +181,15 @@ class EqualShares(ShortestExpectedDelay):
     Not for training: what routing by rates is worth is measured against it.
     """
 
-    def choose(self, now: float, in_hand: Mapping[PeerId, int]) -> PeerId | None:
+    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
         turns = {peer: candidate.turn for peer, candidate in self._candidates.items()}
         peer = super().choose(now, dict.fromkeys(self.peers, 0))
-        if peer is not None and peer not in in_hand:
+        if peer is not None and peer not in in_flight:
             self._candidates[peer].turn = turns[peer]
             return None
         return peer
 
-    def _delay(self, candidate: _Candidate, in_hand: int, unmeasured: float, now: float) -> float:
+    def _delay(
+        self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
+    ) -> float:
         return 1.0

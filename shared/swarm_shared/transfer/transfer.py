@@ -86,7 +86,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TransferSource:
     peer: PeerId
     addresses: tuple[str, ...] = ()
 
@@ -226,7 +226,7 @@ class _Fetch:
 
 async def fetch(
     node: Node,
-    sources: Sequence[Source | tuple[PeerId, Sequence[str]]],
+    sources: Sequence[TransferSource | tuple[PeerId, Sequence[str]]],
     item: str,
     total_bytes: int | None,
     sha256: str,
@@ -243,7 +243,9 @@ async def fetch(
     Without `total_bytes` the first source that answers says how many there are; more than
     `max_bytes` are refused. StorageError: the disk is full. NetworkError: no source is left.
     """
-    remaining = [s if isinstance(s, Source) else Source(s[0], tuple(s[1])) for s in sources]
+    remaining = [
+        s if isinstance(s, TransferSource) else TransferSource(s[0], tuple(s[1])) for s in sources
+    ]
     hello = TransferHello(run=run, certificate=certificate)
     if total_bytes is None:
         limit = MAX_UNKNOWN_BYTES if max_bytes is None else max_bytes
@@ -265,7 +267,7 @@ async def fetch(
         part.close()
 
 
-async def _fetch_and_verify(work: _Fetch, sources: list[Source]) -> None:
+async def _fetch_and_verify(work: _Fetch, sources: list[TransferSource]) -> None:
     resumed = work.received_bytes > 0
     await _fetch_missing(work, sources)
     if await _in_thread(work.part.finish):
@@ -287,14 +289,14 @@ async def _fetch_and_verify(work: _Fetch, sources: list[Source]) -> None:
     raise _no_source_left(work.item, work.failures)
 
 
-async def _fetch_missing(work: _Fetch, sources: Sequence[Source]) -> None:
+async def _fetch_missing(work: _Fetch, sources: Sequence[TransferSource]) -> None:
     """All open chunks, from all sources at once. NetworkError when the last source fails."""
     if not work.missing:
         return
     ours: list[StorageError] = []
     async with trio.open_nursery() as nursery:
 
-        async def run(source: Source) -> None:
+        async def run(source: TransferSource) -> None:
             try:
                 await _use_source(work, source)
             except StorageError as error:
@@ -311,7 +313,7 @@ async def _fetch_missing(work: _Fetch, sources: Sequence[Source]) -> None:
         raise _no_source_left(work.item, work.failures)
 
 
-async def _use_source(work: _Fetch, source: Source) -> None:
+async def _use_source(work: _Fetch, source: TransferSource) -> None:
     """Fetch chunks from one source until none is missing or the source fails."""
     taken: list[int] = []
     try:
@@ -389,12 +391,12 @@ def _answer(header: bytes, remote: PeerId) -> ChunkAnswer:
 
 async def _ask_size(
     node: Node,
-    sources: Sequence[Source],
+    sources: Sequence[TransferSource],
     item: str,
     hello: TransferHello,
     max_bytes: int,
     stall_seconds: float,
-) -> tuple[int, list[Source]]:
+) -> tuple[int, list[TransferSource]]:
     """The item's size as the first source tells that answers, and the sources from it on."""
     failures: dict[PeerId, str] = {}
     for position, source in enumerate(sources):

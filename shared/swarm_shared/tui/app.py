@@ -22,8 +22,16 @@ from textual.widgets import ContentSwitcher, Footer
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.dialogs import Page
 from swarm_shared.tui.formatting import clock_text, duration, printable
-from swarm_shared.tui.source import Away, D, Event, Logged, Paced, Seen, Source
-from swarm_shared.tui.styled_text import Ink, Line, Role, ends, line, wrapped
+from swarm_shared.tui.source import (
+    D,
+    DocumentReceived,
+    Event,
+    LogReceived,
+    ReplayControls,
+    Source,
+    SourceLost,
+)
+from swarm_shared.tui.styled_text import Line, Role, Span, ends, line, wrapped
 from swarm_shared.tui.terminal_style import Look, ThemeName
 from swarm_shared.tui.themes import THEMES, AsciiOnly
 from swarm_shared.tui.widgets import Block, Draw, Pane, TabRow, TooSmall
@@ -118,7 +126,7 @@ class ViewApp(App[None], Generic[D]):
         far = "step {:,} of {:,}  ".format(*steps) if steps is not None else ""
         return left, line(far, (clock_text(self.source.now()), "dim"))
 
-    def heard(self, event: Event[D]) -> None:
+    def handle_event(self, event: Event[D]) -> None:
         """Take what was heard into the traces."""
 
     def help_text(self) -> str:
@@ -168,7 +176,7 @@ class ViewApp(App[None], Generic[D]):
         if self.away or self.is_old:
             below = line((printable(self.away or "Nothing was heard lately."), "warn"))
             if self.document is not None:
-                left = (Ink("away, and was ", "bad"), *left)
+                left = (Span("away, and was ", "bad"), *left)
                 right = line((f"as it was {duration(self.age_seconds)} ago", "warn"))
         return [ends(left, right, width, self.look), ends(below, (), width, self.look)]
 
@@ -199,14 +207,14 @@ class ViewApp(App[None], Generic[D]):
                 self.say(self._recorder.trouble, bad=True)
         if not self.query("#head"):
             return  # the view ends, and its parts have gone already
-        if isinstance(event, Seen):
+        if isinstance(event, DocumentReceived):
             self.document = event.document
             self._heard_at = event.at
             self.away = event.away
-        elif isinstance(event, Away):
+        elif isinstance(event, SourceLost):
             self.away = event.sentence
-        self.heard(event)
-        if not isinstance(event, Logged):
+        self.handle_event(event)
+        if not isinstance(event, LogReceived):
             self.show()
 
     @work(group="act")
@@ -256,12 +264,12 @@ class ViewApp(App[None], Generic[D]):
             yield SystemCommand(
                 f"Theme: {theme}", "Change the colours", lambda theme=theme: self.paint(theme)
             )
-        if isinstance(self.source, Paced):
+        if isinstance(self.source, ReplayControls):
             yield from self._replay_commands(self.source)
         yield SystemCommand("Keys", "What the keys do", self.action_help)
         yield SystemCommand("Quit", "Close this view; nothing else stops", self.action_quit)
 
-    def _replay_commands(self, replay: Paced) -> Iterable[SystemCommand]:
+    def _replay_commands(self, replay: ReplayControls) -> Iterable[SystemCommand]:
         for steps, name in ((1, "Faster"), (-1, "Slower")):
             yield SystemCommand(
                 f"Replay: {name}", f"Now {replay.speed:g} times the pace",

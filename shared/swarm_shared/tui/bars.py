@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from swarm_shared.tui.styled_text import Ink, Line, Role
+from swarm_shared.tui.styled_text import Line, Role, Span
 from swarm_shared.tui.terminal_style import Look
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
@@ -20,13 +20,13 @@ def bar(share: float | None, width: int, look: Look, role: Role = "accent") -> L
     if not look.unicode:
         full = round(kept * (width - 2))
         return (
-            Ink("[", "dim"), Ink("#" * full, role), Ink("." * (width - 2 - full), "dim"),
-            Ink("]", "dim"),
+            Span("[", "dim"), Span("#" * full, role), Span("." * (width - 2 - full), "dim"),
+            Span("]", "dim"),
         )  # fmt: skip
     eighths = round(kept * width * 8)
     full, rest = divmod(eighths, 8)
     text = "█" * full + (_EIGHTHS[rest] if rest else "")
-    return (Ink(text, role), Ink("░" * (width - len(text)), "dim"))
+    return (Span(text, role), Span("░" * (width - len(text)), "dim"))
 
 
 def gauge_role(share: float | None, warn: float = 0.9, bad: float = 1.0) -> Role:

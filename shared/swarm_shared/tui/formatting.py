@@ -10,7 +10,7 @@ import time
 
 from swarm_shared.tui.terminal_style import Look
 
-NOTHING = "-"
+MISSING = "-"
 """What stands where a value is not known."""
 
 
@@ -21,14 +21,14 @@ def printable(text: str) -> str:
 
 def number(value: float | None, digits: int = 0) -> str:
     if value is None or not math.isfinite(value):
-        return NOTHING
+        return MISSING
     return f"{value:,.{digits}f}"
 
 
 def short_number(value: float | None) -> str:
     """At most six characters: 999, 1.2 k, 3.4 M."""
     if value is None or not math.isfinite(value):
-        return NOTHING
+        return MISSING
     if abs(value) < 1000:
         return f"{value:.0f}" if value == int(value) else f"{value:.3g}"
     for factor, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -38,7 +38,7 @@ def short_number(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    return NOTHING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
+    return MISSING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
 
 
 def disk_text(size_bytes: float | None) -> str:
@@ -52,12 +52,12 @@ def memory_text(size_bytes: float | None) -> str:
 
 def rate_text(bytes_per_second: float | None) -> str:
     text = disk_text(bytes_per_second)
-    return text if text == NOTHING else f"{text}/s"
+    return text if text == MISSING else f"{text}/s"
 
 
 def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
     if value is None or not math.isfinite(value):
-        return NOTHING
+        return MISSING
     for unit in units[:-1]:
         # What would be rounded up to the next unit's first value is told in that unit.
         if abs(value) < step * 0.9995:
@@ -69,7 +69,7 @@ def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
 def duration(seconds: float | None) -> str:
     """Like 12 s, 3 min, 4:05 h, 6 days."""
     if seconds is None or not math.isfinite(seconds):
-        return NOTHING
+        return MISSING
     whole = max(0, round(seconds))
     if whole < 120:
         return f"{whole} s"
@@ -83,7 +83,7 @@ def duration(seconds: float | None) -> str:
 def milliseconds(seconds: float | None) -> str:
     """Like 0.61 ms, 81.2 ms, 1.25 s."""
     if seconds is None:
-        return NOTHING
+        return MISSING
     return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 

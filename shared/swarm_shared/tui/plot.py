@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from swarm_shared.tui.bars import place
-from swarm_shared.tui.styled_text import Ink, Line, cut, line
+from swarm_shared.tui.styled_text import Line, Span, cut, line
 from swarm_shared.tui.terminal_style import Look
 
 Point = tuple[float, float]
@@ -51,7 +51,7 @@ def plot(
     first, last = foot(known[0][0]), foot(known[-1][0])
     gap = columns - len(first) - len(last)
     below = f"{first}{' ' * gap}{last}" if gap > 0 else last[:columns]
-    drawn.append(cut((Ink(" " * (margin + 2)), Ink(below, "dim")), width, look))
+    drawn.append(cut((Span(" " * (margin + 2)), Span(below, "dim")), width, look))
     return drawn
 
 

@@ -29,7 +29,15 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import DataError, StorageError, UsageError, VersionError
-from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Paced, Seen
+from swarm_shared.tui.source import (
+    D,
+    DocumentReceived,
+    Event,
+    LogEntry,
+    LogReceived,
+    ReplayControls,
+    SourceLost,
+)
 
 FORMAT = 2
 READABLE_FORMATS = (1, 2)
@@ -85,14 +93,14 @@ class Recorder:
         self._write(json.dumps({"seconds": round(self._seconds, 3), **self._form(event)}).encode())
 
     def _form(self, event: Event[Any]) -> dict[str, Any]:
-        if isinstance(event, Seen):
+        if isinstance(event, DocumentReceived):
             before, self._told = self._told, event.document.model_dump(mode="json")
             news = {
                 key: value for key, value in self._told.items()
                 if key not in before or before[key] != value
             }  # fmt: skip
             return {"status": news, **({"away": event.away} if event.away else {})}
-        if isinstance(event, Logged):
+        if isinstance(event, LogReceived):
             return {"log": [asdict(entry) for entry in event.entries]}
         return {"away": event.sentence}
 
@@ -126,7 +134,7 @@ def _create(path: Path) -> BinaryIO:
     return os.fdopen(descriptor, "wb")
 
 
-class Replay(Paced, Generic[D]):
+class Replay(ReplayControls, Generic[D]):
     """A source that tells a recording again, at the pace at which it was seen, or another."""
 
     def __init__(
@@ -181,7 +189,7 @@ class Replay(Paced, Generic[D]):
                 seconds = body.seconds
                 self._now = self._head.started_at + seconds
                 yield self._event(body, number)
-        yield Away(self._now, "the recording ends here; q closes the view")
+        yield SourceLost(self._now, "the recording ends here; q closes the view")
 
     def _read_head(self, program: str) -> _Head:
         content = self._file.readline(MAX_LINE_BYTES + 1)
@@ -216,12 +224,14 @@ class Replay(Paced, Generic[D]):
 
     def _event(self, body: _Body, number: int) -> Event[D]:
         if body.log is not None:
-            return Logged(self._now, body.log)
+            return LogReceived(self._now, body.log)
         if body.status is None:
-            return Away(self._now, body.away or "")
+            return SourceLost(self._now, body.away or "")
         self._known |= body.status
         try:
-            return Seen(self._now, self._model.model_validate(self._known), body.away or "")
+            return DocumentReceived(
+                self._now, self._model.model_validate(self._known), body.away or ""
+            )
         except ValidationError as error:
             self._refuse(number, _reason(error))
 

@@ -28,7 +28,7 @@ class LogEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen(Generic[D]):
+class DocumentReceived(Generic[D]):
     """How things stand, whole."""
 
     at: float
@@ -39,13 +39,13 @@ class Seen(Generic[D]):
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
+class LogReceived:
     at: float
     entries: tuple[LogEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Away:
+class SourceLost:
     """Nobody answers; the last document stands, and gets old."""
 
     at: float
@@ -53,10 +53,10 @@ class Away:
     """What is wrong and what mends it."""
 
 
-Event = Seen[D] | Logged | Away
+Event = DocumentReceived[D] | LogReceived | SourceLost
 
 
-class Paced:
+class ReplayControls:
     """What a source is besides that tells of the past: it can be made faster, slower and held."""
 
     speed: float

@@ -16,17 +16,17 @@ from swarm_shared.tui.terminal_style import Look
 Role = Literal["", "strong", "good", "warn", "bad", "dim", "accent", "rule"]
 
 
-class Ink(NamedTuple):
+class Span(NamedTuple):
     text: str
     role: Role = ""
 
 
-Line = tuple[Ink, ...]
+Line = tuple[Span, ...]
 EMPTY: Line = ()
 
 
-def line(*parts: str | Ink | tuple[str, Role]) -> Line:
-    return tuple(Ink(part) if isinstance(part, str) else Ink(*part) for part in parts if part)
+def line(*parts: str | Span | tuple[str, Role]) -> Line:
+    return tuple(Span(part) if isinstance(part, str) else Span(*part) for part in parts if part)
 
 
 def plain(drawn: Line) -> str:
@@ -43,21 +43,21 @@ def cut(drawn: Line, width: int, look: Look) -> Line:
         return drawn
     mark = "…" if look.unicode else "~"
     left = max(0, width - 1)
-    kept: list[Ink] = []
+    kept: list[Span] = []
     for piece in drawn:
         cells = cell_len(piece.text)
         if cells > left:
-            kept.append(Ink(set_cell_size(piece.text, left), piece.role))
+            kept.append(Span(set_cell_size(piece.text, left), piece.role))
             break
         kept.append(piece)
         left -= cells
-    return (*kept, Ink(mark, kept[-1].role if kept else "")) if width > 0 else EMPTY
+    return (*kept, Span(mark, kept[-1].role if kept else "")) if width > 0 else EMPTY
 
 
 def fill(drawn: Line, width: int, look: Look) -> Line:
     """Exactly `width` cells."""
     shown = cut(drawn, width, look)
-    return (*shown, Ink(" " * (width - width_of(shown))))
+    return (*shown, Span(" " * (width - width_of(shown))))
 
 
 def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) -> list[Line]:
@@ -67,7 +67,7 @@ def beside(left: Sequence[Line], right: Sequence[Line], width: int, look: Look) 
     return [
         (
             *fill(left[row] if row < len(left) else EMPTY, half, look),
-            Ink("  "),
+            Span("  "),
             *cut(right[row] if row < len(right) else EMPTY, width - half - 2, look),
         )
         for row in range(rows)
@@ -79,7 +79,7 @@ def ends(left: Line, right: Line, width: int, look: Look) -> Line:
     room = width - width_of(right)
     if room < 2:
         return cut(right, width, look)
-    return (*fill(left, room - 1, look), Ink(" "), *right)
+    return (*fill(left, room - 1, look), Span(" "), *right)
 
 
 def heading(title: str, width: int, look: Look) -> Line:
@@ -111,11 +111,11 @@ def wrapped(text: str, width: int, role: Role = "", indent: str = "") -> list[Li
 
 def joined(parts: Iterable[Line], separator: str) -> Line:
     """The parts that are not empty, with the separator between them."""
-    drawn: list[Ink] = []
+    drawn: list[Span] = []
     for part in parts:
         if not part:
             continue
         if drawn:
-            drawn.append(Ink(separator, "dim"))
+            drawn.append(Span(separator, "dim"))
         drawn.extend(part)
     return tuple(drawn)

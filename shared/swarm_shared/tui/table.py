@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swarm_shared.tui.styled_text import Ink, Line, cut, fill, line, width_of
+from swarm_shared.tui.styled_text import Line, Span, cut, fill, line, width_of
 from swarm_shared.tui.terminal_style import Look
 
 
@@ -42,12 +42,12 @@ def _row(
     shown: Sequence[int],
     look: Look,
 ) -> Line:
-    drawn: list[Ink] = []
+    drawn: list[Span] = []
     for index, cell in zip(shown, cells, strict=True):
         text = cut(cell, widths[index], look)
-        blank = Ink(" " * (widths[index] - width_of(text)))
+        blank = Span(" " * (widths[index] - width_of(text)))
         drawn += [blank, *text] if columns[index].right else fill(text, widths[index], look)
-        drawn.append(Ink("  "))
+        drawn.append(Span("  "))
     return tuple(drawn[:-1])
 
 

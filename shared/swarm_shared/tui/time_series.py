@@ -9,7 +9,7 @@ DEFAULT_POINTS = 600
 """Ten minutes at one a second."""
 
 
-class Trace:
+class TimeSeries:
     """The newest points. One that is not later than the last replaces it."""
 
     def __init__(self, most: int = DEFAULT_POINTS) -> None:

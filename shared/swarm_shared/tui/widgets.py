@@ -18,7 +18,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 from textual.widget import Widget
 
-from swarm_shared.tui.styled_text import Ink, Line, cut, line, width_of
+from swarm_shared.tui.styled_text import Line, Span, cut, line, width_of
 from swarm_shared.tui.terminal_style import Look
 
 Draw = Callable[[int, int], Sequence[Line]]
@@ -209,7 +209,7 @@ class TooSmall(Widget):
 
     def render_line(self, y: int) -> Strip:
         lines = self._sentence(self.size.width, self.size.height)
-        drawn = lines[y] if y < len(lines) else line(Ink(""))
+        drawn = lines[y] if y < len(lines) else line(Span(""))
         base = self.rich_style
         segments = [Segment(piece.text, base) for piece in drawn]
         return Strip(segments, width_of(drawn)).adjust_cell_length(self.size.width, base)

@@ -21,7 +21,7 @@ import pytest
 
 from client.cli.test_main import invite
 from swarm_client.control.client import ask, is_running
-from swarm_client.control.messages import API_VERSION, Refusal, other_version
+from swarm_client.control.messages import API_VERSION, Refusal, version_mismatch
 from swarm_client.machine.home import Home
 from swarm_shared.base.errors import (
     ConfigurationError,
@@ -111,14 +111,14 @@ def test_a_setting_that_cannot_be_is_told_and_the_file_stays_as_it_was(
 
 @pytest.mark.parametrize("words", [("status",), ("pause",), ("leave",), ("runs", "choose", "x")])
 def test_a_socket_that_nobody_serves_is_no_daemon(tmp_path: Path, words: tuple[str, ...]) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(home.socket_path))
     assert "no daemon runs in" in sentence(types(home.path, *words), DaemonError)
 
 
 def test_a_second_daemon_is_refused_and_the_first_ones_home_is_as_it_was(tmp_path: Path) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     home.runs_path.write_text('{"format": 1}')
     before = kept(home.path)
     with home.locked():
@@ -154,7 +154,7 @@ def daemon_that_answers(path: Path, answer: object) -> Iterator[None]:
             thread.join(10)
 
 
-REFUSES = Refusal(error=other_version(API_VERSION)).model_dump()
+REFUSES = Refusal(error=version_mismatch(API_VERSION)).model_dump()
 
 
 @pytest.mark.parametrize("words", [("status",), ("resume",), ("credit",), ("finish", "--no-wait")])
@@ -162,7 +162,7 @@ REFUSES = Refusal(error=other_version(API_VERSION)).model_dump()
 def test_a_daemon_of_another_version_is_told_with_what_mends_it(
     tmp_path: Path, words: tuple[str, ...], answer: object
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     with daemon_that_answers(home.socket_path, answer):
         told = sentence(types(home.path, *words), VersionError)
     assert "swarm-client shutdown" in told
@@ -172,9 +172,9 @@ def test_a_daemon_of_another_version_is_told_with_what_mends_it(
 def test_a_daemon_of_another_version_that_can_be_understood_is_said_to_be_one(
     tmp_path: Path,
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     status = {
-        "software": "99.0", "pid": 1, "time": 1.0, "started_at": 0.0, "word": "stopped",
+        "software": "99.0", "pid": 1, "time": 1.0, "started_at": 0.0, "state": "stopped",
         "sentence": "nothing", "peer": "p", "of a newer version": True,
     }  # fmt: skip
     with daemon_that_answers(home.socket_path, {"ok": status}):
@@ -204,7 +204,7 @@ def test_a_first_start_on_a_full_disk_says_so_and_leaves_no_half_a_key(tmp_path:
 def test_a_daemon_goes_on_when_the_disk_is_full_and_what_it_knew_of_runs_stays(
     tmp_path: Path,
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     Identity.load_or_create(home.identity_path)
     home.runs_path.write_text('{"format": 1}')
     before = kept(home.path)
@@ -215,7 +215,7 @@ def test_a_daemon_goes_on_when_the_disk_is_full_and_what_it_knew_of_runs_stays(
     try:
         while not is_running(home.socket_path):
             assert daemon.poll() is None, daemon.communicate()
-        assert ask(home.socket_path, "pause")["said"].startswith("paused")
+        assert ask(home.socket_path, "pause")["message"].startswith("paused")
         lines = [line["text"] for line in ask(home.socket_path, "log")["lines"]]
         assert any("could not be saved" in line for line in lines)
         with socket.socket(socket.AF_UNIX) as nonsense:

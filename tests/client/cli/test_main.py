@@ -93,7 +93,7 @@ def test_a_home_that_cannot_be_made_is_told_with_another_way(run: Run, tmp_path:
 def test_a_second_client_in_the_same_home_is_refused(run: Run, tmp_path: Path) -> None:
     from swarm_client.machine.home import Home
 
-    with Home.at(tmp_path / "h").locked():
+    with Home.create(tmp_path / "h").locked():
         code, text = run("join", invite(), "--home", str(tmp_path / "h"), "--device", "cpu")
     assert code == StorageError.exit_code
     assert "another swarm-client" in one_sentence(text)

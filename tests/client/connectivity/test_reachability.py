@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
 from swarm_client.connectivity.reachability import (
-    Finding,
     Observer,
     PeerObserver,
+    ReachabilityFinding,
     ReachabilityWatch,
     Sighting,
     examine,
@@ -32,7 +32,7 @@ from swarm_shared.base.types import PeerId, RunId, StageIndex
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import open_node
 from swarm_shared.probe.client import ProbeBusy
-from swarm_shared.probe.server import Verdict, serve_probe
+from swarm_shared.probe.server import HelloAnswer, serve_probe
 from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, PeerRecord, Reachability
 
 PORT = 4001
@@ -171,7 +171,7 @@ class Scripted:
     ports: list[tuple[int, ...]] = field(default_factory=list)
     looked: Callable[[], None] = lambda: None
 
-    async def look(self, ports: Sequence[int]) -> Sighting:
+    async def observe(self, ports: Sequence[int]) -> Sighting:
         self.ports.append(tuple(ports))
         self.looked()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -295,14 +295,14 @@ async def test_two_nodes_of_one_machine_know_nothing_of_the_internet() -> None:
         open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as coordinator,
         open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as node,
     ):
-        serve_probe(coordinator, lambda remote, hello: Verdict())
+        serve_probe(coordinator, lambda remote, hello: HelloAnswer())
         observer = PeerObserver(node, coordinator.peer_id, coordinator.addresses, lambda: hello)
         port = node.listening_port
         assert port is not None
-        seen = await observer.look([port, 1])
+        seen = await observer.observe([port, 1])
         assert seen.reached == {port}
         assert seen.observed is not None
-        assert not seen.counts
+        assert not seen.is_outside
         assert seen.mapped == Endpoint(ipaddress.ip_address("127.0.0.1"), port)
         found = await examine(port, observer, nobody, None)
     assert found.reachability is Reachability.UNKNOWN
@@ -333,12 +333,12 @@ async def test_only_members_that_can_be_dialled_are_asked() -> None:
 
 class Told:
     def __init__(self) -> None:
-        self._put, self._found = trio.open_memory_channel[Finding](100)
+        self._put, self._found = trio.open_memory_channel[ReachabilityFinding](100)
 
-    def __call__(self, finding: Finding) -> None:
+    def __call__(self, finding: ReachabilityFinding) -> None:
         self._put.send_nowait(finding)
 
-    async def next(self) -> Finding:
+    async def next(self) -> ReachabilityFinding:
         with trio.fail_after(5):
             return await self._found.receive()
 

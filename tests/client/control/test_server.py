@@ -17,11 +17,11 @@ import pytest
 import trio
 
 from swarm_client.control.client import NoDaemon, ask, is_running, stream
-from swarm_client.control.known_runs import RunBook
+from swarm_client.control.known_runs import StoredRuns
 from swarm_client.control.known_runs import write as write_runs
-from swarm_client.control.messages import JoinArguments, problem_of
-from swarm_client.control.server import Service
-from swarm_client.control.status_document import API_VERSION, Status, Word
+from swarm_client.control.messages import JoinArguments, error_report_of
+from swarm_client.control.server import ControlServer
+from swarm_client.control.status_document import API_VERSION, DaemonState, Status
 from swarm_client.daemon.daemon import Daemon, DaemonOptions, run_daemon
 from swarm_client.machine.home import Home
 from swarm_shared.base import errors
@@ -34,7 +34,7 @@ from swarm_shared.base.errors import (
     UsageError,
     VersionError,
 )
-from swarm_shared.base.local_server import LocalLines, serve_lines
+from swarm_shared.base.local_server import LocalServerConnection, serve_lines
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,8 +71,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(tmp_path: Path, book: RunBook | None = None) -> AsyncIterator[Scene]:
-    home = Home.at(tmp_path / "h")
+async def scene(tmp_path: Path, book: StoredRuns | None = None) -> AsyncIterator[Scene]:
+    home = Home.create(tmp_path / "h")
     if book is not None:
         write_runs(home.runs_path, book)
     now = [1_000_000.0]
@@ -90,7 +90,7 @@ async def test_a_daemon_without_a_run_says_so_and_its_socket_is_nobody_elses(
 ) -> None:
     async with scene(tmp_path) as s:
         status = await s.status()
-        assert (status.word, status.api) == (Word.STOPPED, API_VERSION)
+        assert (status.state, status.api) == (DaemonState.STOPPED, API_VERSION)
         assert "join INVITE" in status.sentence
         assert status.machine.memory_total_bytes > 0
         assert stat.S_IMODE(s.home.socket_path.stat().st_mode) == 0o600
@@ -108,7 +108,7 @@ async def test_a_question_of_another_version_is_refused_with_both_named(
         assert problem["exit_code"] == VersionError.exit_code
         assert f"version {api} of" in problem["seen"]
         assert f"version {API_VERSION}" in problem["seen"]
-        assert "swarm-client shutdown" in problem["mend"]
+        assert "swarm-client shutdown" in problem["remedy"]
 
 
 @pytest.mark.parametrize(
@@ -152,30 +152,30 @@ async def test_a_damaged_invite_is_refused_and_nothing_is_remembered(tmp_path: P
 async def test_nonsense_ends_that_conversation_only(tmp_path: Path, content: bytes) -> None:
     async with scene(tmp_path) as s:
         assert await s.raw(content) == b""
-        assert (await s.status()).word is Word.STOPPED
+        assert (await s.status()).state is DaemonState.STOPPED
 
 
 async def test_a_pause_is_remembered_told_and_over_in_time(tmp_path: Path) -> None:
-    known = RunBook().joined("ab" * 32, "a run", JoinArguments(invite="swarm1x"), 1.0)
+    known = StoredRuns().joined("ab" * 32, "a run", JoinArguments(invite="swarm1x"), 1.0)
     async with scene(tmp_path, known) as s:
-        assert (await s.ask("pause", seconds=600))["said"].startswith("paused until")
-        stored = RunBook.model_validate_json(s.home.runs_path.read_bytes())
+        assert (await s.ask("pause", seconds=600))["message"].startswith("paused until")
+        stored = StoredRuns.model_validate_json(s.home.runs_path.read_bytes())
         assert stored.pause is not None
         assert stored.pause.until == 1_000_600.0
         s.later(601)
         s.daemon._wake()  # the next look at the clock, which would come in seconds
         while s.daemon.runs().pause is not None:
             await trio.sleep(0.01)
-        assert RunBook.model_validate_json(s.home.runs_path.read_bytes()).pause is None
+        assert StoredRuns.model_validate_json(s.home.runs_path.read_bytes()).pause is None
 
 
 async def test_runs_are_listed_and_forgotten(tmp_path: Path) -> None:
     join = JoinArguments(invite="swarm1x")
-    known = RunBook().joined("ab" * 32, "one", join, 1.0).joined("cd" * 32, "two", join, 2.0)
+    known = StoredRuns().joined("ab" * 32, "one", join, 1.0).joined("cd" * 32, "two", join, 2.0)
     async with scene(tmp_path, known) as s:
         runs = (await s.ask("runs"))["runs"]
         assert [(r["name"], r["chosen"]) for r in runs] == [("one", False), ("two", True)]
-        assert "forgotten" in (await s.ask("forget_run", run="one"))["said"]
+        assert "forgotten" in (await s.ask("forget_run", run="one"))["message"]
         assert [r["name"] for r in (await s.ask("runs"))["runs"]] == ["two"]
 
 
@@ -207,30 +207,30 @@ async def test_a_follower_gets_one_status_after_another_until_the_daemon_ends(
         answers = stream(s.home.socket_path, "follow")
 
         def read(count: int) -> list[str]:
-            return [next(answers)["word"] for _ in range(count)]
+            return [next(answers)["state"] for _ in range(count)]
 
         assert await trio.to_thread.run_sync(read, 2) == ["stopped", "stopped"]
-        assert await s.ask("shutdown") == {"said": "ending"}
+        assert await s.ask("shutdown") == {"message": "ending"}
         left = await trio.to_thread.run_sync(list, answers)
-        assert all(status["word"] == "stopped" for status in left)
+        assert all(status["state"] == "stopped" for status in left)
 
 
 async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
     tmp_path: Path,
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(home.socket_path))
     left.close()
     with pytest.raises(NoDaemon, match="no daemon runs"):
         ask(home.socket_path, "status")
     async with scene(tmp_path) as s:
-        assert (await s.status()).word is Word.STOPPED
+        assert (await s.status()).state is DaemonState.STOPPED
 
 
 async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with (
-        Home.at(tmp_path / "h").locked(),
+        Home.create(tmp_path / "h").locked(),
         pytest.raises(StorageError, match="another swarm-client is working"),
     ):
         await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
@@ -239,7 +239,7 @@ async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path)
 async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_alone(
     tmp_path: Path,
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     home.runs_path.write_text('{"format": 2, "teams": []}')
     with pytest.raises(StorageError, match="newer version"):
         await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
@@ -249,7 +249,7 @@ async def test_a_list_of_runs_of_a_newer_version_stops_the_daemon_and_is_left_al
 async def test_a_full_disk_is_said_and_stops_nothing(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         s.home.runs_path.mkdir()  # no file can be put in its place
-        assert (await s.ask("pause"))["said"].startswith("paused")
+        assert (await s.ask("pause"))["message"].startswith("paused")
         assert "could not be saved" in str((await s.ask("log"))["lines"])
         s.home.runs_path.rmdir()
 
@@ -262,7 +262,7 @@ async def test_an_answer_of_another_version_is_told_with_what_mends_it(
 ) -> None:
     path = tmp_path / "s"
 
-    async def handle(lines: LocalLines) -> None:
+    async def handle(lines: LocalServerConnection) -> None:
         if await lines.receive() is not None:
             await lines.send(answer)
 
@@ -278,7 +278,7 @@ async def test_an_answer_of_another_version_is_told_with_what_mends_it(
 async def test_a_daemon_that_hangs_up_is_told_with_its_log(tmp_path: Path) -> None:
     path = tmp_path / "s"
 
-    async def handle(lines: LocalLines) -> None:
+    async def handle(lines: LocalServerConnection) -> None:
         await lines.receive()
 
     async with trio.open_nursery() as nursery:
@@ -300,17 +300,19 @@ def every_error() -> Iterator[type[SwarmError]]:
 def test_an_error_crosses_the_socket_with_its_sentence_and_exit_code(
     kind: type[SwarmError],
 ) -> None:
-    from swarm_client.control.messages import Problem, error_of
+    from swarm_client.control.messages import ErrorReport, error_from_report
 
-    crossed = Problem.model_validate_json(problem_of(kind("what is wrong")).model_dump_json())
-    back = error_of(crossed)
+    crossed = ErrorReport.model_validate_json(
+        error_report_of(kind("what is wrong")).model_dump_json()
+    )
+    back = error_from_report(crossed)
     assert (type(back), str(back), back.exit_code) == (kind, "what is wrong", kind.exit_code)
 
 
 def test_the_document_names_every_method() -> None:
     document = (ROOT / "docs" / "control-api.md").read_text()
-    methods = Service.__new__(Service)
-    Service.__init__(methods, None)  # type: ignore[arg-type]
+    methods = ControlServer.__new__(ControlServer)
+    ControlServer.__init__(methods, None)  # type: ignore[arg-type]
     assert [name for name in sorted(methods.methods) if f"`{name}`" not in document] == []
 
 

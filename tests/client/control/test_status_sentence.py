@@ -11,19 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.cli.options import count_text, seconds_of
+from swarm_client.cli.options import count_text, parse_duration
 from swarm_client.cli.text import status_text
 from swarm_client.control import contribution_log, known_runs
-from swarm_client.control.contribution_log import Diary
-from swarm_client.control.known_runs import RunBook, StoredPause
+from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.messages import JoinArguments
-from swarm_client.control.status_document import LeaderboardRow, Status, SuspendReason, Word
-from swarm_client.control.status_sentence import SENTENCES, Facts, Stopped, clock_text, say
+from swarm_client.control.status_document import DaemonState, LeaderboardRow, Status, SuspendReason
+from swarm_client.control.status_sentence import (
+    SENTENCES,
+    StatusFacts,
+    StopCause,
+    clock_text,
+    describe,
+)
 from swarm_client.control.suspension import Suspension
 from swarm_shared.base.errors import StorageError, UsageError
 
 NOON = datetime.datetime(2026, 11, 21, 12, 0).timestamp()
-AT_WORK = Facts(attached=True, stage=3, working=True)
+AT_WORK = StatusFacts(attached=True, stage=3, working=True)
 
 PAUSES = [
     reason
@@ -39,81 +45,93 @@ PAUSES = [
 @pytest.mark.parametrize(
     ("facts", "word", "reason", "told"),
     [
-        (AT_WORK, Word.CONTRIBUTING, None, "computing stage 3"),
-        (Facts(attached=True, stage=3), Word.QUEUED, None, "nothing to compute"),
+        (AT_WORK, DaemonState.CONTRIBUTING, None, "computing stage 3"),
+        (StatusFacts(attached=True, stage=3), DaemonState.QUEUED, None, "nothing to compute"),
         (
-            Facts(attached=True, stage=3, waiting_for="stage 1, where everybody has paused"),
-            Word.QUEUED,
+            StatusFacts(attached=True, stage=3, waiting_for="stage 1, where everybody has paused"),
+            DaemonState.QUEUED,
             None,
             "the run waits for stage 1, where everybody has paused",
         ),
-        (Facts(), Word.SYNCING, None, "looking for"),
-        (Facts(attached=True), Word.SYNCING, None, "joining"),
-        (Facts(attached=True, getting=2), Word.SYNCING, None, "downloading stage 2"),
+        (StatusFacts(), DaemonState.SYNCING, None, "looking for"),
+        (StatusFacts(attached=True), DaemonState.SYNCING, None, "joining"),
         (
-            Facts(problem="nobody answers", stage=3, working=True),
-            Word.DEGRADED,
+            StatusFacts(attached=True, loading_stage=2),
+            DaemonState.SYNCING,
+            None,
+            "downloading stage 2",
+        ),
+        (
+            StatusFacts(problem="nobody answers", stage=3, working=True),
+            DaemonState.DEGRADED,
             SuspendReason.COORDINATOR_AWAY,
             "nobody answers",
         ),
         (
-            Facts(attached=True, stage=3, leaving=True, working=True),
-            Word.PAUSED,
+            StatusFacts(attached=True, stage=3, leaving=True, working=True),
+            DaemonState.PAUSED,
             SuspendReason.FINISHING,
             "handing the stage over",
         ),
         (
-            Facts(stopped=Stopped(SuspendReason.NO_RUN)),
-            Word.STOPPED,
+            StatusFacts(stopped=StopCause(SuspendReason.NO_RUN)),
+            DaemonState.STOPPED,
             SuspendReason.NO_RUN,
             "swarm-client join INVITE",
         ),
         (
-            Facts(stopped=Stopped(SuspendReason.NOT_ADMITTED, "you are banned")),
-            Word.STOPPED,
+            StatusFacts(stopped=StopCause(SuspendReason.NOT_ADMITTED, "you are banned")),
+            DaemonState.STOPPED,
             SuspendReason.NOT_ADMITTED,
             "you are banned",
         ),
         (
-            Facts(stopped=Stopped(SuspendReason.RUN_FINISHED)),
-            Word.STOPPED,
+            StatusFacts(stopped=StopCause(SuspendReason.RUN_FINISHED)),
+            DaemonState.STOPPED,
             SuspendReason.RUN_FINISHED,
             "finished",
         ),
     ],
 )
 def test_each_state_has_a_word_a_reason_and_a_sentence(
-    facts: Facts, word: Word, reason: SuspendReason | None, told: str
+    facts: StatusFacts, word: DaemonState, reason: SuspendReason | None, told: str
 ) -> None:
-    saying = say(facts, NOON)
-    assert (saying.word, saying.reason) == (word, reason)
-    assert told in saying.sentence
+    described = describe(facts, NOON)
+    assert (described.state, described.reason) == (word, reason)
+    assert told in described.sentence
 
 
 @pytest.mark.parametrize("reason", PAUSES)
 @pytest.mark.parametrize(
-    "facts", [AT_WORK, Facts(), Facts(stopped=Stopped(SuspendReason.NO_RUN))], ids=str
+    "facts", [AT_WORK, StatusFacts(), StatusFacts(stopped=StopCause(SuspendReason.NO_RUN))], ids=str
 )
 def test_each_reason_to_pause_is_told_whatever_else_is_so(
-    reason: SuspendReason, facts: Facts
+    reason: SuspendReason, facts: StatusFacts
 ) -> None:
     paused = dataclasses.replace(facts, suspension=Suspension(reason))
-    saying = say(paused, NOON)
-    assert (saying.word, saying.reason, saying.until) == (Word.PAUSED, reason, None)
-    assert saying.sentence == SENTENCES[reason]
+    described = describe(paused, NOON)
+    assert (described.state, described.reason, described.until) == (
+        DaemonState.PAUSED,
+        reason,
+        None,
+    )
+    assert described.sentence == SENTENCES[reason]
 
 
 def test_a_pause_with_an_end_says_when_it_ends() -> None:
     six = NOON + 6 * 3600
-    saying = say(Facts(suspension=Suspension(SuspendReason.PAUSED_BY_USER, six)), NOON)
-    assert saying.until == six
-    assert saying.sentence == "paused by you until 18:00; `swarm-client resume` goes on"
+    described = describe(
+        StatusFacts(suspension=Suspension(SuspendReason.PAUSED_BY_USER, six)), NOON
+    )
+    assert described.until == six
+    assert described.sentence == "paused by you until 18:00; `swarm-client resume` goes on"
     assert clock_text(NOON + 30 * 3600, NOON) == "18:00 on 22 November"
 
 
 def test_names_of_others_cannot_steer_a_terminal() -> None:
     status = Status(
-        software="1", pid=1, time=NOON, started_at=NOON, word=Word.QUEUED, sentence="a\x1b[2Jb",
+        software="1", pid=1, time=NOON, started_at=NOON, state=DaemonState.QUEUED,
+        sentence="a\x1b[2Jb",
         peer="p" * 20, name="\x07me", leaderboard=(LeaderboardRow(name="x"),),
     )  # fmt: skip
     assert all(line.isprintable() for line in status_text(status).splitlines())
@@ -125,8 +143,8 @@ def test_names_of_others_cannot_steer_a_terminal() -> None:
 DAY = datetime.date(2026, 11, 21)
 
 
-def given_on(*ages: int, credit: float = 100.0) -> Diary:
-    found = Diary()
+def given_on(*ages: int, credit: float = 100.0) -> ContributionLog:
+    found = ContributionLog()
     for age in ages:
         found = found.with_step(DAY - datetime.timedelta(days=age), 1, 10, credit)
     return found
@@ -155,7 +173,7 @@ def test_a_diary_keeps_its_sums_when_it_forgets_days(tmp_path: Path) -> None:
     assert len(kept.days) == contribution_log.KEPT_DAYS
     assert kept.credit == pytest.approx(100.0 * (contribution_log.KEPT_DAYS + 50))
     path = tmp_path / "contribution.json"
-    assert contribution_log.read(path) == Diary()
+    assert contribution_log.read(path) == ContributionLog()
     contribution_log.write(path, kept)
     assert contribution_log.read(path) == kept
 
@@ -177,8 +195,8 @@ def test_a_damaged_file_is_named_and_left_as_it_is(tmp_path: Path, content: str)
 JOIN = JoinArguments(invite="swarm1abc")
 
 
-def book(*ids: str) -> RunBook:
-    found = RunBook()
+def book(*ids: str) -> StoredRuns:
+    found = StoredRuns()
     for when, run in enumerate(ids):
         found = found.joined(run, f"run {run}", JOIN, float(when))
     return found
@@ -186,8 +204,8 @@ def book(*ids: str) -> RunBook:
 
 def test_the_run_that_was_joined_last_is_the_chosen_one_and_invites_are_not_told() -> None:
     known = book("aa1", "bb2")
-    assert [(run.id, run.chosen) for run in known.told()] == [("aa1", False), ("bb2", True)]
-    assert "swarm1" not in str(known.told())
+    assert [(run.id, run.chosen) for run in known.listed()] == [("aa1", False), ("bb2", True)]
+    assert "swarm1" not in str(known.listed())
 
 
 def test_a_run_that_is_joined_again_is_one_entry_with_the_newest_wishes() -> None:
@@ -219,7 +237,7 @@ def test_a_forgotten_run_is_not_chosen_any_more(tmp_path: Path) -> None:
 def test_the_list_of_runs_is_bounded_and_each_is_there_once(ids: list[str]) -> None:
     known = book(*ids)
     entries = [run.id for run in known.runs]
-    assert len(entries) == len(set(entries)) <= known_runs.MOST_RUNS
+    assert len(entries) == len(set(entries)) <= known_runs.MAX_RUNS
     assert known.chosen == (ids[-1] if ids else None)
     assert not ids or known.chosen_run() is not None
 
@@ -231,14 +249,14 @@ def test_the_list_of_runs_is_bounded_and_each_is_there_once(ids: list[str]) -> N
     ("text", "seconds"), [("90s", 90), ("30m", 1800), ("2h", 7200), ("1h30m", 5400), ("1d", 86400)]
 )
 def test_a_time_is_read_as_people_say_it(text: str, seconds: float) -> None:
-    assert seconds_of(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @given(st.text(max_size=12))
 def test_whatever_is_typed_is_a_time_or_a_usage_error(text: str) -> None:
     seconds = 1.0
     with contextlib.suppress(UsageError):
-        seconds = seconds_of(text)
+        seconds = parse_duration(text)
     assert 0 < seconds <= 366 * 86400
 
 

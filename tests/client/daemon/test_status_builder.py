@@ -5,33 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 
 from client.volunteer.test_volunteer_admission import Scene, certificate, scene
-from swarm_client.control.contribution_log import Diary
-from swarm_client.control.status_document import MachineView, Status, SuspendReason, Word
-from swarm_client.control.status_sentence import Stopped
-from swarm_client.daemon.status_builder import DaemonFacts, Reporter
-from swarm_client.volunteer.device_group import Crew
+from swarm_client.control.contribution_log import ContributionLog
+from swarm_client.control.status_document import DaemonState, MachineView, Status, SuspendReason
+from swarm_client.control.status_sentence import StopCause
+from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder
+from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.identity.keys import Identity
-from swarm_shared.protocol import NewsRow, PeerRecord, Roster, RunNews
+from swarm_shared.protocol import LeaderboardEntry, PeerRecord, Roster, RunNews
 
 
-def look(s: Scene, reporter: Reporter, moment: float = 0.0) -> Status:
+def look(s: Scene, reporter: StatusBuilder, moment: float = 0.0) -> Status:
     facts = DaemonFacts(
         now=1_000_000.0, moment=moment, started_at=999_000.0, peer=s.volunteer.node.peer_id,
-        name=None, runs=(), suspension=None, stopped=Stopped(SuspendReason.NO_RUN), diary=Diary(),
+        name=None, runs=(), suspension=None, stopped=StopCause(SuspendReason.NO_RUN),
+        contribution_log=ContributionLog(),
         machine=MachineView(),
     )  # fmt: skip
-    return reporter.status(Crew([s.volunteer]), facts)
+    return reporter.status(DeviceGroup([s.volunteer]), facts)
 
 
 async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard(
     tmp_path: Path,
 ) -> None:
-    reporter = Reporter()
+    reporter = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.volunteer.attachment.session)
         joining = look(s, reporter)
-        assert (joining.word, joining.reason) == (Word.SYNCING, None)
+        assert (joining.state, joining.reason) == (DaemonState.SYNCING, None)
         assert joining.run is not None
         assert (joining.run.name, joining.run.steps, joining.run.loss) == ("test", 1, None)
         [device] = joining.devices
@@ -52,8 +53,10 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
             )
         )  # fmt: skip
         rows = (
-            NewsRow(peer=other, devices=(others_second,), name="B\x1bob", tokens=50, credit=25.0),
-            NewsRow(peer=me, tokens=20, credit=10.0),
+            LeaderboardEntry(
+                peer=other, devices=(others_second,), name="B\x1bob", tokens=50, credit=25.0
+            ),
+            LeaderboardEntry(peer=me, tokens=20, credit=10.0),
         )
         await s.script.say(
             RunNews(version=Version(1), loss=2.5, tokens_per_second=99.0, leaderboard=rows)
@@ -78,14 +81,14 @@ async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard
         assert Status.model_validate_json(status.model_dump_json()) == status
 
         s.volunteer.suspend(SuspendReason.TOO_HOT)
-        assert (look(s, reporter).word, look(s, reporter).reason) == (
-            Word.PAUSED,
+        assert (look(s, reporter).state, look(s, reporter).reason) == (
+            DaemonState.PAUSED,
             SuspendReason.TOO_HOT,
         )
 
 
 async def test_rates_of_traffic_are_between_two_looks(tmp_path: Path) -> None:
-    reporter = Reporter()
+    reporter = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.script.beats)
         first = look(s, reporter, 10.0).traffic
@@ -100,13 +103,16 @@ async def test_rates_of_traffic_are_between_two_looks(tmp_path: Path) -> None:
 
 
 async def test_a_coordinator_that_goes_away_is_told_with_its_reason(tmp_path: Path) -> None:
-    reporter = Reporter()
+    reporter = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.volunteer.attachment.session)
         s.script.refuse = True
         await s.script.streams[-1].reset()
         await s.until(lambda: s.volunteer.attachment.problem)
         status = look(s, reporter)
-        assert (status.word, status.reason) == (Word.DEGRADED, SuspendReason.COORDINATOR_AWAY)
+        assert (status.state, status.reason) == (
+            DaemonState.DEGRADED,
+            SuspendReason.COORDINATOR_AWAY,
+        )
         assert status.run is not None
         assert not status.run.coordinator_attached

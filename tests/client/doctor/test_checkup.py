@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 import trio
+from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_client.connectivity.port_mapping import PortMapper
-from swarm_client.connectivity.reachability import Finding
+from swarm_client.connectivity.reachability import ReachabilityFinding
 from swarm_client.doctor import checkup as checkup_module
 from swarm_client.doctor.checkup import Checkup, DoctorOptions
 from swarm_client.doctor.report import CHECKS, NETWORK_CHECKS, Check, State
@@ -26,9 +27,8 @@ from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, 
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.visitor_pass import sign_visitor_pass
 from swarm_shared.network import Node, open_node
-from swarm_shared.probe.server import ProbeLimits, Verdict, member_judge, serve_probe
+from swarm_shared.probe.server import HelloAnswer, ProbeLimits, answer_members_only, serve_probe
 from swarm_shared.protocol import DoctorHello, Neighbour, Reachability
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
@@ -44,14 +44,14 @@ def invite_to(node: Node, addresses: tuple[str, ...] = ()) -> Invite:
     )  # fmt: skip
 
 
-def anybody(remote: PeerId, hello: DoctorHello) -> Verdict:
+def anybody(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
     assert hello.token == "a token"
-    return Verdict(smallest_stage_bytes=2**20, data_bytes=2**30)
+    return HelloAnswer(smallest_stage_bytes=2**20, data_bytes=2**30)
 
 
 @asynccontextmanager
 async def coordinator(
-    judge: Callable[[PeerId, DoctorHello], Verdict] = anybody, limits: ProbeLimits | None = None
+    judge: Callable[[PeerId, DoctorHello], HelloAnswer] = anybody, limits: ProbeLimits | None = None
 ) -> AsyncIterator[Node]:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         serve_probe(node, judge, limits, lambda: NOW)
@@ -63,7 +63,7 @@ async def checks(
 ) -> dict[str, Check]:
     options = DoctorOptions(home=tmp_path / "home", wall_clock=lambda: NOW + ahead_seconds)
     checkup = Checkup(options)
-    await checkup.look_at_network(invite, None, in_use)
+    await checkup.check_network(invite, None, in_use)
     return {check.id: check for check in checkup.results.all()}
 
 
@@ -137,17 +137,17 @@ async def test_one_address_that_works_is_enough(tmp_path: Path) -> None:
 
 
 async def test_another_version_is_a_problem_that_names_the_right_one(tmp_path: Path) -> None:
-    async with coordinator(lambda remote, hello: Verdict(software_fits=False)) as node:
+    async with coordinator(lambda remote, hello: HelloAnswer(software_fits=False)) as node:
         found = (await checks(invite_to(node), tmp_path))["version"]
     assert found.exit_code == VersionError.exit_code
     assert found.fix.startswith("Install swarmtrain ")
 
 
 async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -> None:
-    def refusing(remote: PeerId, hello: DoctorHello) -> Verdict:
-        return Verdict(admission="the list does not name you")
+    def refusing(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+        return HelloAnswer(admission="the list does not name you")
 
-    def silent(remote: PeerId, hello: DoctorHello) -> Verdict:
+    def silent(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         raise AdmissionError("you are banned")
 
     async with coordinator(refusing) as node:
@@ -192,16 +192,16 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
         open_node(Identity.generate(), [ANY_PORT]) as other,
     ):
         for volunteer in (one, other):
-            judge = member_judge(RUN, ORGANISER.peer_id, nobody_is_a_member, lambda: NOW)
+            judge = answer_members_only(RUN, ORGANISER.peer_id, nobody_is_a_member, lambda: NOW)
             serve_probe(volunteer, judge)
 
-        def naming(remote: PeerId, hello: DoctorHello) -> Verdict:
+        def naming(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
             neighbours = [
                 Neighbour(peer=node.peer_id, addresses=node.addresses) for node in (one, other)
             ]
             gone = Neighbour(peer=Identity.generate().peer_id, addresses=one.addresses)
-            return Verdict(
-                visitor_pass=sign_visitor_pass(ORGANISER, remote, RUN, NOW),
+            return HelloAnswer(
+                probe_pass=sign_probe_pass(ORGANISER, remote, RUN, NOW),
                 neighbours=(*neighbours, gone),
             )
 
@@ -216,7 +216,7 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
 
 def test_each_class_of_reachability_is_told_in_words() -> None:
     def told(**known: object) -> Check:
-        finding = Finding(**{"behind_router": True, **known})  # type: ignore[arg-type]
+        finding = ReachabilityFinding(**{"behind_router": True, **known})  # type: ignore[arg-type]
         return checkup_module.reachability.judge(finding, 4001, PortMapper())
 
     public = told(reachability=Reachability.PUBLIC, addresses=("/ip4/1.2.3.4/tcp/4001",))
@@ -251,8 +251,8 @@ async def test_a_check_that_hangs_or_breaks_costs_no_other(
     async def hanging(self: Checkup) -> None:
         await trio.sleep_forever()
 
-    monkeypatch.setattr(Checkup, "look_at_torch", broken)
-    monkeypatch.setattr(Checkup, "look_at_p2pd", hanging)
+    monkeypatch.setattr(Checkup, "probe_torch", broken)
+    monkeypatch.setattr(Checkup, "check_p2pd", hanging)
     options = DoctorOptions(home=tmp_path / "home", total_seconds=0.5)
     report = await checkup_module.check_up(options)
     found = {check.id: check for check in report.checks}

@@ -49,7 +49,7 @@ def test_an_old_python_is_a_problem() -> None:
 
 
 async def test_torch_is_looked_at_in_a_process_of_its_own() -> None:
-    found, seconds = await machine.look_at_torch()
+    found, seconds = await machine.probe_torch()
     check = machine.check_torch(found, seconds)
     assert check.state is State.OK, check.seen
     assert str(found["torch"]).startswith("2.13.")
@@ -76,7 +76,7 @@ async def test_a_broken_torch_is_a_problem_and_not_a_crash(
     (tmp_path / "torch" / "__init__.py").write_text(code)
     paths = [str(tmp_path), *filter(None, sys.path)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    found, seconds = await machine.look_at_torch()
+    found, seconds = await machine.probe_torch()
     check = machine.check_torch(found, seconds)
     assert check.state is State.PROBLEM
     assert seen in check.seen
@@ -134,15 +134,15 @@ def test_memory_below_the_smallest_stage_is_a_problem() -> None:
 
 
 def test_a_new_home_is_fine_and_is_not_made(tmp_path: Path) -> None:
-    home = Home.where(tmp_path / "a" / "b")
+    home = Home.locate(tmp_path / "a" / "b")
     check, identity, in_use = machine.check_home(home)
     assert (check.state, identity, in_use) == (State.OK, None, False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_home_with_an_identity_names_its_peer(tmp_path: Path) -> None:
-    made = Identity.load_or_create(Home.at(tmp_path).identity_path)
-    check, identity, in_use = machine.check_home(Home.where(tmp_path))
+    made = Identity.load_or_create(Home.create(tmp_path).identity_path)
+    check, identity, in_use = machine.check_home(Home.locate(tmp_path))
     assert check.state is State.OK
     assert made.peer_id in check.seen
     assert identity is not None
@@ -151,7 +151,7 @@ def test_a_home_with_an_identity_names_its_peer(tmp_path: Path) -> None:
 
 
 def test_a_running_client_is_noticed_and_not_disturbed(tmp_path: Path) -> None:
-    home = Home.at(tmp_path)
+    home = Home.create(tmp_path)
     with home.locked():
         check, _, in_use = machine.check_home(home)
         assert (check.state, in_use) == (State.WARNING, True)
@@ -165,11 +165,11 @@ def test_a_running_client_is_noticed_and_not_disturbed(tmp_path: Path) -> None:
 def test_a_home_that_cannot_be_used_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert machine.check_home(Home.where(path))[0].exit_code == StorageError.exit_code
+        assert machine.check_home(Home.locate(path))[0].exit_code == StorageError.exit_code
 
 
 def test_a_key_that_others_can_read_is_a_problem_with_its_cure(tmp_path: Path) -> None:
-    home = Home.at(tmp_path)
+    home = Home.create(tmp_path)
     Identity.load_or_create(home.identity_path)
     home.identity_path.chmod(0o644)
     check, _, _ = machine.check_home(home)

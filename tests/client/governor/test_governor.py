@@ -13,14 +13,14 @@ import trio
 
 from kits.runs.started_program import wait_until_it_is
 from swarm_client.control.status_document import (
+    DaemonState,
     DeviceView,
     Status,
     SuspendReason,
     TrafficView,
-    Word,
 )
 from swarm_client.control.suspension import Suspension
-from swarm_client.governor.governor import P2PD_HELD_BACK, Governor, Subject
+from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
@@ -33,7 +33,11 @@ from swarm_shared.network import Bandwidth
 
 OWN_RUN = RunId("f" * 32)
 PAUSED = DeviceView(
-    id="cpu", label="CPU", word=Word.PAUSED, reason=SuspendReason.USER_ACTIVE, sentence="short"
+    id="cpu",
+    label="CPU",
+    state=DaemonState.PAUSED,
+    reason=SuspendReason.USER_ACTIVE,
+    sentence="short",
 )
 
 
@@ -79,7 +83,7 @@ class Somebody:
 
 class Rig:
     def __init__(self, folder: Path, text: str = "", devices: int = 1) -> None:
-        self.home = Home.at(folder / "a home")
+        self.home = Home.create(folder / "a home")
         self.path = self.home.path / "preferences.toml"
         self.path.write_text(text)
         self.told, self.somebody = Told(), Somebody()
@@ -88,7 +92,7 @@ class Rig:
         self.wall = 1_795_000_000.0
         self.others_told = tuple(Told() for _ in range(devices - 1))
         subjects = [
-            Subject(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
+            GovernedDevice(told, told, lambda: self.others, Device("cpu", "CPU", 10**9, number), 4)
             for number, told in enumerate((self.told, *self.others_told), start=1)
         ]
         probes = MachineProbes(self.home.path, self.somebody, self.somebody)
@@ -99,7 +103,7 @@ class Rig:
         )  # fmt: skip
 
     async def look(self) -> SuspendReason | None:
-        await self.governor.look()
+        await self.governor.tick()
         return None if self.told.suspended is None else self.told.suspended.reason
 
 
@@ -197,7 +201,7 @@ async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program
     rig.bandwidth.down.bytes += 10**7
     assert await rig.look() is SuspendReason.QUOTA_USED
     assert rig.told.network["for_others"] is False
-    rig.governor._ledger.save()
+    rig.governor._transfer_counts.save()
     view = rig.governor.traffic(TrafficView())
     assert (view.quota_bytes, view.quota_used_bytes) == (int(0.01 * 2**30), 16 * 10**6)
 
@@ -244,7 +248,8 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
     rig.somebody.idle = 12.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
     status = Status(
-        software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
+        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
+        sentence="short", peer="p",
         reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
     )  # fmt: skip
     told = rig.governor.completed(status)
@@ -285,7 +290,8 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
     assert other.suspended is not None
     assert other.suspended.reason is SuspendReason.USER_ACTIVE
     status = Status(
-        software="x", pid=1, time=1, started_at=0, word=Word.PAUSED, sentence="short", peer="p",
+        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
+        sentence="short", peer="p",
         reason=SuspendReason.USER_ACTIVE,
         devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
     )  # fmt: skip
@@ -296,8 +302,8 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
 
 async def test_a_device_that_takes_part_no_more_is_told_nothing(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "run_if_user_active = false", devices=2)
-    gone = rig.governor._charges[1]
-    gone.subject = replace(gone.subject, works=lambda: False)
+    gone = rig.governor._records[1]
+    gone.subject = replace(gone.subject, participates=lambda: False)
     rig.somebody.idle = 1.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
     assert rig.others_told[0].suspended is None

@@ -16,12 +16,12 @@ from swarm_client.governor.hysteresis import OFF, Band, Switch
 from swarm_client.governor.policy import (
     CPU_BUSY_SECONDS,
     CPU_CALM_SECONDS,
-    CPU_MARGIN,
+    CPU_MARGIN_SHARE,
     GIB,
-    PATIENCE_SECONDS,
-    Memory,
-    Moment,
-    Verdict,
+    MAX_UNREAD_SECONDS,
+    ClockReading,
+    GovernorDecision,
+    PolicyMemory,
     decide,
 )
 from swarm_client.governor.probes.readings import GpuReading, Readings
@@ -29,17 +29,17 @@ from swarm_client.preferences import Preferences
 
 BERLIN = ZoneInfo("Europe/Berlin")
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=BERLIN).timestamp()
-NOW = Moment(NOON, 1000.0)
+NOW = ClockReading(NOON, 1000.0)
 
 
 def prefer(**said: Any) -> Preferences:
     return Preferences.model_validate(said)
 
 
-def verdict(
-    preferences: Preferences, readings: Readings, now: Moment = NOW, device: str = "cpu"
-) -> Verdict:
-    return decide(preferences, readings, Memory(), now, device, BERLIN)[0]
+def decision(
+    preferences: Preferences, readings: Readings, now: ClockReading = NOW, device: str = "cpu"
+) -> GovernorDecision:
+    return decide(preferences, readings, PolicyMemory(), now, device, BERLIN)[0]
 
 
 class Machine:
@@ -48,14 +48,14 @@ class Machine:
     def __init__(self, preferences: Preferences, device: str = "cpu") -> None:
         self.preferences = preferences
         self.device = device
-        self.memory = Memory()
+        self.memory = PolicyMemory()
         self.now = NOW
 
-    def look(self, readings: Readings, seconds: float = 1.0) -> Verdict:
+    def update(self, readings: Readings, seconds: float = 1.0) -> GovernorDecision:
         seen, self.memory = decide(
             self.preferences, readings, self.memory, self.now, self.device, BERLIN
         )
-        self.now = Moment(self.now.wall + seconds, self.now.steady + seconds)
+        self.now = ClockReading(self.now.wall + seconds, self.now.steady + seconds)
         return seen
 
 
@@ -76,7 +76,7 @@ def test_a_server_without_battery_display_and_user_runs_whatever_else_it_reads()
     )  # fmt: skip
     for device in ("cpu", "cuda:0"):
         for readings in (Readings(), busy):
-            seen = verdict(Preferences(), readings, device=device)
+            seen = decision(Preferences(), readings, device=device)
             assert seen.causes == ()
             assert seen.limits.duty_cycle == 1.0
             assert seen.limits.cores is None
@@ -121,32 +121,32 @@ def test_a_server_without_battery_display_and_user_runs_whatever_else_it_reads()
 def test_each_preference_has_its_reason_and_a_sentence(
     said: dict[str, Any], readings: Readings, reason: Reason, words: str
 ) -> None:
-    seen = verdict(prefer(**said), readings)
+    seen = decision(prefer(**said), readings)
     assert seen.reasons == (reason,)
     assert words in seen.sentence
 
 
 def test_a_gpu_is_its_display_users_and_a_terminal_user_does_not_count() -> None:
     at_display, at_terminal = Readings(display_idle_seconds=1), Readings(terminal_idle_seconds=1)
-    assert verdict(Preferences(), at_display, device="cuda:0").reason is Reason.USER_ACTIVE
-    assert verdict(Preferences(), at_terminal, device="cuda:0").causes == ()
-    assert verdict(Preferences(), at_display).causes == ()
+    assert decision(Preferences(), at_display, device="cuda:0").reason is Reason.USER_ACTIVE
+    assert decision(Preferences(), at_terminal, device="cuda:0").causes == ()
+    assert decision(Preferences(), at_display).causes == ()
 
 
 def test_words_for_one_gpu_do_not_hold_for_another() -> None:
     said = prefer(gpu={"1": {"use": False}, "all": {"vram_gib": 4}}, exclusive_gpu_apps=("render",))
-    assert verdict(said, Readings(), device="cuda:0").causes == ()
-    assert verdict(said, Readings(), device="cuda:0").limits.vram_bytes == 4 * GIB
-    assert verdict(said, Readings(), device="cuda:1").causes
+    assert decision(said, Readings(), device="cuda:0").causes == ()
+    assert decision(said, Readings(), device="cuda:0").limits.vram_bytes == 4 * GIB
+    assert decision(said, Readings(), device="cuda:1").causes
     rendering = Readings(running_apps=frozenset({"render"}))
-    assert verdict(said, rendering, device="cuda:0").reason is Reason.EXCLUSIVE_APP
-    assert verdict(said, rendering).causes == ()
+    assert decision(said, rendering, device="cuda:0").reason is Reason.EXCLUSIVE_APP
+    assert decision(said, rendering).causes == ()
 
 
 def test_the_end_of_a_pause_is_known_only_if_that_of_every_cause_is() -> None:
     said = prefer(hours="13:00-14:00", network_hours="15:00-16:00")
-    assert verdict(said, Readings()).until == NOON + 3 * 3600
-    both = verdict(said, Readings(on_batteries=True))
+    assert decision(said, Readings()).until == NOON + 3 * 3600
+    both = decision(said, Readings(on_batteries=True))
     assert both.until is None
     assert both.reasons == (Reason.ON_BATTERIES, Reason.TIME_OF_DAY, Reason.NETWORK_HOURS)
     assert "; also, it is outside" in both.sentence
@@ -154,29 +154,29 @@ def test_the_end_of_a_pause_is_known_only_if_that_of_every_cause_is() -> None:
 
 def test_hours_follow_the_wall_clock_when_it_is_set_back_and_durations_do_not() -> None:
     machine = Machine(prefer(hours="11:00-14:00", run_if_user_active=False, idle_minutes=2))
-    assert machine.look(Readings(terminal_idle_seconds=0)).reason is Reason.USER_ACTIVE
-    machine.now = Moment(NOON - 86_400 * 30, machine.now.steady + 60)
-    assert machine.look(Readings(terminal_idle_seconds=61)).reason is Reason.USER_ACTIVE
-    machine.now = Moment(NOON - 3 * 3600, machine.now.steady + 60)
-    assert machine.look(Readings(terminal_idle_seconds=122)).reason is Reason.TIME_OF_DAY
+    assert machine.update(Readings(terminal_idle_seconds=0)).reason is Reason.USER_ACTIVE
+    machine.now = ClockReading(NOON - 86_400 * 30, machine.now.steady + 60)
+    assert machine.update(Readings(terminal_idle_seconds=61)).reason is Reason.USER_ACTIVE
+    machine.now = ClockReading(NOON - 3 * 3600, machine.now.steady + 60)
+    assert machine.update(Readings(terminal_idle_seconds=122)).reason is Reason.TIME_OF_DAY
 
 
 def test_a_clock_that_is_set_back_frees_no_quota() -> None:
     said = prefer(transfer_gib=1, transfer_days=7)
     used = Readings(transferred_bytes_by_day={date(2026, 11, 20).toordinal(): 2 * GIB})
     for days in (0, 3, 40):
-        now = Moment(NOON - 86_400 * days, 1000.0)
-        assert verdict(said, used, now).reason is Reason.QUOTA_USED
-    assert verdict(said, used, Moment(NOON + 86_400 * 6, 0)).reason is Reason.QUOTA_USED
-    assert verdict(said, used, Moment(NOON + 86_400 * 7, 0)).causes == ()
+        now = ClockReading(NOON - 86_400 * days, 1000.0)
+        assert decision(said, used, now).reason is Reason.QUOTA_USED
+    assert decision(said, used, ClockReading(NOON + 86_400 * 6, 0)).reason is Reason.QUOTA_USED
+    assert decision(said, used, ClockReading(NOON + 86_400 * 7, 0)).causes == ()
 
 
 def test_whoever_was_seen_counts_until_idle_for_long_enough_also_when_nothing_tells() -> None:
     machine = Machine(prefer(run_if_user_active=False, idle_minutes=1))
-    assert machine.look(Readings(display_idle_seconds=0.0)).reason is Reason.USER_ACTIVE
+    assert machine.update(Readings(display_idle_seconds=0.0)).reason is Reason.USER_ACTIVE
     for _ in range(59):
-        assert machine.look(Readings()).reason is Reason.USER_ACTIVE
-    assert machine.look(Readings()).causes == ()
+        assert machine.update(Readings()).reason is Reason.USER_ACTIVE
+    assert machine.update(Readings()).causes == ()
 
 
 # ---------------------------------------------------------------- no flicker
@@ -187,22 +187,22 @@ def test_a_hot_gpu_rests_until_it_is_cooler_by_the_hysteresis() -> None:
         prefer(gpu={"0": {"temperature_ceiling_celsius": 80, "temperature_hysteresis_celsius": 8}}),
         "cuda:0",
     )
-    assert machine.look(hot(79.9)).causes == ()
-    seen = machine.look(hot(80.0))
+    assert machine.update(hot(79.9)).causes == ()
+    seen = machine.update(hot(80.0))
     assert seen.reason is Reason.TOO_HOT
     assert "`sudo nvidia-smi -i 0 -pl 240` would keep it cooler" in seen.sentence
-    assert machine.look(hot(72.5)).reason is Reason.TOO_HOT
-    assert machine.look(hot(None)).reason is Reason.TOO_HOT
-    assert machine.look(hot(72.0)).causes == ()
-    assert machine.look(hot(79.0)).causes == ()
+    assert machine.update(hot(72.5)).reason is Reason.TOO_HOT
+    assert machine.update(hot(None)).reason is Reason.TOO_HOT
+    assert machine.update(hot(72.0)).causes == ()
+    assert machine.update(hot(79.0)).causes == ()
 
 
 def test_a_sensor_that_is_gone_for_good_does_not_hold_a_gpu_for_ever() -> None:
     machine = Machine(Preferences(), "cuda:0")
-    assert machine.look(hot(95)).reason is Reason.TOO_HOT
-    for _ in range(int(PATIENCE_SECONDS)):
-        assert machine.look(hot(None)).reason is Reason.TOO_HOT
-    assert machine.look(hot(None)).causes == ()
+    assert machine.update(hot(95)).reason is Reason.TOO_HOT
+    for _ in range(int(MAX_UNREAD_SECONDS)):
+        assert machine.update(hot(None)).reason is Reason.TOO_HOT
+    assert machine.update(hot(None)).causes == ()
 
 
 readings_of_a_switch = st.lists(st.one_of(st.none(), st.floats(0, 100)), min_size=1, max_size=80)
@@ -215,7 +215,7 @@ def test_a_switch_never_flips_within_its_hysteresis(
     band = Band(on_at, on_at - width, on_seconds, off_seconds)
     switch, history = OFF, []
     for second, reading in enumerate(seen):
-        before, switch = switch, switch.look(reading, band, float(second), 1000.0)
+        before, switch = switch, switch.update(reading, band, float(second), 1000.0)
         history.append(reading)
         if before.on == switch.on:
             continue
@@ -242,7 +242,7 @@ def test_other_programs_must_be_busy_for_a_while_and_then_calm_for_longer(
     machine = Machine(prefer(suspend_if_cpu_above_percent=percent))
     paused_before, since = False, 0
     for second, share in enumerate(shares):
-        seen = machine.look(Readings(cpu_share=share, own_cpu_share=0.0))
+        seen = machine.update(Readings(cpu_share=share, own_cpu_share=0.0))
         paused = seen.reason is Reason.CPU_BUSY
         if paused and not paused_before:
             window = shares[second - int(CPU_BUSY_SECONDS) : second + 1]
@@ -252,14 +252,14 @@ def test_other_programs_must_be_busy_for_a_while_and_then_calm_for_longer(
         if paused_before and not paused:
             assert second - since >= CPU_CALM_SECONDS
             window = shares[second - int(CPU_CALM_SECONDS) : second + 1]
-            assert max(window) <= max(percent / 200, percent / 100 - CPU_MARGIN)
+            assert max(window) <= max(percent / 200, percent / 100 - CPU_MARGIN_SHARE)
         paused_before = paused
 
 
 def test_what_this_program_uses_of_the_processor_is_nobody_elses() -> None:
     machine = Machine(prefer(suspend_if_cpu_above_percent=20))
     for _ in range(60):
-        assert machine.look(Readings(cpu_share=1.0, own_cpu_share=0.9)).causes == ()
+        assert machine.update(Readings(cpu_share=1.0, own_cpu_share=0.9)).causes == ()
 
 
 # ---------------------------------------------------------------- properties of all of it
@@ -326,17 +326,19 @@ times = st.lists(
 def test_there_is_a_reason_and_a_sentence_exactly_when_it_does_not_run(
     preferences: Preferences, device: str, looks: list[tuple[Readings, float, float]]
 ) -> None:
-    memory, wall, steady = Memory(), NOON, 0.0
+    memory, wall, steady = PolicyMemory(), NOON, 0.0
     for readings, wall_seconds, seconds in looks:
         wall, steady = wall + wall_seconds, steady + seconds
-        seen, memory = decide(preferences, readings, memory, Moment(wall, steady), device, UTC)
+        seen, memory = decide(
+            preferences, readings, memory, ClockReading(wall, steady), device, UTC
+        )
         assert (seen.reason is None) == (seen.causes == ())
         for cause in seen.causes:
             assert cause.sentence
             assert not cause.sentence.endswith(".")
             assert cause.until is None or cause.until > wall
         # The same again changes nothing: a decision depends on nothing else.
-        again = decide(preferences, readings, memory, Moment(wall, steady), device, UTC)
+        again = decide(preferences, readings, memory, ClockReading(wall, steady), device, UTC)
         assert again[0].reasons == seen.reasons
         assert 0 < seen.limits.duty_cycle <= 1
 
@@ -372,7 +374,7 @@ def test_a_looser_preference_never_allows_less(
     name: str, base: Preferences, readings: Readings, device: str
 ) -> None:
     tight, loose = (
-        verdict(
+        decision(
             Preferences.model_validate({**base.model_dump(), name: value}), readings, device=device
         )
         for value in LOOSER[name]
@@ -390,8 +392,8 @@ def test_a_switch_looks_only_forward() -> None:
     band = Band(10, 5, on_seconds=3)
     switch = Switch()
     for second in range(3):
-        switch = switch.look(11, band, second, 100)
+        switch = switch.update(11, band, second, 100)
     assert not switch.on
-    assert not switch.look(9, band, 3, 100).look(11, band, 4, 100).on
-    assert switch.look(11, band, 3, 100).on
-    assert replace(switch, since=None).look(None, band, 3, 100).unread_since == 3
+    assert not switch.update(9, band, 3, 100).update(11, band, 4, 100).on
+    assert switch.update(11, band, 3, 100).on
+    assert replace(switch, since=None).update(None, band, 3, 100).unread_since == 3

@@ -24,18 +24,18 @@ from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus, load_nvml
 from swarm_client.governor.probes.idle import (
-    FirstThatKnows,
+    FirstAvailable,
     LogindIdle,
     MacIdle,
     TerminalIdle,
     run_command,
 )
 from swarm_client.governor.probes.machine import (
-    FAMILY_SECONDS,
+    PROCESS_TREE_SECONDS,
     CpuProbe,
     DiskProbe,
-    Family,
     MemoryProbe,
+    ProcessTree,
 )
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences
@@ -111,14 +111,14 @@ def test_a_process_that_becomes_another_program_is_seen(tmp_path: Path) -> None:
 
 def test_what_children_compute_counts_as_this_programs_own() -> None:
     time = Time()
-    family = Family(clock=time)
-    probe = CpuProbe(family, time)
+    process_tree = ProcessTree(clock=time)
+    probe = CpuProbe(process_tree, time)
     assert probe.shares() == (None, None)
     busy = [sys.executable, "-c", "print(1, flush=True)\nwhile True: pass"]
     with subprocess.Popen(busy, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        time.now += FAMILY_SECONDS
+        time.now += PROCESS_TREE_SECONDS
         before = psutil.Process(child.pid).cpu_times().user
         probe.shares()
         while psutil.Process(child.pid).cpu_times().user < before + 0.3:
@@ -135,7 +135,7 @@ def test_what_children_compute_counts_as_this_programs_own() -> None:
 
 def test_memory_is_that_of_all_own_processes_and_shared_memory_counts_once() -> None:
     time = Time()
-    probe = MemoryProbe(Family(clock=time), time)
+    probe = MemoryProbe(ProcessTree(clock=time), time)
     before = probe.read()
     assert before.own_bytes is not None
     assert before.total_bytes == psutil.virtual_memory().total
@@ -307,7 +307,7 @@ def test_of_several_probes_the_first_that_knows_is_believed_and_the_others_rest(
             return None
 
     time, unknown, known = Time(), Unknown(), Counted()
-    first = FirstThatKnows([unknown, known], time)
+    first = FirstAvailable([unknown, known], time)
     for _ in range(5):
         assert first.idle_seconds() == 5.0
     assert (unknown.asked, known.asked) == (1, 5)

@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm_client.governor.device_offer import most_memory, usable_devices
-from swarm_client.governor.disk_space import make_room, missing_bytes
+from swarm_client.governor.disk_space import make_room, missing_disk_bytes
 from swarm_client.governor.policy import GIB
-from swarm_client.governor.probes.machine import FAMILY_SECONDS, Family
+from swarm_client.governor.probes.machine import PROCESS_TREE_SECONDS, ProcessTree
 from swarm_client.governor.process_limits import ProcessBinding, chosen_cores, threads
-from swarm_client.governor.transfer_quota import SAVE_SECONDS, TransferLedger
+from swarm_client.governor.transfer_quota import SAVE_SECONDS, TransferCounts
 from swarm_client.machine.devices import choose_device, choose_devices
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
-from swarm_client.stage.worker.duty_cycle import LONGEST_REST, DutyCycle
+from swarm_client.stage.worker.duty_cycle import MAX_REST_FACTOR, DutyCycle
 from swarm_shared.base.errors import CapacityError, SwarmError, UsageError
 from swarm_shared.base.types import RunId
 
@@ -48,9 +48,9 @@ def prefer(**said: object) -> Preferences:
 PROGRAM = """
 import subprocess, sys, threading
 from swarm_client.governor.process_limits import ProcessBinding
-from swarm_client.governor.probes.machine import Family
-family = Family()
-binding = ProcessBinding(family)
+from swarm_client.governor.probes.machine import ProcessTree
+process_tree = ProcessTree()
+binding = ProcessBinding(process_tree)
 stop = threading.Event()
 threading.Thread(target=stop.wait).start()
 waits = "import threading as t; e = t.Event(); t.Thread(target=e.wait).start();"
@@ -66,7 +66,7 @@ for line in sys.stdin:
     if words[0] == "start":
         children.append(start())
     if words[0] == "apply":
-        family.look()
+        process_tree.refresh()
         binding.apply(int(words[1]) or None, int(words[2]))
     print(*[child.pid for child in children], flush=True)
 stop.set()
@@ -140,7 +140,7 @@ def test_children_give_way_and_the_daemon_itself_does_not(program: Program) -> N
 
 def test_without_a_word_nothing_is_bound() -> None:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    binding = ProcessBinding(Family())
+    binding = ProcessBinding(ProcessTree())
     binding.apply(None, 0)
     if cores is not None:
         assert os.sched_getaffinity(0) == cores
@@ -152,7 +152,7 @@ def test_the_last_cores_are_chosen_and_never_none() -> None:
     assert chosen_cores(free, 2) == {6, 8}
     assert chosen_cores(free, 9) == chosen_cores(free, None) == free
     assert chosen_cores(None, 2) is None
-    assert FAMILY_SECONDS > 0
+    assert PROCESS_TREE_SECONDS > 0
 
 
 # ---------------------------------------------------------------- rests
@@ -173,11 +173,11 @@ def test_a_duty_cycle_rests_its_share_and_never_long_at_once(
         busy += seconds
         time.now += seconds
         if not is_computation:
-            duty.worked(seconds)
+            duty.add_work(seconds)
             continue
         duty.computed(seconds)
         rest = duty.rest_seconds()
-        assert rest <= LONGEST_REST * seconds * (1 / share - 1) + 1e-9
+        assert rest <= MAX_REST_FACTOR * seconds * (1 / share - 1) + 1e-9
         time.now += rest
     # What other work owes is paid as computations follow: nothing more than its due is rested.
     assert busy <= (time.now - begun) * 1.000001
@@ -208,17 +208,17 @@ def test_another_share_holds_at_once_and_forgives_the_rest() -> None:
 
 def test_what_was_transferred_outlives_the_program(tmp_path: Path) -> None:
     time = Time()
-    ledger = TransferLedger(tmp_path, time)
+    ledger = TransferCounts(tmp_path, time)
     ledger.add(TODAY, 100)
     ledger.add(TODAY, 50)
     assert not ledger.path.exists()
     time.now += SAVE_SECONDS
     ledger.add(date(2026, 11, 22), 7)
-    again = TransferLedger(tmp_path, time)
+    again = TransferCounts(tmp_path, time)
     assert again.bytes_by_day == {TODAY.toordinal(): 150, TODAY.toordinal() + 1: 7}
     again.add(TODAY, 1)
     again.save()
-    assert TransferLedger(tmp_path, time).bytes_by_day[TODAY.toordinal()] == 151
+    assert TransferCounts(tmp_path, time).bytes_by_day[TODAY.toordinal()] == 151
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_was_transferred_outlives_the_program(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_damaged_ledger_is_begun_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / "transfer.json").write_text(content)
-    ledger = TransferLedger(tmp_path)
+    ledger = TransferCounts(tmp_path)
     assert ledger.bytes_by_day == {}
     ledger.add(TODAY, 5)
     ledger.save()
@@ -236,13 +236,13 @@ def test_a_damaged_ledger_is_begun_anew(tmp_path: Path, content: str) -> None:
 
 
 def test_a_full_disk_stops_no_counting(tmp_path: Path, files_no_larger_than) -> None:
-    ledger = TransferLedger(tmp_path)
+    ledger = TransferCounts(tmp_path)
     ledger.add(TODAY, 5)
     with files_no_larger_than(3):
         ledger.save()
     ledger.add(TODAY, 5)
     ledger.save()
-    assert TransferLedger(tmp_path).bytes_by_day == {TODAY.toordinal(): 10}
+    assert TransferCounts(tmp_path).bytes_by_day == {TODAY.toordinal(): 10}
 
 
 # ---------------------------------------------------------------- the disk
@@ -256,7 +256,7 @@ def cache(home: Home, run: str, size: int, used_at: float) -> None:
 
 
 def test_caches_of_other_runs_go_first_the_longest_unused_first(tmp_path: Path) -> None:
-    home = Home.at(tmp_path)
+    home = Home.create(tmp_path)
     for run, used_at in (("aaaa", 300.0), ("bbbb", 100.0), ("cccc", 200.0)):
         cache(home, run, 1000, used_at)
     (tmp_path / "identity.key").write_bytes(b"secret")
@@ -271,11 +271,11 @@ def test_caches_of_other_runs_go_first_the_longest_unused_first(tmp_path: Path) 
 
 def test_what_may_be_written_is_what_both_preferences_leave() -> None:
     said = prefer(disk_gib=10, disk_leave_free_gib=2)
-    assert missing_bytes(said, 50 * GIB, 4 * GIB, 6 * GIB) <= 0
-    assert missing_bytes(said, 50 * GIB, 4 * GIB, 7 * GIB) == GIB
-    assert missing_bytes(said, 5 * GIB, 0, 4 * GIB) == GIB
-    assert missing_bytes(prefer(disk_leave_free_gib=0), 0, 10**15, 10**15) <= 0
-    assert missing_bytes(said, None, None, 10**15) <= 0
+    assert missing_disk_bytes(said, 50 * GIB, 4 * GIB, 6 * GIB) <= 0
+    assert missing_disk_bytes(said, 50 * GIB, 4 * GIB, 7 * GIB) == GIB
+    assert missing_disk_bytes(said, 5 * GIB, 0, 4 * GIB) == GIB
+    assert missing_disk_bytes(prefer(disk_leave_free_gib=0), 0, 10**15, 10**15) <= 0
+    assert missing_disk_bytes(said, None, None, 10**15) <= 0
 
 
 # ---------------------------------------------------------------- what is offered

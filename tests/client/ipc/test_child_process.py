@@ -47,7 +47,7 @@ ECHO_CHILD = """
 import os, sys, time
 from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
-from swarm_client.ipc.child_process import become_child, inherited_link
+from swarm_client.ipc.child_process import prepare_child_process, inherited_link
 from swarm_shared.run.model_config import FrozenModel
 
 class Ping(FrozenModel):
@@ -58,7 +58,7 @@ class Pong(FrozenModel):
     kind: Literal["pong"] = "pong"
     number: int
 
-become_child()
+prepare_child_process()
 link = inherited_link(int(sys.argv[-1]), TypeAdapter(Ping))
 link.send(Pong(number=os.getpid()))
 while (message := link.receive()) is not None:

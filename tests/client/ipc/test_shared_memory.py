@@ -46,7 +46,7 @@ def test_two_processes_see_the_same_numbers_and_the_attacher_does_not_remove_the
 def test_a_new_segment_is_private_zeroed_and_of_the_size_asked_for(prefix: str) -> None:
     with shared_memory.create(prefix, 12345) as segment:
         path = next(
-            f / segment.name for f in shared_memory.folders() if (f / segment.name).exists()
+            f / segment.name for f in shared_memory.segment_folders() if (f / segment.name).exists()
         )
         assert path.stat().st_mode & 0o777 == 0o600
         assert path.stat().st_size == 12345
@@ -105,7 +105,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_is_in_use_stays(prefix: 
 def test_memory_that_is_not_there_is_refused_at_once_and_nothing_stays(
     prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared_memory, "folders", lambda: (tmp_path,))
+    monkeypatch.setattr(shared_memory, "segment_folders", lambda: (tmp_path,))
     with pytest.raises(CapacityError, match="no room"):
         shared_memory.create(prefix, 2**60)
     assert list(tmp_path.iterdir()) == []
@@ -115,7 +115,7 @@ def test_a_full_folder_is_passed_over_for_the_next(
     prefix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     readonly = Path("/proc")
-    monkeypatch.setattr(shared_memory, "folders", lambda: (readonly, tmp_path))
+    monkeypatch.setattr(shared_memory, "segment_folders", lambda: (readonly, tmp_path))
     with shared_memory.create(prefix, 100) as segment:
         assert (tmp_path / segment.name).exists()
         assert shared_memory.attach(segment.name).nbytes == 100

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 
-from swarm_client.membership.admission_gate import FENCE_SECONDS, Gate
+from swarm_client.membership.admission_gate import FENCE_SECONDS, AdmissionGate
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
@@ -43,7 +43,9 @@ class Scene:
     def __init__(self) -> None:
         self.now, self.wall_now = 0.0, NOW
         self.view = RosterView()
-        self.gate = Gate(RUN, ORGANISER.peer_id, self.view, lambda: self.wall_now, lambda: self.now)
+        self.gate = AdmissionGate(
+            RUN, ORGANISER.peer_id, self.view, lambda: self.wall_now, lambda: self.now
+        )
 
     def serves(self, shown: str, remote: Identity = ANNA, run: RunId = RUN) -> str:
         """ "yes", or why not."""
@@ -99,7 +101,7 @@ def test_a_link_that_is_open_is_refused_too() -> None:
     scene = Scene()
     scene.view.replace(roster(ANNA.peer_id))
     with pytest.raises(AdmissionError, match="does not let"):
-        scene.gate.check_still(ANNA.peer_id)
+        scene.gate.check_not_revoked(ANNA.peer_id)
 
 
 def test_a_revoked_peer_is_no_member_even_if_a_roster_says_both() -> None:

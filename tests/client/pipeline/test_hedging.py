@@ -8,13 +8,18 @@ import trio.testing
 
 from client.pipeline.test_pipeline import Peer, parcel, world
 from swarm_client.pipeline.errors import MicrobatchAbandoned
-from swarm_client.pipeline.hedging import LEAST_SECONDS, PER_STAGE_SECONDS, UNKNOWN_SECONDS, Latency
+from swarm_client.pipeline.hedging import (
+    MIN_OVERDUE_SECONDS,
+    OVERDUE_SECONDS_PER_STAGE,
+    UNKNOWN_LATENCY_SECONDS,
+    LatencyEstimate,
+)
 
 SOON = 0.1
 
 
-def impatient() -> Latency:
-    return Latency(least_seconds=SOON, unknown_seconds=SOON)
+def impatient() -> LatencyEstimate:
+    return LatencyEstimate(min_seconds=SOON, unknown_seconds=SOON)
 
 
 async def held(*peers: Peer) -> Peer:
@@ -136,17 +141,17 @@ async def test_a_sender_that_has_given_its_stage_up_opens_no_more_links() -> Non
 
 
 def test_what_is_late_follows_from_what_is_usual() -> None:
-    latency = Latency()
-    assert latency.is_usual(UNKNOWN_SECONDS - 1, depth=1)
-    assert not latency.is_usual(UNKNOWN_SECONDS, depth=1)
+    latency = LatencyEstimate()
+    assert latency.is_expected(UNKNOWN_LATENCY_SECONDS - 1, depth=1)
+    assert not latency.is_expected(UNKNOWN_LATENCY_SECONDS, depth=1)
     for _ in range(50):
         latency.observe(0.1)
-    assert latency.is_usual(LEAST_SECONDS - 0.1, depth=1)
-    assert not latency.is_usual(LEAST_SECONDS, depth=1)
+    assert latency.is_expected(MIN_OVERDUE_SECONDS - 0.1, depth=1)
+    assert not latency.is_expected(MIN_OVERDUE_SECONDS, depth=1)
     # Whoever sends to the last stage acts before those upstream of it.
-    assert latency.is_usual(LEAST_SECONDS, depth=2)
-    assert not latency.is_usual(LEAST_SECONDS + PER_STAGE_SECONDS, depth=2)
+    assert latency.is_expected(MIN_OVERDUE_SECONDS, depth=2)
+    assert not latency.is_expected(MIN_OVERDUE_SECONDS + OVERDUE_SECONDS_PER_STAGE, depth=2)
     for i in range(50):
         latency.observe(6.0 if i % 2 else 14.0)
-    assert latency.is_usual(20.0, depth=1)
-    assert not latency.is_usual(40.0, depth=1)
+    assert latency.is_expected(20.0, depth=1)
+    assert not latency.is_expected(40.0, depth=1)

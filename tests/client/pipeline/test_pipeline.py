@@ -17,11 +17,11 @@ import pytest
 import trio
 import trio.testing
 
-from swarm_client.membership.admission_gate import Gate
+from swarm_client.membership.admission_gate import AdmissionGate
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.downstream import Downstream, Parcel
+from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.errors import MicrobatchAbandoned
-from swarm_client.pipeline.hedging import Latency
+from swarm_client.pipeline.hedging import LatencyEstimate
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
 from swarm_client.pipeline.stage_server import StageServer
@@ -115,13 +115,13 @@ class Peer:
             self.worker.is_last,  # type: ignore[arg-type]
         )
         self.next_stage: Downstream | None = None
-        self.line_seconds = 0.0
+        self.uplink_seconds = 0.0
         self.view = RosterView()
         """Its own, for whom it serves; whom it uses is the world's."""
         self.server = StageServer(
             lambda: self.membership, lambda: self.holding, lambda: self.next_stage,
-            Gate(RUN, world.organiser.peer_id, self.view),
-            line_seconds=lambda _: self.line_seconds,
+            AdmissionGate(RUN, world.organiser.peer_id, self.view),
+            uplink_seconds=lambda _: self.uplink_seconds,
         )  # fmt: skip
         node.serve(STAGE_PROTOCOL, self.server.handle, LIMITS)
         self.record = PeerRecord(
@@ -176,7 +176,7 @@ class World:
         sender: Peer,
         stage: int,
         certificate: str | None = None,
-        latency: Latency | None = None,
+        latency: LatencyEstimate | None = None,
     ) -> Downstream:
         async def ask(step: int, microbatch: int, suspect: str) -> tuple[int, ...]:
             self.masks.append((step, microbatch, suspect))
@@ -206,8 +206,10 @@ async def world(stages: int = 2) -> AsyncIterator[World]:
         nursery.cancel_scope.cancel()
 
 
-def parcel(microbatch: int = 0, step: int = 1, accumulate: tuple[int, ...] = (0, 1)) -> Parcel:
-    return Parcel("train", step, microbatch, accumulate, INPUT, TARGETS)
+def parcel(
+    microbatch: int = 0, step: int = 1, accumulate: tuple[int, ...] = (0, 1)
+) -> MicrobatchRequest:
+    return MicrobatchRequest("train", step, microbatch, accumulate, INPUT, TARGETS)
 
 
 async def test_a_request_is_an_activation_and_its_answer_the_gradient_with_all_receipts() -> None:
@@ -228,7 +230,7 @@ async def test_a_peer_whose_line_takes_longer_than_its_device_gets_as_much_as_it
     None
 ):
     async with world() as w, w.peer(0) as sender, w.peer(1) as thin, w.peer(1) as wide:
-        thin.line_seconds, wide.line_seconds = 30.0, 10.0
+        thin.uplink_seconds, wide.uplink_seconds = 30.0, 10.0
         downstream = w.downstream(sender, 1)
         for microbatch in range(4):
             await downstream.send(parcel(microbatch), lambda: True)
@@ -460,7 +462,7 @@ async def test_a_step_too_far_ahead_and_an_evaluation_of_what_is_not_applied_yet
 async def test_a_payload_of_another_size_ends_the_link_and_reaches_no_worker() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         tries = itertools.count()
-        short = Parcel("train", 1, 0, (1,), INPUT[:-1], TARGETS)
+        short = MicrobatchRequest("train", 1, 0, (1,), INPUT[:-1], TARGETS)
         with pytest.raises(MicrobatchAbandoned):
             await w.downstream(sender, 1).send(short, lambda: next(tries) < 1)
     assert last.worker.forwards == []
@@ -560,7 +562,7 @@ async def test_who_sends_more_than_it_was_granted_is_cut_off() -> None:
 async def test_who_does_not_read_its_answers_gives_its_places_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("swarm_client.pipeline.stage_server.STALL_SECONDS", 0.5)
+    monkeypatch.setattr("swarm_client.pipeline.stage_server.ANSWER_STALL_SECONDS", 0.5)
     big = 4 * 2**20
     async with world() as w, w.peer(0) as sender, w.peer(1) as last:
         w.manifest.tokens_per_microbatch = w.manifest.activation_bytes = big

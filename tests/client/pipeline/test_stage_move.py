@@ -14,7 +14,7 @@ import trio
 
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.stage_move import MovingRounds
+from swarm_client.pipeline.stage_move import MovingStepCloser
 from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.identity.keys import Identity
@@ -79,7 +79,7 @@ class Scene:
         async def save(_holding: Holding, _request: object) -> None:
             raise AssertionError("nobody asked for a snapshot")
 
-        self.rounds = MovingRounds(
+        self.rounds = MovingStepCloser(
             self.holding, SimpleNamespace(tokens_per_step=8), self.averager,
             self._put.send_nowait, save,
             lambda _holding, _apply, counted: self.counted.append(counted),

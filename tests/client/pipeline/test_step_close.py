@@ -15,7 +15,7 @@ import trio
 
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.step_close import MOST_ORDERS, AveragingFailed, Rounds
+from swarm_client.pipeline.step_close import MAX_QUEUED_ORDERS, AveragingFailed, StepCloser
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.identity.keys import Identity
@@ -99,7 +99,7 @@ class Scene:
         async def save(_holding: Holding, _request: object) -> None:
             raise AssertionError("nobody asked for a snapshot")
 
-        self.rounds = Rounds(
+        self.rounds = StepCloser(
             self.holding, manifest, self.averager, self._put.send_nowait, save,
             lambda _holding, _apply, counted: self.counted.append(counted),
             self.out_of_step.set,
@@ -234,7 +234,7 @@ async def test_orders_that_come_faster_than_they_can_be_carried_out_end_the_sess
         s.averager.wait = True
         s.close((0,))
         await s.averager.entered.wait()
-        for attempt in range(2, 2 + MOST_ORDERS):
+        for attempt in range(2, 2 + MAX_QUEUED_ORDERS):
             s.close((0,), attempt=attempt)
         with pytest.raises(ProtocolError, match="orders that wait"):
             s.close((0,), attempt=1000)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarm_client.pipeline.uplink_share import LEAST_SHARE, LineShare
+from swarm_client.pipeline.uplink_share import MIN_ACTIVATION_SHARE, UplinkShare
 
 
 class Peer:
@@ -19,7 +19,7 @@ class Peer:
         self.holding: Any = SimpleNamespace(
             worker=SimpleNamespace(sizes=sizes), staleness=staleness
         )
-        self.line = LineShare(self, self, lambda: self.now)
+        self.line = UplinkShare(self, self, lambda: self.now)
 
     def step(self, seconds: float, averages_bytes: int) -> None:
         self.now += seconds
@@ -62,4 +62,4 @@ def test_averages_that_seem_to_fill_a_line_leave_a_part_of_it() -> None:
     peer = Peer(staleness=1)
     peer.step(1.0, 0)
     peer.step(1.0, 100_000)
-    assert peer.seconds == pytest.approx(0.5 / LEAST_SHARE)
+    assert peer.seconds == pytest.approx(0.5 / MIN_ACTIVATION_SHARE)

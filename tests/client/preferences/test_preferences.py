@@ -10,7 +10,7 @@ import tomlkit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.file import edited, set_preference, template
 from swarm_client.preferences.hours import WEEKDAYS
 from swarm_client.preferences.layers import (
@@ -226,7 +226,7 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
 
 
 def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path) -> None:
-    desk = PreferenceDesk(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
+    desk = PreferenceStore(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
     assert desk.set("cpu_percent", "50") == 50
     shown = desk.show()["preferences"]
     assert shown["cpu_percent"]["value"] == 50
@@ -248,7 +248,7 @@ def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_se
     set_preference(path, "hours", "22:00-06:30")
     set_preference(path, "hours_on.sunday", "always")
     set_preference(path, "gpu.1.vram_gib", "3")
-    desk = PreferenceDesk(path, tuple)
+    desk = PreferenceStore(path, tuple)
     shown = desk.show()["preferences"]
     groups = [row["group"] for row in shown.values()]
     assert list(dict.fromkeys(groups)) == list(GROUPS)

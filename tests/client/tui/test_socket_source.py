@@ -20,7 +20,7 @@ from kits.tui.client import status
 from swarm_client.control.status_document import Status
 from swarm_client.tui.socket_source import SocketSource
 from swarm_shared.base.errors import ConfigurationError, ProtocolError, VersionError
-from swarm_shared.tui.source import Away, Event, Logged, Seen
+from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, SourceLost
 
 Lines = list[dict[str, Any]]
 
@@ -125,11 +125,11 @@ class Follower:
 
 
 def is_seen(event: Event[Status]) -> bool:
-    return isinstance(event, Seen)
+    return isinstance(event, DocumentReceived)
 
 
 def is_away(event: Event[Status]) -> bool:
-    return isinstance(event, Away)
+    return isinstance(event, SourceLost)
 
 
 def together(session: Callable[[], Awaitable[None]]) -> None:
@@ -152,8 +152,11 @@ def test_status_and_log_of_a_daemon_are_followed(path: Path) -> None:
         found: list[Event[Status]] = []
         while len(found) < 4:
             found.append(await anext(follower.events))
-        assert [e.document for e in found if isinstance(e, Seen)] == [status(0), status(1)]
-        numbers = [line.number for e in found if isinstance(e, Logged) for line in e.entries]
+        assert [e.document for e in found if isinstance(e, DocumentReceived)] == [
+            status(0),
+            status(1),
+        ]
+        numbers = [line.number for e in found if isinstance(e, LogReceived) for line in e.entries]
         assert numbers == [1, 2, 3]
 
     together(session)
@@ -168,17 +171,17 @@ def test_a_daemon_that_ends_is_away_and_one_that_comes_back_is_followed_again(pa
         await follower.next(is_seen)
         first.hang_up()
         gone = await follower.next(is_away)
-        assert isinstance(gone, Away)
+        assert isinstance(gone, SourceLost)
         assert "has ended" in gone.sentence
         follower.try_again()
         gone = await follower.next(is_away)
-        assert isinstance(gone, Away)
+        assert isinstance(gone, SourceLost)
         assert "swarm-client join" in gone.sentence
         second = Daemon(path, {"follow": [told(7)], "log": [logged(1)]})
         follower.try_again()
         back = [await anext(follower.events), await anext(follower.events)]
-        assert [e.document for e in back if isinstance(e, Seen)] == [status(7)]
-        assert [len(e.entries) for e in back if isinstance(e, Logged)] == [1]
+        assert [e.document for e in back if isinstance(e, DocumentReceived)] == [status(7)]
+        assert [len(e.entries) for e in back if isinstance(e, LogReceived)] == [1]
         second.hang_up()
 
     together(session)
@@ -188,14 +191,14 @@ def test_a_command_goes_to_the_daemon_and_its_refusal_comes_back_as_its_error(pa
     refusal = {
         "error": {
             "code": "ConfigurationError", "seen": "nice must be at most 19", "needed": "",
-            "mend": "", "exit_code": 3,
+            "remedy": "", "exit_code": 3,
         }
     }  # fmt: skip
-    daemon = Daemon(path, {"pause": [{"ok": {"said": "paused"}}], "config_set": [refusal]})
+    daemon = Daemon(path, {"pause": [{"ok": {"message": "paused"}}], "config_set": [refusal]})
 
     async def session() -> None:
         source = SocketSource(path)
-        assert await source.act("pause", {"seconds": 60.0}) == {"said": "paused"}
+        assert await source.act("pause", {"seconds": 60.0}) == {"message": "paused"}
         with pytest.raises(ConfigurationError, match="at most 19"):
             await source.act("config_set", {"name": "nice", "text": "99"})
 

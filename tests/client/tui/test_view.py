@@ -21,10 +21,10 @@ from kits.tui import (
     walk,
 )
 from kits.tui.client import status
-from swarm_client.control.status_document import Status, SuspendReason, Word
-from swarm_client.preferences.control import PreferenceDesk
+from swarm_client.control.status_document import DaemonState, Status, SuspendReason
+from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.model import GROUPS
-from swarm_client.tui.app import ClientView
+from swarm_client.tui.app import ClientApp
 from swarm_shared.base.errors import ConfigurationError, DataError
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.terminal_style import Look, ThemeName
@@ -71,8 +71,8 @@ def watch(
     columns: int = 80,
     rows: int = 24,
     look: Look | None = None,
-) -> ClientView:
-    view = ClientView(script, look or Look())
+) -> ClientApp:
+    view = ClientApp(script, look or Look())
     drive(view, session, columns, rows)
     return view
 
@@ -146,7 +146,7 @@ def test_why_nothing_is_computed_and_until_when_stands_at_the_top() -> None:
     script = running()
     script.tell(
         status(
-            6, word=Word.PAUSED, reason=SuspendReason.USER_ACTIVE, until=START + 600,
+            6, state=DaemonState.PAUSED, reason=SuspendReason.USER_ACTIVE, until=START + 600,
             sentence="Somebody uses this machine.",
         )
     )  # fmt: skip
@@ -163,7 +163,8 @@ def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
     script: Script[Status] = Script()
     script.tell(
         status(
-            word=Word.STOPPED, reason=SuspendReason.NO_RUN, sentence="No run is joined.", run=None,
+            state=DaemonState.STOPPED, reason=SuspendReason.NO_RUN,
+            sentence="No run is joined.", run=None,
             devices=(), stages=(), peers=(), leaderboard=(),
         )
     )  # fmt: skip
@@ -278,7 +279,7 @@ def test_finish_is_asked_for_once_it_is_confirmed() -> None:
 
 def test_a_paused_volunteer_is_resumed_and_not_paused_again() -> None:
     script = running()
-    script.tell(status(6, word=Word.PAUSED, reason=SuspendReason.PAUSED_BY_USER))
+    script.tell(status(6, state=DaemonState.PAUSED, reason=SuspendReason.PAUSED_BY_USER))
 
     async def session(pilot: Pilot[None]) -> None:
         assert "r Resume" in screen(pilot)
@@ -422,7 +423,7 @@ def test_every_setting_that_a_daemon_tells_is_shown_under_its_group_with_what_it
     tmp_path: Path,
 ) -> None:
     script = running()
-    told = PreferenceDesk(tmp_path / "preferences.toml", tuple).show()
+    told = PreferenceStore(tmp_path / "preferences.toml", tuple).show()
     script.answers["config_show"] = told
     names = list(told["preferences"])
 
@@ -492,7 +493,7 @@ def test_the_command_palette_finds_commands_by_their_words() -> None:
 def test_every_theme_draws_the_same_text(theme: ThemeName) -> None:
     async def session(pilot: Pilot[None]) -> None:
         before = screen(pilot)
-        assert isinstance(pilot.app, ClientView)
+        assert isinstance(pilot.app, ClientApp)
         pilot.app.paint(theme)
         await settle(pilot)
         assert screen(pilot) == before

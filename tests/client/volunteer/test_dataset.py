@@ -22,7 +22,7 @@ from swarm_shared.identity.credentials import MembershipCertificate, sign_certif
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, open_node
 from swarm_shared.run.manifest import DataConfig, ShardInfo
-from swarm_shared.transfer.transfer import Source, certificate_check, serve_transfers
+from swarm_shared.transfer.transfer import TransferSource, certificate_check, serve_transfers
 
 RUN = "ab" * 32
 TOKENS = bytes(range(200)) * 50
@@ -58,7 +58,7 @@ def manifest_of(*shards: ShardInfo) -> SimpleNamespace:
 @asynccontextmanager
 async def coordinator_and_volunteer(
     served: dict[str, Path], asked: list[str]
-) -> AsyncIterator[tuple[Node, Source, str]]:
+) -> AsyncIterator[tuple[Node, TransferSource, str]]:
     organiser, volunteer = Identity.generate(), Identity.generate()
     certificate = sign_certificate(
         organiser,
@@ -77,7 +77,7 @@ async def coordinator_and_volunteer(
         open_node(volunteer, []) as node,
     ):
         serve_transfers(holder, catalogue, certificate_check(RUN, organiser.peer_id))
-        source = Source(holder.peer_id, holder.addresses)
+        source = TransferSource(holder.peer_id, holder.addresses)
         yield node, source, base64.b64encode(certificate).decode()
 
 
@@ -92,7 +92,7 @@ async def test_a_shard_with_a_url_never_asks_the_coordinator(tmp_path: Path) -> 
         )
         async with coordinator_and_volunteer({}, asked) as (node, source, certificate):
             folder = await fetch_data(
-                node, Home.at(tmp_path / "h"), RUN, manifest, source, certificate
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate
             )
     assert (folder / "a.tokens").read_bytes() == TOKENS
     assert asked == []
@@ -116,7 +116,7 @@ async def test_a_web_server_that_fails_or_lies_is_replaced_by_the_coordinator(
         served = {"data/a.tokens": true, "data/b.tokens": true}
         async with coordinator_and_volunteer(served, asked) as (node, source, certificate):
             folder = await fetch_data(
-                node, Home.at(tmp_path / "h"), RUN, manifest, source, certificate
+                node, Home.create(tmp_path / "h"), RUN, manifest, source, certificate
             )
     assert (folder / "a.tokens").read_bytes() == TOKENS
     assert set(asked) == {"data/a.tokens", "data/b.tokens"}
@@ -130,14 +130,14 @@ async def test_a_shard_that_nobody_serves_whole_is_an_error_and_leaves_nothing_b
     manifest = manifest_of(shard("a.tokens", "train", None), shard("b.tokens", "heldout", None))
     async with coordinator_and_volunteer({"data/a.tokens": lie}, []) as (node, source, proof):
         with pytest.raises(NetworkError):
-            await fetch_data(node, Home.at(tmp_path / "h"), RUN, manifest, source, proof)
-    assert not (Home.at(tmp_path / "h").data_folder(RUN) / "a.tokens").exists()
+            await fetch_data(node, Home.create(tmp_path / "h"), RUN, manifest, source, proof)
+    assert not (Home.create(tmp_path / "h").data_folder(RUN) / "a.tokens").exists()
 
 
 async def test_what_is_here_and_whole_is_not_fetched_again_and_a_damaged_file_is(
     tmp_path: Path,
 ) -> None:
-    home = Home.at(tmp_path / "h")
+    home = Home.create(tmp_path / "h")
     folder = home.data_folder(RUN)
     folder.mkdir(parents=True)
     (folder / "a.tokens").write_bytes(TOKENS)

@@ -146,7 +146,7 @@ async def test_members_end_bitwise_equal_whatever_the_mix_of_carriers(
                 g.publish(await only_through(relay, g.peers))
             for peer in g.peers:
                 memory = RandomRoutes(rng, Route.HOST_RELAYED)
-                peer.averager._pairs._memory = memory  # type: ignore[union-attr, assignment]
+                peer.averager._routes._memory = memory  # type: ignore[union-attr, assignment]
             for _ in range(16):
                 members = rng.sample(g.peers, rng.randint(2, len(g.peers)))
                 failures = await g.round(members)
@@ -224,10 +224,10 @@ async def test_a_pair_whose_p2pd_is_out_of_reach_goes_by_its_hosts_in_the_same_a
         assert routes_used(g.peers) == {"host"}
         # It is remembered: the next attempt begins with the route that works.
         for peer, other in itertools.permutations(g.peers):
-            assert peer.averager._pairs is not None
-            (member,) = peer.averager._pairs.members([other.id])
+            assert peer.averager._routes is not None
+            (member,) = peer.averager._routes.members([other.id])
             assert member.routes == (Route.HOST_RELAYED, Route.P2PD)
-        # And forgotten when the other's p2pd is found elsewhere.
+        # And forgotten when the other's p2pd is found round_in_daemon.
         g.publish()
         assert await g.round() == {}
         assert routes_used(g.peers) == {"host", "p2pd"}
@@ -256,8 +256,8 @@ async def test_p2pd_killed_in_a_round_fails_that_attempt_and_the_next_one_does_w
         while victim.worker.available:  # its end is noticed a moment later
             await trio.sleep(0.01)
         for peer in (first, second):
-            assert peer.averager._pairs is not None
-            (member,) = peer.averager._pairs.members([victim.id])
+            assert peer.averager._routes is not None
+            (member,) = peer.averager._routes.members([victim.id])
             assert member.routes == (Route.HOST_RELAYED, Route.P2PD)
         before = {peer.id: peer.carried() for peer in g.peers}
         assert await g.round() == {}
@@ -330,7 +330,7 @@ async def test_who_is_not_of_this_stage_is_refused_by_host_and_p2pd_alike(tmp_pa
         outsider.roster.replace(roster_of([peer.record() for peer in g.peers]))
         await trio.testing.wait_all_tasks_blocked()
         for route in (Route.P2PD, Route.HOST_RELAYED):
-            outsider.averager._pairs._memory = OneRoute(route)  # type: ignore[union-attr, assignment]
+            outsider.averager._routes._memory = OneRoute(route)  # type: ignore[union-attr, assignment]
             async with trio.open_nursery() as nursery:
 
                 async def intrude() -> None:
@@ -349,7 +349,7 @@ async def test_a_member_that_begins_before_the_other_has_heard_of_it_is_not_refu
         first, newcomer = g.peers
         whole = roster_of([peer.record() for peer in g.peers])
         first.roster.replace(roster_of([first.record()]))
-        newcomer.averager._pairs._memory = OneRoute(Route.HOST)  # type: ignore[union-attr, assignment]
+        newcomer.averager._routes._memory = OneRoute(Route.HOST)  # type: ignore[union-attr, assignment]
         failures: list[AveragingFailed] = []
 
         async def one(peer: Peer) -> None:
@@ -361,7 +361,7 @@ async def test_a_member_that_begins_before_the_other_has_heard_of_it_is_not_refu
         async with trio.open_nursery() as nursery:
             nursery.start_soon(one, newcomer)
             assert first.averager._host is not None
-            while newcomer.id not in first.averager._host.hub._strangers:
+            while newcomer.id not in first.averager._host.hub._unadmitted:
                 await trio.sleep(0.01)
             first.roster.replace(whole)
             nursery.start_soon(one, first)
@@ -412,7 +412,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
             nursery.start_soon(late.worker.run)
             await late.worker.wait_until_available()
             g.publish()
-            first.averager._pairs._memory = OneRoute(Route.P2PD)  # type: ignore[union-attr, assignment]
+            first.averager._routes._memory = OneRoute(Route.P2PD)  # type: ignore[union-attr, assignment]
             with trio.fail_after(first.averager.stall_seconds / 2):
                 await one(first)
             rounds.cancel_scope.cancel()  # as the coordinator does when it hears of it
@@ -429,7 +429,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
 
 @pytest.fixture
 def hasty_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "RESTART_LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "RESTART_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(restart_policy, "SETTLE_SECONDS", 0.2)
     monkeypatch.setattr(restart_policy, "INTERVAL_SECONDS", 0.2)
     monkeypatch.setattr(restart_policy, "LOST_RELAY_SECONDS", 3.0)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarm_client.volunteer.heartbeat import LINKS_PER_SECOND, MOST_AT_ONCE, Present, Telling, alike
+from swarm_client.volunteer.heartbeat import (
+    LINK_REPORTS_PER_SECOND,
+    MAX_REPORTED_AT_ONCE,
+    HeartbeatDelta,
+    HeartbeatSnapshot,
+    alike,
+)
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import Heartbeat, LinkBytes, LinkPath, PathKind, encode
 
@@ -19,8 +25,10 @@ def path(remote: str, kind: PathKind = PathKind.DIRECT, rtt: float = 0.05) -> Li
     return LinkPath(remote=PeerId(remote), kind=kind, rtt_seconds=rtt, bytes_per_second=1e5)
 
 
-def present(links: tuple[LinkBytes, ...] = (), paths: tuple[LinkPath, ...] = ()) -> Present:
-    return Present(
+def present(
+    links: tuple[LinkBytes, ...] = (), paths: tuple[LinkPath, ...] = ()
+) -> HeartbeatSnapshot:
+    return HeartbeatSnapshot(
         microbatches_per_second=1.25, queued=0, up_bytes_per_second=2e6, links=links, paths=paths,
         paused=False, computed=0, busy_seconds=0.0,
     )  # fmt: skip
@@ -28,33 +36,33 @@ def present(links: tuple[LinkBytes, ...] = (), paths: tuple[LinkPath, ...] = ())
 
 def test_the_first_word_of_a_session_says_everything() -> None:
     now = present((link("b", 1), link("c", 2)), (path("b"), path("c")))
-    said = Telling(1.0).heartbeat(now, SMALL_RUN)
+    said = HeartbeatDelta(1.0).heartbeat(now, SMALL_RUN)
     assert (said.microbatches_per_second, said.up_bytes_per_second) == (1.25, 2e6)
     assert (said.changed_links, said.changed_paths) == (now.links, now.paths)
 
 
 def test_a_heartbeat_in_which_nothing_has_changed_has_a_few_dozen_bytes() -> None:
-    telling = Telling(1.0)
+    telling = HeartbeatDelta(1.0)
     now = present((link("b", 1),), (path("b"),))
     telling.heartbeat(now, SMALL_RUN)
     assert encode(telling.heartbeat(now, SMALL_RUN)) == b'{"kind":"heartbeat","busy_seconds":0.0}'
 
 
 def test_only_what_has_changed_is_said_again_and_what_has_gone_is_said_once() -> None:
-    telling = Telling(1.0)
+    telling = HeartbeatDelta(1.0)
     links, paths = (link("b", 1), link("c", 2)), (path("b"), path("c"))
     telling.heartbeat(present(links, paths), SMALL_RUN)
     now = present((links[0], link("c", 9)), (path("b", PathKind.PUNCHED),))
     said = telling.heartbeat(now, SMALL_RUN)
     assert (said.changed_links, said.changed_paths) == ((link("c", 9),), now.paths)
-    assert said.gone_paths == ("c",)
-    assert telling.heartbeat(now, SMALL_RUN).gone_paths == ()
+    assert said.lost_paths == ("c",)
+    assert telling.heartbeat(now, SMALL_RUN).lost_paths == ()
     back = telling.heartbeat(present(now.links, (*now.paths, paths[1])), SMALL_RUN)
     assert back.changed_paths == (paths[1],), "a way that comes back is a new one"
 
 
 def test_a_rate_and_a_line_are_said_when_they_are_other_than_before() -> None:
-    telling, now = Telling(1.0), present()
+    telling, now = HeartbeatDelta(1.0), present()
     telling.heartbeat(now, SMALL_RUN)
     free = replace(now, up_bytes_per_second=0.0, microbatches_per_second=1.2501)
     said = telling.heartbeat(free, SMALL_RUN)
@@ -74,8 +82,8 @@ def test_a_path_is_said_again_when_a_person_would_learn_something() -> None:
 
 
 def test_in_a_large_run_each_says_little_and_in_turn_everything() -> None:
-    beat_seconds = 2.2
-    telling = Telling(beat_seconds)
+    heartbeat_seconds = 2.2
+    telling = HeartbeatDelta(heartbeat_seconds)
     remotes = [f"peer-{number}" for number in range(20)]
     said: list[str] = []
     beats = 200
@@ -86,13 +94,13 @@ def test_in_a_large_run_each_says_little_and_in_turn_everything() -> None:
         assert len(heartbeat.changed_links) <= 1
         assert len(heartbeat.changed_paths) <= 1
         said += [one.remote for one in heartbeat.changed_links]
-    assert len(said) <= 1 + beats * beat_seconds * LINKS_PER_SECOND / LARGE_RUN
+    assert len(said) <= 1 + beats * heartbeat_seconds * LINK_REPORTS_PER_SECOND / LARGE_RUN
     assert said[:20] == remotes, "those that were never told come first"
     assert said[20:40] == remotes, "and then those that were told longest ago"
 
 
 def test_that_a_way_is_another_one_is_said_before_how_fast_the_others_are() -> None:
-    telling = Telling(2.2)
+    telling = HeartbeatDelta(2.2)
     before = tuple(path(f"peer-{number}") for number in range(5))
     for _ in range(40):
         telling.heartbeat(present(paths=before), LARGE_RUN)
@@ -104,8 +112,8 @@ def test_that_a_way_is_another_one_is_said_before_how_fast_the_others_are() -> N
 
 
 def test_one_heartbeat_is_never_large() -> None:
-    links = tuple(link(f"peer-{number}", 1) for number in range(3 * MOST_AT_ONCE))
-    telling, said = Telling(1.0), []
+    links = tuple(link(f"peer-{number}", 1) for number in range(3 * MAX_REPORTED_AT_ONCE))
+    telling, said = HeartbeatDelta(1.0), []
     for _ in range(4):
         said.append(len(telling.heartbeat(present(links), 1).changed_links))
-    assert said == [MOST_AT_ONCE, MOST_AT_ONCE, MOST_AT_ONCE, 0]
+    assert said == [MAX_REPORTED_AT_ONCE, MAX_REPORTED_AT_ONCE, MAX_REPORTED_AT_ONCE, 0]

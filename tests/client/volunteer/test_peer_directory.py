@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarm_client.volunteer.peer_directory import DIRECTORY_DOMAIN, Directory, DirectoryRecord
+from swarm_client.volunteer.peer_directory import DIRECTORY_DOMAIN, DirectoryRecord, PeerDirectory
 from swarm_shared.identity.credentials import MembershipCertificate, sign_certificate
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import sign_message
@@ -44,7 +44,7 @@ def scene() -> SimpleNamespace:
         organiser=organiser,
         peer=peer,
         shelf=shelf,
-        directory=Directory(peer, shelf, RUN, organiser.peer_id),  # type: ignore[arg-type]
+        directory=PeerDirectory(peer, shelf, RUN, organiser.peer_id),  # type: ignore[arg-type]
     )
 
 
@@ -66,7 +66,7 @@ def signed(peer: Identity, entry: PeerRecord, expires: float) -> bytes:
 
 async def test_what_a_member_publishes_is_found_as_it_was(scene: SimpleNamespace) -> None:
     entry = record(scene, scene.peer)
-    scene.directory.enter(("/ip4/192.0.2.9/tcp/1/p2p/x",))
+    scene.directory.bootstrap_from(("/ip4/192.0.2.9/tcp/1/p2p/x",))
     await scene.directory.publish(entry)
     await scene.directory.publish(entry)
     assert await scene.directory.lookup() == [entry]

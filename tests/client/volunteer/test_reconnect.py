@@ -11,7 +11,7 @@ import trio
 from trio.testing import MockClock
 
 from swarm_client.volunteer import reconnect
-from swarm_client.volunteer.reconnect import Attachment, Party
+from swarm_client.volunteer.reconnect import Attachment, AttachmentHandler
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.identity.invite import Invite
 from swarm_shared.network import Node
@@ -23,7 +23,7 @@ FOUND_SECONDS = 10.0
 class Nobody:
     """A volunteer that only wants to be attached."""
 
-    async def may_attach(self) -> bool:
+    async def wait_may_attach(self) -> bool:
         return True
 
     def hello(self) -> Any:
@@ -50,10 +50,13 @@ def test_who_waits_for_a_coordinator_knocks_again_within_ten_seconds_of_its_retu
         monkeypatch.setattr(reconnect, "attach", attach)
         said: list[str] = []
         waiting = Attachment(
-            cast(Party, Nobody()), cast(Node, None), cast(Invite, FakeInvite()), said.append
+            cast(AttachmentHandler, Nobody()),
+            cast(Node, None),
+            cast(Invite, FakeInvite()),
+            said.append,
         )
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(waiting.stay)
+            nursery.start_soon(waiting.run)
             await knocked.wait()
             nursery.cancel_scope.cancel()
         return trio.current_time() - back_at, said

@@ -54,7 +54,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import ModelConfig
-from swarm_shared.transfer.transfer import Source, fetch
+from swarm_shared.transfer.transfer import TransferSource, fetch
 
 LIMITS = FrameLimits(max_header_bytes=2**20)
 ORGANISER = Identity.from_seed(b"o" * 32)
@@ -164,7 +164,7 @@ class Scene:
 @asynccontextmanager
 async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncIterator[Scene]:
     script, ended = Script(), []
-    home = Home.at(tmp_path / "home")
+    home = Home.create(tmp_path / "home")
     async with open_node(ORGANISER, ["/ip4/127.0.0.1/tcp/0"]) as coordinator:
         coordinator.serve(CONTROL_PROTOCOL, script.handle, LIMITS, public=True)
         invite = Invite(
@@ -187,7 +187,7 @@ async def scene(tmp_path: Path, long_pause_seconds: float = 600.0) -> AsyncItera
 
             async def attached() -> None:
                 try:
-                    await volunteer.attachment.stay()
+                    await volunteer.attachment.run()
                 except AdmissionError as error:
                     ended.append(error)
                 found.done = True
@@ -260,7 +260,7 @@ async def stranger_with(s: Scene) -> AsyncIterator[Node]:
 
 async def refusal(s: Scene, node: Node, folder: Path) -> str:
     """Why the volunteer gives this member nothing."""
-    source = Source(s.volunteer.node.peer_id, s.volunteer.node.addresses)
+    source = TransferSource(s.volunteer.node.peer_id, s.volunteer.node.addresses)
     with pytest.raises(NetworkError) as caught:
         await fetch(
             node, [source], "state/1/0", 10, "0" * 64, folder / "x", certificate(node.peer_id), RUN

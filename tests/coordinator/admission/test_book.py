@@ -98,7 +98,7 @@ def test_a_revoked_token_takes_the_membership_back_from_whom_no_other_token_has_
         token(1), token(2, "other"), MemberAdmitted(ANNA, 1), MemberAdmitted(BERT, 1),
         MemberAdmitted(BERT, 2), TokenRevoked(1),
     )  # fmt: skip
-    assert book.concerned_by(TokenRevoked(1)) == (ANNA, BERT)
+    assert book.affected_by(TokenRevoked(1)) == (ANNA, BERT)
     refusal = book.refusal("token", ANNA)
     assert refusal is not None
     assert "has revoked the token that let this peer in" in refusal

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from kits.coordinator import run as run_kit
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.admission.device_owners import OwnerBook, named_owner
+from swarm_coordinator.admission.device_owners import DeviceOwners, named_owner
 from swarm_coordinator.core.events import AppliedStep, StageShare
-from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.run_news import Leaderboard
 from swarm_coordinator.storage.history import contributions
-from swarm_coordinator.storage.location import Place, copy_to
+from swarm_coordinator.storage.location import DatabaseLocation, copy_database
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.tui.run_source import contributors
@@ -32,7 +32,7 @@ from swarm_shared.base.types import PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import OWNER_DOMAIN, OwnerBinding, sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.owners import standing
+from swarm_shared.identity.owners import effective_bindings
 from swarm_shared.identity.signing import sign_message
 from swarm_shared.protocol import Refused, Welcome
 
@@ -65,7 +65,7 @@ A, B, C, D = (PeerId(name) for name in "ABCD")
 
 
 def test_a_chain_of_owners_is_refused_at_either_end() -> None:
-    book = OwnerBook({B: C})
+    book = DeviceOwners({B: C})
     with pytest.raises(ProtocolError, match="is itself bound to C"):
         book.enter(A, B)
     with pytest.raises(ProtocolError, match="is the owner of other devices"):
@@ -82,7 +82,7 @@ PEERS = st.sampled_from([A, B, C, D])
 
 @given(st.lists(st.tuples(PEERS, st.none() | PEERS)))
 def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId | None]]) -> None:
-    book, last = OwnerBook(), dict[PeerId, PeerId]()
+    book, last = DeviceOwners(), dict[PeerId, PeerId]()
     for device, owner in hellos:
         if device == owner:
             continue  # refused with the signature
@@ -94,7 +94,7 @@ def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId
         if owner is not None:
             last[device] = owner
     assert [book.of(one) for one in (A, B, C, D)] == [last.get(one) for one in (A, B, C, D)]
-    assert standing(last) == last
+    assert effective_bindings(last) == last
 
 
 @pytest.mark.parametrize("text", ["", "AAAA", "not base64!", "=" * 2000])
@@ -107,12 +107,12 @@ def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
 
 
 def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
-    new_place: Callable[[], Place], tmp_path: Path
+    new_place: Callable[[], DatabaseLocation], tmp_path: Path
 ) -> None:
     at = new_place()
     store = open_store(at)
     store.next_generation()
-    reader = Reader(at, WORK_SHARES)
+    reader = DatabaseReader(at, WORK_SHARES)
     first, second = bound(VICTIM, FIRST), bound(VICTIM, SECOND)
     run_kit.write(
         store, PeerSeen(VICTIM.peer_id, "vera", "the Vs", ""),
@@ -120,27 +120,30 @@ def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
         step(1, (VICTIM, 0, 16), (FIRST, 1, 16), (SECOND, 1, 16)),
     )  # fmt: skip
     assert store.owners() == {FIRST.peer_id: VICTIM.peer_id}
-    assert [row.devices for row in reader.look(NOW).contributions] == [2, 1]
+    assert [row.devices for row in reader.refresh(NOW).contributions] == [2, 1]
     run_kit.write(store, PeerSeen(SECOND.peer_id, "second", None, second))
     run_kit.write(store, PeerSeen(SECOND.peer_id))  # its session ends
-    [row] = reader.look(NOW).contributions
+    [row] = reader.refresh(NOW).contributions
     assert (row.name, row.team, row.tokens, row.devices) == ("vera", "the Vs", 48, 2 + 1)
     assert (row.stages, row.steps, row.microbatches) == ((0, 1), 1, 3)
     assert row.credit == pytest.approx(16 * 0.25 + 32 * 0.75)
     assert row.id_end == VICTIM.peer_id[-8:]
-    assert [team.members for team in reader.look(NOW).teams] == [1]
+    assert [team.members for team in reader.refresh(NOW).teams] == [1]
     [shown] = contributors(*contributions(at))
     assert (shown.peer, shown.name, shown.devices, shown.tokens) == (
         VICTIM.peer_id, "vera", 3, 48,
     )  # fmt: skip
     run_kit.write(store, PeerSeen(FIRST.peer_id, "alone", None, ""))
-    assert {row.devices for row in reader.look(NOW).contributions} == {2, 1}
-    assert reader.look(NOW).contributions == Reader(at, WORK_SHARES).look(NOW).contributions
+    assert {row.devices for row in reader.refresh(NOW).contributions} == {2, 1}
+    assert (
+        reader.refresh(NOW).contributions
+        == DatabaseReader(at, WORK_SHARES).refresh(NOW).contributions
+    )
     store.close()
     again = open_store(at)
     assert again.owners() == {SECOND.peer_id: VICTIM.peer_id}
     again.close()
-    copy_to(at, tmp_path / "as a backup holds it.sqlite3")
+    copy_database(at, tmp_path / "as a backup holds it.sqlite3")
     assert contributions(tmp_path / "as a backup holds it.sqlite3") == contributions(at)
 
 
@@ -220,7 +223,7 @@ async def test_a_forged_binding_adds_nothing_to_the_victims_row_and_does_not_hid
     store.next_generation()
     await store.write(step(1, (VICTIM, 0, 1), (FIRST, 0, 2), (ATTACKER, 0, 4)))
     store.close()
-    rows = Reader(folder.database, WORK_SHARES).look(NOW).contributions
+    rows = DatabaseReader(folder.database, WORK_SHARES).refresh(NOW).contributions
     assert [(row.id_end, row.name, row.tokens) for row in rows] == [
         (ATTACKER.peer_id[-8:], "vera", 4), (VICTIM.peer_id[-8:], "vera", 3),
     ]  # fmt: skip

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import cli, run
-from swarm_coordinator.durability.run_files import load_identity, read_book
+from swarm_coordinator.durability.run_files import load_identity, read_admission_book
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import SqliteStore
@@ -248,7 +248,7 @@ def test_the_standing_invite_stays_the_same_until_its_token_is_revoked(
     assert said(capsys, "invite", token_run.path) == first
     assert Invite.decode(first.strip()).token == token_run.admission_token()
     # Written down with the next start, or with the next decision.
-    assert read_book(token_run).tokens == {}
+    assert read_admission_book(token_run).tokens == {}
 
 
 def test_an_organiser_who_makes_tokens_of_his_own_has_no_standing_invite(
@@ -289,9 +289,9 @@ def test_a_peer_is_banned_and_unbanned_by_the_end_of_its_id_as_status_shows_it(
     assert f"{ANNA} is banned already" in said(
         capsys, "ban", folder.path, ANNA, "--reason", "it cheats"
     )
-    assert read_book(folder).bans[ANNA].reason == "it cheats"
+    assert read_admission_book(folder).bans[ANNA].reason == "it cheats"
     assert f"{ANNA} is not banned any more" in said(capsys, "unban", folder.path, ANNA[-6:])
-    assert read_book(folder).bans == {}
+    assert read_admission_book(folder).bans == {}
 
 
 def test_the_end_of_several_ids_names_them_all(
@@ -308,7 +308,7 @@ def test_the_end_of_several_ids_names_them_all(
     code, sentence = complains(capsys, "ban", folder.path, end)
     assert code == 2
     assert all(peer in sentence for peer in alike)
-    assert read_book(folder).bans == {}
+    assert read_admission_book(folder).bans == {}
 
 
 def test_the_status_of_a_run_that_is_down_knows_of_later_decisions(
@@ -375,7 +375,7 @@ def test_all_of_it_works_beside_a_running_coordinator(
     assert not token_run.socket.exists()
     with Started(token_run) as started:
         assert "make invites with `swarm-coordinator token create" in "".join(started.lines)
-    book = read_book(token_run)
+    book = read_admission_book(token_run)
     assert book.bans.keys() == {ANNA}
 
 

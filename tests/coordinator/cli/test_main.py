@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import cli, run
-from swarm_coordinator.cli.model import compared
+from swarm_coordinator.cli.model import compare_losses
 from swarm_coordinator.core.events import (
     AppliedStep,
     CheckpointRecord,
@@ -248,7 +248,7 @@ def test_a_person_is_told_whether_the_run_is_its_reference(
     manifest = load_manifest(folder)
     manifest = manifest.model_copy(update={"codecs": CodecsConfig(average=average)})
     run_steps = [step_of(number, loss) for number, loss in enumerate(losses, 1)]
-    assert said in compared(run_steps, [step_of(1, 4.0), step_of(2, 2.0)], manifest)
+    assert said in compare_losses(run_steps, [step_of(1, 4.0), step_of(2, 2.0)], manifest)
 
 
 def test_a_reference_that_could_not_write_its_file_does_not_train_first(

@@ -51,7 +51,7 @@ messages = st.one_of(
     message("stage_request", stage=indices),
     message("heartbeat", microbatches_per_second=rates, queued=counts, paths=paths),
     message(
-        "whereabouts", addresses=st.lists(st.text(max_size=300), max_size=3),
+        "address_update", addresses=st.lists(st.text(max_size=300), max_size=3),
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,
         carrier=st.none() | st.just({"peer": "x" * 200, "addresses": ["a"], "binding": "b"}),
     ),

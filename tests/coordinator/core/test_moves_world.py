@@ -73,7 +73,7 @@ def test_changes_of_the_roster_tell_members_what_whole_rosters_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a large run; every world checks what each peer knows when it is served."""
-    monkeypatch.setattr(roster, "SMALL_RUN", 0)
+    monkeypatch.setattr(roster, "SMALL_RUN_PEERS", 0)
     monkeypatch.setattr(roster, "SPACING_PER_PEER_SECONDS", 0.01)
     changes = 0
     for seed in range(6):

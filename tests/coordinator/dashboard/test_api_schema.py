@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
 from kits.coordinator.http_server import pages_of, run_with_pages, write_status
-from swarm_coordinator.dashboard.middleware import Guard
+from swarm_coordinator.dashboard.middleware import GuardMiddleware
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.rate_limit import RateLimit
 
@@ -49,7 +49,9 @@ async def _serve(
         async with pages_of(folder) as client:
             # What is tested are the answers; rates have tests of their own.
             unlimited = RateLimit(1e9, 1e9)
-            client.pages.server.application = Guard(client.pages.app, unlimited, unlimited)
+            client.pages.server.application = GuardMiddleware(
+                client.pages.app, unlimited, unlimited
+            )
             found.append((client.address.url, client.token))
             ready.set()
             await trio.to_thread.run_sync(done.wait)

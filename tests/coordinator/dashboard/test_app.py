@@ -22,7 +22,7 @@ from kits.coordinator.http_server import (
 )
 from swarm_coordinator.core.events import Note, RolledBack
 from swarm_coordinator.dashboard.app import MAX_PAGE
-from swarm_coordinator.dashboard.middleware import Guard, is_organiser
+from swarm_coordinator.dashboard.middleware import GuardMiddleware, is_organiser
 from swarm_coordinator.dashboard.page import FILES
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.rate_limit import RateLimit
@@ -67,8 +67,8 @@ async def test_no_public_answer_holds_an_address_or_a_whole_peer_id(folder: RunF
             body = (await client.get(path)).body.decode()
             for secret in (*LEAKED, ANNA, BERT, client.token):
                 assert secret not in body, path
-            assert client.pages.feed.snapshot is not None
-            assert client.pages.feed.snapshot.status["coordinator"] not in body, path
+            assert client.pages.snapshot_loop.snapshot is not None
+            assert client.pages.snapshot_loop.snapshot.status["coordinator"] not in body, path
 
 
 async def test_the_run_says_how_much_of_its_time_is_idle_and_what_was_rejected(
@@ -169,12 +169,12 @@ async def test_probes_tell_life_from_readiness(folder: RunFolder) -> None:
         assert (await client.get("/healthz")).status == 200
         assert (await client.get("/readyz")).status == 200
         write_status(folder, peers=[])
-        await client.pages.feed.look()
+        await client.pages.snapshot_loop.refresh()
         assert (await client.get("/healthz")).status == 200
         degraded = await client.get("/readyz")
-        assert (degraded.status, degraded.json["word"]) == (503, "degraded")
+        assert (degraded.status, degraded.json["state"]) == (503, "degraded")
         write_status(folder, time=time.time() - 60)
-        await client.pages.feed.look()
+        await client.pages.snapshot_loop.refresh()
         assert (await client.get("/healthz")).status == 503
 
 
@@ -183,7 +183,7 @@ async def test_a_status_that_cannot_be_read_leaves_the_last_one_and_is_counted(
 ) -> None:
     async with pages_of(folder) as client:
         folder.status.write_text("{")
-        while not client.pages.feed.failures:
+        while not client.pages.snapshot_loop.failures:
             await trio.sleep(0.05)
         assert (await client.get("/api/v1/run")).json["version"] == 5
         write_status(folder, version=6)
@@ -195,17 +195,17 @@ async def test_before_the_coordinators_first_word_there_is_nothing_to_say(
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
-        client.pages.feed.snapshot = None
+        client.pages.snapshot_loop.snapshot = None
         for path in ("/api/v1/run", "/healthz", "/readyz", "/metrics"):
             answer = await client.get(path)
-            if client.pages.feed.snapshot is None:  # it looks again by itself each second
+            if client.pages.snapshot_loop.snapshot is None:  # it looks again by itself each second
                 assert (answer.status, set(answer.json)) == (503, {"error"})
 
 
 async def test_who_asks_too_often_is_told_when_to_come_again(folder: RunFolder) -> None:
     async with pages_of(folder) as client:
-        client.pages.server.application = Guard(
-            client.pages.app, of_all=RateLimit(2, 0.01, clock=lambda: 0.0)
+        client.pages.server.application = GuardMiddleware(
+            client.pages.app, overall=RateLimit(2, 0.01, clock=lambda: 0.0)
         )
         answers = [await client.get("/api/v1/run") for _ in range(3)]
         assert [answer.status for answer in answers] == [200, 200, 429]
@@ -213,7 +213,7 @@ async def test_who_asks_too_often_is_told_when_to_come_again(folder: RunFolder) 
 
 
 def test_one_address_has_a_rate_of_its_own() -> None:
-    guard = Guard(lambda *_: None, RateLimit(1, 0.01, clock=lambda: 0.0))  # type: ignore[arg-type, return-value]
+    guard = GuardMiddleware(lambda *_: None, RateLimit(1, 0.01, clock=lambda: 0.0))  # type: ignore[arg-type, return-value]
     assert guard._wait_seconds("198.51.100.1") == 0
     assert guard._wait_seconds("198.51.100.1") > 0
     assert guard._wait_seconds("198.51.100.2") == 0
@@ -273,7 +273,7 @@ async def test_readers_beyond_the_limit_are_told_to_come_again_and_slow_ones_let
     folder: RunFolder,
 ) -> None:
     async with pages_of(folder) as client:
-        hub = client.pages.feed.hub
+        hub = client.pages.snapshot_loop.hub
         hub._max_readers = 1
         listener = await follow(client)
         await listener.next("run")

@@ -13,10 +13,15 @@ from hypothesis import strategies as st
 from kits.coordinator import run as run_kit
 from swarm_coordinator.core.events import AppliedStep, Note, RolledBack, StageShare
 from swarm_coordinator.dashboard import database_reader
-from swarm_coordinator.dashboard.curve import CurveKeeper
-from swarm_coordinator.dashboard.database_reader import EVENTS_KEPT, STEP_SECONDS, Read, Reader
+from swarm_coordinator.dashboard.curve import CurveBuilder
+from swarm_coordinator.dashboard.database_reader import (
+    EVENTS_KEPT,
+    STEP_SECONDS,
+    DatabaseReader,
+    DatabaseView,
+)
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import Place
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import SqliteStore
@@ -37,28 +42,28 @@ def place(store: SqliteStore) -> Path:
     return Path(store._place)
 
 
-def said(read: Read) -> tuple[object, ...]:
+def said(read: DatabaseView) -> tuple[object, ...]:
     rows = tuple(read.steps.row(index) for index in range(read.step_count))
     return (
-        rows, read.tokens, read.seconds, read.curve, read.contributions, read.noted,
+        rows, read.tokens, read.seconds, read.curve, read.contributions, read.notes,
         read.durations, read.rollbacks,
     )  # fmt: skip
 
 
-def look_afresh(store: SqliteStore) -> Read:
-    return Reader(place(store), SHARES).look(NOW)
+def look_afresh(store: SqliteStore) -> DatabaseView:
+    return DatabaseReader(place(store), SHARES).refresh(NOW)
 
 
 def test_a_run_that_was_never_started_has_nothing_to_tell(tmp_path: Path) -> None:
-    read = Reader(tmp_path / "nothing.sqlite", SHARES).look(NOW)
-    assert (read.step_count, read.contributions, read.noted) == (0, (), ())
+    read = DatabaseReader(tmp_path / "nothing.sqlite", SHARES).refresh(NOW)
+    assert (read.step_count, read.contributions, read.notes) == (0, (), ())
 
 
 def test_steps_that_come_later_are_added_and_none_is_counted_twice(store: SqliteStore) -> None:
-    reader = Reader(place(store), SHARES)
+    reader = DatabaseReader(place(store), SHARES)
     for number in range(1, 6):
         run_kit.write(store, run_kit.step(number))
-        read = reader.look(NOW)
+        read = reader.refresh(NOW)
         assert read.step_count == number
         assert said(read) == said(look_afresh(store))
     assert read.tokens == 5 * 32
@@ -70,17 +75,17 @@ def test_long_histories_are_read_in_parts(
 ) -> None:
     run_kit.write(store, *(run_kit.step(number) for number in range(1, 8)))
     whole = said(look_afresh(store))
-    monkeypatch.setattr(database_reader, "ROWS_AT_ONCE", 2)
+    monkeypatch.setattr(database_reader, "STEPS_PER_QUERY", 2)
     assert said(look_afresh(store)) == whole
     store.close()
 
 
 def test_what_a_rollback_took_back_is_forgotten(store: SqliteStore) -> None:
-    reader = Reader(place(store), SHARES)
+    reader = DatabaseReader(place(store), SHARES)
     run_kit.write(store, *(run_kit.step(number) for number in range(1, 5)))
-    before = reader.look(NOW)
+    before = reader.refresh(NOW)
     run_kit.write(store, RolledBack(Version(2), "all peers were lost"), run_kit.step(3, attempt=7))
-    after = reader.look(NOW)
+    after = reader.refresh(NOW)
     assert [after.steps.row(index).step for index in range(after.step_count)] == [1, 2, 3]
     assert after.rollbacks == 1
     assert said(after) == said(look_afresh(store))
@@ -107,56 +112,56 @@ def test_contributions_are_those_of_history_and_credit_is_tokens_times_work_shar
     store.close()
 
 
-def test_both_kinds_of_database_tell_the_same(new_place: Callable[[], Place]) -> None:
+def test_both_kinds_of_database_tell_the_same(new_place: Callable[[], DatabaseLocation]) -> None:
     at = new_place()
     store = open_store(at)
     store.next_generation()
-    reader = Reader(at, SHARES)
+    reader = DatabaseReader(at, SHARES)
     run_kit.write(store, PeerSeen(run_kit.ANNA, "anna", "As"), run_kit.step(1), Note("hello"))
-    first = reader.look(NOW)
-    assert (first.step_count, first.noted[-1].text, first.teams[0].team) == (1, "hello", "As")
+    first = reader.refresh(NOW)
+    assert (first.step_count, first.notes[-1].text, first.teams[0].team) == (1, "hello", "As")
     run_kit.write(store, run_kit.step(2), RolledBack(Version(1), "lost"), run_kit.step(2, 7))
-    second = reader.look(NOW)
+    second = reader.refresh(NOW)
     assert (second.step_count, second.tokens, second.rollbacks) == (2, 64, 1)
-    assert second.contributions == Reader(at, SHARES).look(NOW).contributions
+    assert second.contributions == DatabaseReader(at, SHARES).refresh(NOW).contributions
     store.close()
 
 
 def test_a_new_name_is_seen(store: SqliteStore) -> None:
-    reader = Reader(place(store), SHARES)
+    reader = DatabaseReader(place(store), SHARES)
     run_kit.write(store, run_kit.step(1))
-    assert reader.look(NOW).contributions[0].name is None
+    assert reader.refresh(NOW).contributions[0].name is None
     run_kit.write(store, PeerSeen(run_kit.BERT, "bert"))
-    assert reader.look(NOW).contributions[0].name == "bert"
+    assert reader.refresh(NOW).contributions[0].name == "bert"
     store.close()
 
 
 def test_a_team_is_those_who_are_in_it_now_with_everything_they_did(store: SqliteStore) -> None:
-    reader = Reader(place(store), SHARES)
+    reader = DatabaseReader(place(store), SHARES)
     run_kit.write(store, run_kit.step(1))
-    assert reader.look(NOW).teams == ()
+    assert reader.refresh(NOW).teams == ()
     run_kit.write(
         store, PeerSeen(run_kit.ANNA, "anna", "the team"), PeerSeen(run_kit.BERT, None, "the team")
     )
-    read = reader.look(NOW)
+    read = reader.refresh(NOW)
     [team] = read.teams
     assert (team.team, team.members, team.tokens) == ("the team", 2, 64)
     assert math.isclose(team.credit, sum(one.credit for one in read.contributions))
     assert {one.team for one in read.contributions} == {"the team"}
     # The end of a session says nothing of teams; another hello without one does.
     run_kit.write(store, PeerSeen(run_kit.ANNA))
-    assert reader.look(NOW).teams[0].members == 2
+    assert reader.refresh(NOW).teams[0].members == 2
     run_kit.write(store, PeerSeen(run_kit.ANNA, "anna", ""))
-    assert reader.look(NOW).teams[0].members == 1
+    assert reader.refresh(NOW).teams[0].members == 1
     store.close()
 
 
 def test_only_the_newest_notes_are_kept(store: SqliteStore) -> None:
-    reader = Reader(place(store), SHARES)
+    reader = DatabaseReader(place(store), SHARES)
     run_kit.write(store, *(Note(f"note {number}") for number in range(EVENTS_KEPT)))
-    assert len(reader.look(NOW).noted) == EVENTS_KEPT
+    assert len(reader.refresh(NOW).notes) == EVENTS_KEPT
     run_kit.write(store, *(Note(f"later {number}") for number in range(3)))
-    noted = reader.look(NOW).noted
+    noted = reader.refresh(NOW).notes
     assert len(noted) == EVENTS_KEPT
     assert [one.text for one in noted[-4:]] == [
         f"note {EVENTS_KEPT - 1}", "later 0", "later 1", "later 2",
@@ -187,7 +192,7 @@ steps = st.lists(
 def test_a_curve_covers_every_step_once_in_a_bounded_number_of_points(
     rows: list[tuple[float | None, int, float]], most: int
 ) -> None:
-    keeper = CurveKeeper(most)
+    keeper = CurveBuilder(most)
     for number, (loss, tokens, seconds) in enumerate(rows, start=1):
         keeper.add(number, loss, tokens, seconds)
     points = keeper.curve().points

@@ -34,7 +34,9 @@ pytestmark = pytest.mark.attacks
 LIVE = "document.querySelector('#live').textContent === 'live'"
 PEERS = [
     peer(ANNA, 0, name="anna", version=59),
-    peer(BERT, 1, name=HOSTILE, version=59, marked_times=2, marked="its gradient held a NaN"),
+    peer(
+        BERT, 1, name=HOSTILE, version=59, flagged_times=2, flagged_reason="its gradient held a NaN"
+    ),
 ]
 DRAWN = "document.querySelector('#loss polyline') && document.querySelector('#stages li')"
 

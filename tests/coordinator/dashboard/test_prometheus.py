@@ -11,11 +11,11 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from kits.coordinator.http_server import ANNA, BERT, peer, run_with_pages, status
-from swarm_coordinator.dashboard.database_reader import Reader
+from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.dashboard.prometheus import (
     COUNTER,
     METRICS,
-    Serving,
+    HttpStatistics,
     exposition,
     sample_names,
 )
@@ -24,7 +24,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 
 MONITORING = Path(__file__).parents[3] / "docs" / "monitoring"
-SERVING = Serving({"2xx": 7, "4xx": 1}, {"request": 0, "unreadable": 2}, 3, 1, 5, 4)
+SERVING = HttpStatistics({"2xx": 7, "4xx": 1}, {"request": 0, "unreadable": 2}, 3, 1, 5, 4)
 NAMES = re.compile(r"\bswarm_\w+")
 
 
@@ -40,7 +40,7 @@ def text(folder: RunFolder) -> str:
 
 def emitted(folder: RunFolder, **changes: object) -> str:
     manifest = load_manifest(folder)
-    read = Reader(folder.database, [0.5, 0.5]).look(2e9)
+    read = DatabaseReader(folder.database, [0.5, 0.5]).refresh(2e9)
     told = status(**changes)
     snapshot = Snapshot(told, read, manifest, told["time"] + 0.5)
     return exposition(snapshot, SERVING).decode()
@@ -90,7 +90,7 @@ def test_the_values_are_those_of_the_run(text: str) -> None:
     assert value("swarm_run_health", word="healthy") == 1
     assert value("swarm_run_phase", phase="collecting") == 1
     assert value("swarm_peers", phase="ready") == 2
-    assert value("swarm_marked_peers") == 1
+    assert value("swarm_flagged_peers") == 1
     assert value("swarm_stage_microbatch_seconds_count", stage="1") == 600
     assert value("swarm_stage_microbatch_seconds_bucket", stage="1", le="0.512") == 600
     assert value("swarm_stage_microbatch_seconds_bucket", stage="1", le="0.256") == 0

@@ -10,8 +10,8 @@ import pytest
 
 from kits.coordinator.http_server import ANNA, BERT, HOSTILE, LEAKED, peer, run_with_pages, status
 from swarm_coordinator.core.state.run import RunPhase
-from swarm_coordinator.dashboard.api_models import Word
-from swarm_coordinator.dashboard.database_reader import Noted
+from swarm_coordinator.dashboard.api_models import HealthState
+from swarm_coordinator.dashboard.database_reader import StoredNote
 from swarm_coordinator.dashboard.snapshot import (
     STALE_SECONDS,
     full_peers,
@@ -35,13 +35,13 @@ def manifest(folder: RunFolder) -> Manifest:
     return load_manifest(folder)
 
 
-def word(manifest: Manifest, later_seconds: float = 0.0, **changes: Any) -> tuple[Word, str]:
+def word(manifest: Manifest, later_seconds: float = 0.0, **changes: Any) -> tuple[HealthState, str]:
     health = health_of(status(**changes), manifest, time.time() + later_seconds)
-    return health.word, health.sentence
+    return health.state, health.sentence
 
 
 def test_a_run_is_healthy_while_every_stage_has_a_reachable_peer(manifest: Manifest) -> None:
-    assert word(manifest)[0] is Word.HEALTHY
+    assert word(manifest)[0] is HealthState.HEALTHY
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_stage_without_a_reachable_peer_makes_it_degraded(
     manifest: Manifest, one: dict[str, Any]
 ) -> None:
     found, sentence = word(manifest, peers=[peer(ANNA, 0), one])
-    assert found is Word.DEGRADED
+    assert found is HealthState.DEGRADED
     assert "stage 1" in sentence
     health = health_of(status(peers=[peer(ANNA, 0), one]), manifest, time.time())
     assert health.unreachable_stages == (1,)
@@ -67,27 +67,27 @@ def test_a_stage_without_a_reachable_peer_makes_it_degraded(
 
 def test_while_a_step_is_applied_peers_at_either_version_count(manifest: Manifest) -> None:
     peers = [peer(ANNA, 0), peer(BERT, 1, version=4)]
-    assert word(manifest, peers=peers, phase="applying")[0] is Word.HEALTHY
+    assert word(manifest, peers=peers, phase="applying")[0] is HealthState.HEALTHY
 
 
 def test_a_coordinator_that_says_nothing_any_more_makes_it_degraded(manifest: Manifest) -> None:
     found, sentence = word(manifest, later_seconds=STALE_SECONDS + 5)
-    assert found is Word.DEGRADED
+    assert found is HealthState.DEGRADED
     assert "said nothing" in sentence
 
 
 def test_a_loss_that_is_no_number_makes_it_degraded(manifest: Manifest) -> None:
     for loss in (None, float("nan"), float("inf")):
-        assert word(manifest, loss=loss)[0] is Word.DEGRADED
+        assert word(manifest, loss=loss)[0] is HealthState.DEGRADED
 
 
 def test_a_run_without_peers_waits_and_says_for_what(manifest: Manifest) -> None:
     found = word(manifest, phase="waiting for peers", waiting_for="stage 1 needs 1", peers=[])
-    assert found == (Word.WAITING, "stage 1 needs 1")
+    assert found == (HealthState.WAITING, "stage 1 needs 1")
 
 
 def test_a_finished_run_is_finished_however_old_the_word(manifest: Manifest) -> None:
-    assert word(manifest, later_seconds=1e6, phase="finished", peers=[])[0] is Word.FINISHED
+    assert word(manifest, later_seconds=1e6, phase="finished", peers=[])[0] is HealthState.FINISHED
 
 
 def test_the_phases_have_the_names_that_the_coordinator_gives_them() -> None:
@@ -127,7 +127,7 @@ def test_a_status_from_before_there_were_such_figures_is_shown_without_them(
 
 
 def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
-    shown = public_event(Noted(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
+    shown = public_event(StoredNote(1, 0.0, f"cannot reach {LEAKED[0]} of {HOSTILE}")).text
     assert LEAKED[0] not in shown
     assert "\x1b" not in shown
     assert "\u202e" not in shown
@@ -136,16 +136,16 @@ def test_events_lose_addresses_and_what_steers_a_terminal() -> None:
 def test_the_organiser_sees_paths_and_marks() -> None:
     anna, bert = full_peers(status())
     assert [path.remote for path in anna.paths] == [BERT]
-    assert bert.marked_times == 1
-    assert LEAKED[0] in bert.marked
+    assert bert.flagged_times == 1
+    assert LEAKED[0] in bert.flagged_reason
 
 
 def test_who_came_and_who_went_between_two_moments(folder: RunFolder) -> None:
-    from swarm_coordinator.dashboard.api_models import Peer
+    from swarm_coordinator.dashboard.api_models import PublicPeer
 
-    def named(*ends: str) -> list[Peer]:
+    def named(*ends: str) -> list[PublicPeer]:
         return [
-            Peer(id_end=end, name=None, stage=0, phase="ready", leaving=False,
+            PublicPeer(id_end=end, name=None, stage=0, phase="ready", leaving=False,
                  microbatches_per_second=1.0)
             for end in ends
         ]  # fmt: skip

@@ -16,8 +16,8 @@ from swarm_coordinator.cli.main import run
 from swarm_coordinator.demo import command as demo
 from swarm_coordinator.demo.subprocesses import (
     COORDINATOR_MODULE,
-    Child,
-    Children,
+    Subprocess,
+    Subprocesses,
     module_command,
     wait_until,
 )
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 240.0
 pytestmark = pytest.mark.timeout(PATIENCE_SECONDS + 60)
 
 
-def start_demo(children: Children, tmp_path: Path, *words: str) -> Child:
+def start_demo(children: Subprocesses, tmp_path: Path, *words: str) -> Subprocess:
     command = module_command(COORDINATOR_MODULE, "demo", *words)
     return children.start("demo", command, tmp_path / "demo.out", {"OMP_NUM_THREADS": "1"})
 
@@ -45,21 +45,21 @@ def processes_naming(text: str) -> list[str]:
     return found
 
 
-def wait_for_output(child: Child, wanted: str) -> None:
+def wait_for_output(child: Subprocess, wanted: str) -> None:
     """Wait for a line that matches the expression; lines come every few seconds at most."""
 
     def ready() -> bool:
         assert child.exit_code() is None, f"the demo ended without it: {child.last_lines()}"
         return re.search(wanted, child.log.read_text()) is not None
 
-    wait_until(ready, Children(), PATIENCE_SECONDS, wanted)
+    wait_until(ready, Subprocesses(), PATIENCE_SECONDS, wanted)
 
 
 @pytest.mark.integration
 @pytest.mark.runs
 def test_a_demo_in_a_folder_with_a_space_trains_and_tells_what_came_of_it(tmp_path: Path) -> None:
     run_dir, json_file = tmp_path / "a run", tmp_path / "the result.json"
-    with Children() as children:
+    with Subprocesses() as children:
         child = start_demo(
             children, tmp_path, "--volunteers", "2", "--stages", "2", "--steps", "3", "--seed", "7",
             "--run-dir", str(run_dir), "--json", str(json_file),
@@ -89,7 +89,7 @@ def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     run_dir = tmp_path / "run"
-    with Children() as children:
+    with Subprocesses() as children:
         child = start_demo(
             children, tmp_path, "--volunteers", "2", "--steps", "1000", "--run-dir", str(run_dir)
         )
@@ -106,13 +106,13 @@ def test_stopping_the_demo_ends_every_process_and_says_where_the_run_is(
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 def test_a_volunteer_that_dies_is_named_with_its_last_words(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with Children() as children:
+    with Subprocesses() as children:
         child = start_demo(
             children, tmp_path, "--volunteers", "2", "--steps", "1000", "--run-dir", str(run_dir)
         )
         wait_for_output(child, "started 2 volunteers")
         log = run_dir / "log" / "volunteer-2.out"
-        wait_until(lambda: "device" in log.read_text(), Children(), PATIENCE_SECONDS, "a peer")
+        wait_until(lambda: "device" in log.read_text(), Subprocesses(), PATIENCE_SECONDS, "a peer")
         os.kill(volunteer_pid(run_dir, "volunteer-2"), signal.SIGKILL)
         assert child.wait(PATIENCE_SECONDS) == 1
     output = child.log.read_text()

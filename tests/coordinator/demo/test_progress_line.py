@@ -9,7 +9,7 @@ from swarm_coordinator.demo.progress_line import (
     PLAIN_INTERVAL_SECONDS,
     Progress,
     ProgressDisplay,
-    duration_words,
+    duration_text,
     eta_seconds,
     progress_line,
     recent_tokens_per_second,
@@ -55,7 +55,7 @@ def test_the_rate_forgets_the_slow_start() -> None:
 
 
 def test_durations_are_words() -> None:
-    assert [duration_words(seconds) for seconds in (9.6, 61, 3720)] == [
+    assert [duration_text(seconds) for seconds in (9.6, 61, 3720)] == [
         "10 s",
         "1:01 min",
         "1:02 h",

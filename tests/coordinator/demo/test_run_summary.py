@@ -13,17 +13,17 @@ from swarm_coordinator.demo.run_summary import (
     Traffic,
     directed_traffic,
     heldout_verdict,
-    protocol_words,
+    protocol_label,
     result_document,
     summary_text,
     tokens_per_second,
 )
 from swarm_coordinator.storage.history import (
-    Contribution,
     History,
     HistoryStep,
     KnownPeer,
     LinkTotal,
+    StageContribution,
 )
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL
@@ -35,8 +35,10 @@ COORDINATOR, ANNA, BERT = (
 )
 
 
-def contribution(peer: PeerId, name: str | None, stage: int, microbatches: int) -> Contribution:
-    return Contribution(peer, name, StageIndex(stage), 2, microbatches, microbatches * 1024)
+def contribution(
+    peer: PeerId, name: str | None, stage: int, microbatches: int
+) -> StageContribution:
+    return StageContribution(peer, name, StageIndex(stage), 2, microbatches, microbatches * 1024)
 
 
 HISTORY = History(
@@ -119,7 +121,7 @@ def test_a_volunteers_name_cannot_send_control_characters_to_the_terminal() -> N
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[2Jeve" in text
-    assert "\x1b" not in protocol_words("/\x1b/1")
+    assert "\x1b" not in protocol_label("/\x1b/1")
 
 
 def test_the_json_has_exactly_the_documented_form() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarm_coordinator.demo import subprocesses
-from swarm_coordinator.demo.subprocesses import Children, run_to_end, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocesses, run_to_end, wait_until
 from swarm_shared.base.errors import StorageError, SwarmError
 
 SLEEPER = "import time; print('ready', flush=True); time.sleep(600)"
@@ -29,12 +29,12 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def wait_for_line(children: Children, log: Path, line: str) -> None:
+def wait_for_line(children: Subprocesses, log: Path, line: str) -> None:
     wait_until(lambda: log.exists() and line in log.read_text(), children, PATIENCE_SECONDS, line)
 
 
 def test_what_a_child_prints_lies_in_its_log_and_its_exit_code_is_known(tmp_path: Path) -> None:
-    with Children() as children:
+    with Subprocesses() as children:
         log = tmp_path / "new folder" / "child.log"
         child = children.start(
             "talker", python("print('one'); print('two'); raise SystemExit(3)"), log
@@ -46,7 +46,7 @@ def test_what_a_child_prints_lies_in_its_log_and_its_exit_code_is_known(tmp_path
 
 
 def test_leaving_the_block_ends_everybody_even_who_ignores_the_request(tmp_path: Path) -> None:
-    with Children(grace_seconds=0.3) as children:
+    with Subprocesses(grace_seconds=0.3) as children:
         polite = children.start("polite", python(SLEEPER), tmp_path / "polite.log")
         stubborn = children.start("stubborn", python(STUBBORN), tmp_path / "stubborn.log")
         for child in (polite, stubborn):
@@ -63,7 +63,7 @@ def test_a_killed_child_takes_its_process_group_along(tmp_path: Path) -> None:
         f"child = subprocess.Popen([sys.executable, '-S', '-c', {SLEEPER!r}])\n"
         "print('grandchild', child.pid, flush=True)\ntime.sleep(600)"
     )
-    with Children() as children:
+    with Subprocesses() as children:
         child = children.start("parent", python(code), tmp_path / "log")
         wait_for_line(children, child.log, "ready")
         words = child.log.read_text().split()
@@ -94,7 +94,7 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed(tmp_path: Path)
         f"pathlib.Path({str(log)!r}))\n"
         "print('inner', child.pid, flush=True)\ntime.sleep(600)"
     )
-    with Children() as children:
+    with Subprocesses() as children:
         outer = children.start("outer", (sys.executable, "-c", code), tmp_path / "outer.log")
         wait_for_line(children, log, "ready")
         wait_for_line(children, outer.log, "inner")
@@ -109,14 +109,14 @@ def test_a_child_ends_when_the_process_that_started_it_is_killed(tmp_path: Path)
 
 def test_a_child_gets_no_ctrl_c_from_our_terminal(tmp_path: Path) -> None:
     code = "import os; print(os.getsid(0) == os.getpid() == os.getpgid(0))"
-    with Children() as children:
+    with Subprocesses() as children:
         child = children.start("session", python(code), tmp_path / "log")
         assert child.wait(PATIENCE_SECONDS) == 0
     assert child.last_lines() == ["True"]
 
 
 def test_waiting_stops_when_a_child_fails_and_shows_its_last_words(tmp_path: Path) -> None:
-    with Children() as children:
+    with Subprocesses() as children:
         children.start(
             "broken", python("raise SystemExit('no such thing')"), tmp_path / "broken.log"
         )
@@ -125,7 +125,7 @@ def test_waiting_stops_when_a_child_fails_and_shows_its_last_words(tmp_path: Pat
 
 
 def test_waiting_is_bounded(tmp_path: Path) -> None:
-    with Children() as children:
+    with Subprocesses() as children:
         children.start("sleeper", python(SLEEPER), tmp_path / "log")
         with pytest.raises(SwarmError, match=f"a wonder in vain.*{tmp_path.name}"):
             wait_until(lambda: False, children, 0.1, "a wonder")

@@ -18,7 +18,7 @@ from kits.coordinator.run import flip_byte, one_start, put_checkpoint, step, wit
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import run
 from swarm_coordinator.durability import restore
-from swarm_coordinator.durability.backup import make_backup, remembered, verify_backup
+from swarm_coordinator.durability.backup import make_backup, recorded_backups, verify_backup
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.generations import LARGEST_GENERATION, generation_floor
@@ -190,7 +190,7 @@ def test_a_backup_holds_the_run_and_is_whole(
     assert (out / "organiser.key").stat().st_mode & 0o777 == 0o600
     assert history(RunFolder(out).database) == history(folder.database)
     assert [p.name for p in out.parent.iterdir() if p.name.startswith(".")] == []
-    assert remembered(folder) == [out.resolve()]
+    assert recorded_backups(folder) == [out.resolve()]
     code, said, _ = says(capsys, "verify", out)
     assert (code, "the backup is whole" in said) == (0, True)
     assert says(capsys, "backup", folder.path, out)[0] == 2
@@ -291,7 +291,7 @@ def test_a_restored_run_goes_on_from_its_checkpoint_behind_a_fence(
     assert "goes on from its checkpoint of step 4" in said
     assert says(capsys, "verify", new)[0] == 0
     found = history(RunFolder(new).database).restored
-    assert (found.version, found.rolled_back, found.on_branch) == (4, True, frozenset())
+    assert (found.version, found.rolled_back, found.on_current_history) == (4, True, frozenset())
     assert found.checkpoint is not None
     assert found.checkpoint.version == 4
     assert found.generation > history(folder.database).restored.generation + 1000

@@ -17,7 +17,7 @@ from swarm_coordinator.core.events import (
     RunFinished,
     StoredStage,
 )
-from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.sqlite import check_pages, open_for_writing
 from swarm_coordinator.storage.store import SqliteStore
@@ -25,7 +25,7 @@ from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
 
-SHAPE = Shape(STAGES, MICROBATCHES)
+SHAPE = StepShape(STAGES, MICROBATCHES)
 
 
 def checkpoint(version: int) -> CheckpointRecord:

@@ -21,7 +21,7 @@ from swarm_coordinator.durability.run_files import changed_settings, load_settin
 from swarm_coordinator.run_creation.codec_selection import (
     SAMPLE_ELEMENTS,
     measure_costs,
-    with_codecs_chosen,
+    select_codecs,
 )
 from swarm_coordinator.run_creation.initialise import load_manifest, refresh_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
@@ -61,7 +61,7 @@ def test_on_a_slow_line_fewer_bytes_win_among_what_the_budget_allows():
     for budget, chosen in ((0.0, "none"), (0.001, "float16"), (0.01, "int8"), (0.05, "int4")):
         # So slow that no time of encoding shows.
         asked = settings(largest_loss_gap=budget, up_mbit_per_second=0.01)
-        found, why = with_codecs_chosen(asked, table(**gaps))
+        found, why = select_codecs(asked, table(**gaps))
         pair = CodecsConfig(activation=chosen, gradient=chosen, average="exact")
         assert found.codecs.config == pair
         assert f"{chosen} for activations, {chosen} for gradients" in why
@@ -86,7 +86,7 @@ def test_of_a_long_activation_a_part_is_measured_and_the_whole_is_reckoned():
 
 def test_a_single_stage_has_no_border_and_nothing_is_measured():
     alone = default_settings("tiny", stages=1, overrides=AUTO)
-    found, why = with_codecs_chosen(alone, clock=lambda: pytest.fail("it is measured"))
+    found, why = select_codecs(alone, clock=lambda: pytest.fail("it is measured"))
     assert found.codecs.config == CodecsConfig(average="exact")
     assert "no border" in why
 
@@ -95,11 +95,11 @@ def test_a_budget_that_no_pair_keeps_is_refused_with_one_that_is_kept():
     lossy = table(int8=0.01)
     without_none = lossy.model_copy(update={"pairs": {"int8 / int8": lossy.pairs["int8 / int8"]}})
     with pytest.raises(ConfigurationError, match=r"largest_loss_gap must be at least 0\.01"):
-        with_codecs_chosen(settings(largest_loss_gap=0.001), without_none)
+        select_codecs(settings(largest_loss_gap=0.001), without_none)
 
 
 def test_what_is_not_left_to_choose_stays_as_it_is_written():
-    found, _ = with_codecs_chosen(settings(average="int8"), table())
+    found, _ = select_codecs(settings(average="int8"), table())
     assert found.codecs.config.average == "int8"
     assert found.codecs.largest_loss_gap == settings().codecs.largest_loss_gap
 

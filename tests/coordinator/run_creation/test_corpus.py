@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from swarm_coordinator.run_creation import corpus as corpus_module
 from swarm_coordinator.run_creation.corpus import (
-    Document,
     ReadyShards,
     TextCorpus,
+    TextDocument,
     plan_split,
     read_corpus,
     sampled,
@@ -31,7 +31,7 @@ def read(source: Path | str) -> list[tuple[str, str]]:
 
 
 def of_texts(texts: dict[str, str]) -> TextCorpus:
-    documents = [Document(name, text) for name, text in texts.items()]
+    documents = [TextDocument(name, text) for name, text in texts.items()]
     return TextCorpus("the test's text", lambda: iter(documents))
 
 
@@ -106,7 +106,7 @@ def test_a_line_of_jsonl_that_is_not_utf_8_is_named(tmp_path: Path):
 def test_a_line_longer_than_memory_should_hold_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(corpus_module, "LONGEST_LINE_BYTES", 100)
+    monkeypatch.setattr(corpus_module, "MAX_LINE_BYTES", 100)
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps({"text": "x" * 200}))
     with pytest.raises(DataError, match="line 1: it is longer than 100 bytes"):
@@ -246,7 +246,7 @@ def test_a_single_document_without_lines_is_never_cut_inside_a_character():
 
 def test_a_corpus_that_changes_while_it_is_read_is_noticed():
     texts = {"a": "x" * 100, "b": "y" * 100}
-    corpus = TextCorpus("it", lambda: iter([Document(n, t) for n, t in texts.items()]))
+    corpus = TextCorpus("it", lambda: iter([TextDocument(n, t) for n, t in texts.items()]))
     plan = plan_split(corpus, 0.05, 1)
     texts["c"] = "z"
     with pytest.raises(DataError, match="changed while it was read"):
@@ -257,7 +257,7 @@ def test_a_corpus_that_changes_while_it_is_read_is_noticed():
 
 
 def test_a_sample_is_about_its_share_and_always_the_same():
-    documents = [Document(str(n), "") for n in range(2000)]
+    documents = [TextDocument(str(n), "") for n in range(2000)]
     names = [document.name for document in sampled(iter(documents), 0.3)]
     assert names == [document.name for document in sampled(iter(documents), 0.3)]
     assert 500 < len(names) < 700

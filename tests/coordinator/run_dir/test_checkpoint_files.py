@@ -131,7 +131,7 @@ def test_a_failed_checkpoint_leaves_the_older_one_and_frees_its_space(tmp_path: 
     older = store(folder, 10)
     folder.partial_path(20, 0).write_bytes(b"half of it")
     assert folder.latest_valid() == older
-    folder.give_up(20)
+    folder.discard_partial(20)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000010"]
 
 
@@ -140,7 +140,7 @@ def test_what_an_earlier_start_left_is_cleared(tmp_path: Path) -> None:
     store(folder, 10)
     folder.partial_path(20, 0).write_bytes(b"half of it")
     folder.partial_path(30, 1).write_bytes(b"half of it")
-    folder.give_up_all()
+    folder.discard_all_partial()
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000010"]
 
 

@@ -16,7 +16,7 @@ import pytest
 import trio
 
 from swarm_coordinator.server import admin_socket
-from swarm_coordinator.server.admin_socket import MAX_MESSAGE_BYTES, ask, serve
+from swarm_coordinator.server.admin_socket import MAX_MESSAGE_BYTES, send_request, serve
 from swarm_shared.base.errors import NetworkError, StorageError
 
 
@@ -36,7 +36,7 @@ async def serving(path: Path, answer: admin_socket.Answer = echo) -> AsyncIterat
 
 def accepts(path: Path) -> bool:
     try:
-        ask(path, {})
+        send_request(path, {})
     except (ConnectionRefusedError, FileNotFoundError):
         return False
     except NetworkError:
@@ -45,7 +45,7 @@ def accepts(path: Path) -> bool:
 
 
 async def asked(path: Path, question: dict[str, Any]) -> dict[str, Any]:
-    return await trio.to_thread.run_sync(ask, path, question)
+    return await trio.to_thread.run_sync(send_request, path, question)
 
 
 async def raw(path: Path, content: bytes) -> bytes:
@@ -71,7 +71,7 @@ async def test_a_question_is_answered_and_the_socket_is_nobody_elses(tmp_path: P
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.exists()
     with pytest.raises(FileNotFoundError):
-        ask(path, {})
+        send_request(path, {})
 
 
 async def test_the_socket_of_a_coordinator_that_was_killed_is_replaced(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_the_socket_of_a_coordinator_that_was_killed_is_replaced(tmp_path:
     left.bind(str(path))
     left.close()
     with pytest.raises(ConnectionRefusedError):
-        ask(path, {})
+        send_request(path, {})
     async with serving(path):
         assert await asked(path, {"a": 1}) == {"you asked": {"a": 1}}
 
@@ -174,5 +174,5 @@ def test_a_coordinator_that_breaks_off_is_one_sentence(tmp_path: Path) -> None:
         thread = threading.Thread(target=hang_up)
         thread.start()
         with pytest.raises(NetworkError, match=r"did not answer .*try again"):
-            ask(path, {"a": 1})
+            send_request(path, {"a": 1})
         thread.join()

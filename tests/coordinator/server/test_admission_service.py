@@ -26,16 +26,17 @@ from swarm_coordinator.admission.requests import (
     RevokeToken,
     UnbanPeer,
 )
-from swarm_coordinator.cli.admission import decide
+from swarm_coordinator.cli.admission import submit_request
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol
-from swarm_coordinator.server.admin_socket import ask
+from swarm_coordinator.server.admin_socket import send_request
 from swarm_shared.base.errors import NetworkError, StorageError, UsageError
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
 from swarm_shared.protocol import (
+    AddressUpdate,
     AssignStage,
     CertificateRenewed,
     CoordinatorMessage,
@@ -48,9 +49,8 @@ from swarm_shared.protocol import (
     Roster,
     StageRequest,
     Welcome,
-    Whereabouts,
 )
-from swarm_shared.transfer.transfer import Source, fetch
+from swarm_shared.transfer.transfer import TransferSource, fetch
 
 WITHIN_SECONDS = 5.0
 """In which a revocation has to reach everybody."""
@@ -68,7 +68,7 @@ def token_run(tmp_path: Path) -> RunFolder:
 
 async def order(folder: RunFolder, request: Request) -> dict[str, Any]:
     """As a command does it, in another thread as from another process."""
-    return await trio.to_thread.run_sync(decide, folder, request)
+    return await trio.to_thread.run_sync(submit_request, folder, request)
 
 
 async def say_hello(one: Client, invite: Invite, **changes: object) -> Welcome | Refused:
@@ -264,7 +264,7 @@ async def test_a_banned_peer_gets_no_data(open_run: RunFolder, tmp_path: Path) -
         await order(open_run, BanPeer(peer=identity.peer_id))
         async with client(run.invite, identity) as one:
             shard = run.manifest.data.shards[0]
-            source = Source(run.invite.coordinator, run.invite.addresses)
+            source = TransferSource(run.invite.coordinator, run.invite.addresses)
             with pytest.raises(NetworkError, match="has banned this peer"):
                 await fetch(
                     one.node, [source], f"data/{shard.name}", None, shard.sha256,
@@ -330,7 +330,7 @@ async def test_nonsense_from_a_command_is_refused_and_the_run_goes_on(open_run: 
             ({"do": "create token", "uses": 0}, "greater than or equal to 1"),
             ({"do": "disallow", "peer": Identity.generate().peer_id}, "is not on the list"),
         ):
-            answer = await trio.to_thread.run_sync(ask, open_run.socket, question)
+            answer = await trio.to_thread.run_sync(send_request, open_run.socket, question)
             assert (answer["ok"], answer["exit_code"]) == (False, 2)
             assert reason in answer["error"]
         assert await tries(run.invite, Identity.generate()) == "welcome"
@@ -391,7 +391,7 @@ async def test_another_mode_keeps_out_whom_the_former_one_had_let_in(open_run: R
 async def until_told(folder: RunFolder, invite: Invite, one: Client, revoked: PeerId) -> None:
     """One roster more, and it names the revoked peer."""
     await one.send(
-        Whereabouts(addresses=("x",), reachability=Reachability.PUBLIC, offers_relay=False)
+        AddressUpdate(addresses=("x",), reachability=Reachability.PUBLIC, offers_relay=False)
     )
     await until(one, Roster, lambda r: r.revoked == (revoked,))
 
@@ -509,7 +509,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
     open_run: RunFolder,
 ) -> None:
     """It holds the folder's lock and has no socket yet: neither way is open for a moment."""
-    order_it = partial(decide, open_run, BanPeer(peer=Identity.generate().peer_id))
+    order_it = partial(submit_request, open_run, BanPeer(peer=Identity.generate().peer_id))
     answers: list[dict[str, Any]] = []
 
     async def command() -> None:
@@ -532,11 +532,11 @@ def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
 ) -> None:
     monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
-        decide(open_run, BanPeer(peer=Identity.generate().peer_id))
+        submit_request(open_run, BanPeer(peer=Identity.generate().peer_id))
 
 
 def test_a_decision_that_makes_no_sense_is_refused_without_a_coordinator_as_well(
     open_run: RunFolder,
 ) -> None:
     with pytest.raises(UsageError, match="there is no token 3"):
-        decide(open_run, RevokeToken(token=3))
+        submit_request(open_run, RevokeToken(token=3))

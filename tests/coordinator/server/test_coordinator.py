@@ -32,7 +32,7 @@ from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import control_protocol
-from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, Sessions
+from swarm_coordinator.server.sessions import MAX_OUTBOX_BYTES, ClientSessions
 from swarm_coordinator.storage.history import history
 from swarm_shared.base.errors import LinkClosed, NetworkError, UsageError
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, StageIndex, Step
@@ -42,7 +42,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signed_manifest import open_manifest
 from swarm_shared.network import FramedStream, FrameLimits, open_node
 from swarm_shared.protocol import Heartbeat, MaskRequest, Receipts, Refused, Welcome
-from swarm_shared.transfer.transfer import Source, fetch
+from swarm_shared.transfer.transfer import TransferSource, fetch
 
 BEAT = Heartbeat(microbatches_per_second=1.0, queued=0)
 
@@ -220,7 +220,7 @@ async def test_a_peer_that_attaches_again_closes_its_older_session(folder: RunFo
 
 
 async def test_a_client_that_does_not_read_is_cut_off() -> None:
-    sessions = Sessions()
+    sessions = ClientSessions()
     async with open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as here:
         cut: list[str | None] = []
         done = trio.Event()
@@ -231,10 +231,10 @@ async def test_a_client_that_does_not_read_is_cut_off() -> None:
             with session.scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(session.write_all)
-                    while session.cut_reason is None:
+                    while session.disconnect_reason is None:
                         session.send(b"x" * 2**20)
                         await trio.lowlevel.checkpoint()
-            cut.append(session.cut_reason)
+            cut.append(session.disconnect_reason)
             sessions.ended(session)
             done.set()
 
@@ -256,7 +256,7 @@ async def test_data_is_served_to_members_and_to_nobody_else(
         welcome = await one.receive()
         assert isinstance(welcome, Welcome)
         shard = run.manifest.data.shards[0]
-        source = Source(run.invite.coordinator, run.invite.addresses)
+        source = TransferSource(run.invite.coordinator, run.invite.addresses)
         size = shard.tokens * run.manifest.data.token_bytes
         target = tmp_path / "copy"
         await fetch(

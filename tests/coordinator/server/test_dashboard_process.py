@@ -24,9 +24,9 @@ from swarm_coordinator.configuration.http_address import (
     listen,
     parse_address,
 )
-from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.dashboard_process import Companion
+from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
@@ -38,11 +38,11 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @asynccontextmanager
-async def companion(
+async def dashboard_process(
     folder: RunFolder, wanted: HttpAddress = ANY
-) -> AsyncIterator[tuple[Companion, list[str]]]:
+) -> AsyncIterator[tuple[DashboardProcess, list[str]]]:
     lines: list[str] = []
-    made = Companion(folder, wanted, lines.append)
+    made = DashboardProcess(folder, wanted, lines.append)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.run)
         yield made, lines
@@ -52,14 +52,14 @@ async def companion(
 async def get(address: HttpAddress | None, path: str) -> tuple[int, bytes]:
     assert address is not None
 
-    def ask() -> tuple[int, bytes]:
+    def send_request() -> tuple[int, bytes]:
         connection = HTTPConnection(address.host, address.port, timeout=50)
         with closing(connection):
             connection.request("GET", path)
             found = connection.getresponse()
             return found.status, found.read()
 
-    return await trio.to_thread.run_sync(ask)
+    return await trio.to_thread.run_sync(send_request)
 
 
 async def until(condition: Any) -> None:
@@ -70,7 +70,7 @@ async def until(condition: Any) -> None:
 async def test_whoever_asks_before_the_process_is_ready_is_answered_when_it_is(
     folder: RunFolder,
 ) -> None:
-    async with companion(folder) as (made, lines):
+    async with dashboard_process(folder) as (made, lines):
         await until(lambda: made.address is not None)
         status, body = await get(made.address, "/api/v1/run")
         assert status == 503, "no coordinator has said anything in this folder"
@@ -87,7 +87,7 @@ async def test_whoever_asks_before_the_process_is_ready_is_answered_when_it_is(
 async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
     folder: RunFolder,
 ) -> None:
-    async with companion(folder) as (made, _):
+    async with dashboard_process(folder) as (made, _):
         await until(lambda: made.pid is not None)
         first, address = made.pid, made.address
         await get(address, "/")
@@ -95,14 +95,14 @@ async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
         os.kill(first, signal.SIGKILL)
         await until(lambda: made.pid not in (None, first))
         assert (await get(address, "/"))[0] == 200
-        assert made.told() == {"address": str(address), "restarts": 1, "failures": 1}
+        assert made.status() == {"address": str(address), "restarts": 1, "failures": 1}
 
 
 async def test_the_port_is_the_same_at_the_next_start(folder: RunFolder) -> None:
-    async with companion(folder) as (made, _):
+    async with dashboard_process(folder) as (made, _):
         await until(lambda: made.address is not None)
         first = made.address
-    async with companion(folder) as (made, _):
+    async with dashboard_process(folder) as (made, _):
         await until(lambda: made.address is not None)
         assert made.address == first
 
@@ -113,7 +113,7 @@ async def test_a_port_that_was_picked_and_is_taken_now_gives_way_to_another(
     with closing(listen(ANY)) as other:
         taken = address_of(other)
         folder.remember_http_port(taken.port)
-        async with companion(folder) as (made, _):
+        async with dashboard_process(folder) as (made, _):
             await until(lambda: made.address is not None)
             assert made.address != taken
 
@@ -123,21 +123,22 @@ async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
 ) -> None:
     with closing(listen(ANY)) as other:
         taken = address_of(other)
-        async with companion(folder, taken) as (made, lines):
+        async with dashboard_process(folder, taken) as (made, lines):
             await until(lambda: lines)
             assert str(taken) in lines[0]
             assert "--http" in lines[0]
             assert made.address is None
-            assert made.told()["failures"] == 1
+            assert made.status()["failures"] == 1
 
 
 async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:
     program = (
         "import sys, trio; from pathlib import Path\n"
-        "from swarm_coordinator.server.dashboard_process import Companion\n"
+        "from swarm_coordinator.server.dashboard_process import DashboardProcess\n"
         "from swarm_coordinator.configuration.http_address import HttpAddress\n"
         "from swarm_coordinator.run_dir.folder import RunFolder\n"
-        "made = Companion(RunFolder(Path(sys.argv[1])), HttpAddress('127.0.0.1', 0), print)\n"
+        "folder = RunFolder(Path(sys.argv[1]))\n"
+        "made = DashboardProcess(folder, HttpAddress('127.0.0.1', 0), print)\n"
         "trio.run(made.run)\n"
     )
     process = await trio.lowlevel.open_process(
@@ -156,15 +157,15 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     """From the folder of a run that trains to its end, with nothing made up in between."""
-    pages: list[Pages] = []
+    pages: list[Dashboard] = []
 
     async def watch(scope: trio.CancelScope) -> None:
         with scope:
             while True:
                 if folder.status.exists():
-                    pages[:] = pages or [Pages(folder)]
-                    await pages[0].feed.look()
-                    snapshot = pages[0].feed.snapshot
+                    pages[:] = pages or [Dashboard(folder)]
+                    await pages[0].snapshot_loop.look()
+                    snapshot = pages[0].snapshot_loop.snapshot
                     assert snapshot is not None
                     for document in (
                         snapshot.run, snapshot.stages, snapshot.peers, snapshot.full_peers,
@@ -182,10 +183,10 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
             await train_to_the_end(volunteers)
             await run.ended.wait()
         scope.cancel()
-    await pages[0].feed.look()
-    snapshot = pages[0].feed.snapshot
+    await pages[0].snapshot_loop.look()
+    snapshot = pages[0].snapshot_loop.snapshot
     assert snapshot is not None
-    assert snapshot.health.word == "finished"
+    assert snapshot.health.state == "finished"
     assert (snapshot.run.version, snapshot.read.step_count) == (4, 4)
     assert snapshot.run.tokens == 4 * run.manifest.tokens_per_step
     assert {one.name for one in snapshot.read.contributions} == {"volunteer-0", "volunteer-1"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from swarm_shared.identity.probe_pass import check_probe_pass
 
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.facts import COORDINATOR, Options, manifest_of
-from swarm_coordinator.admission.authority import Admission
+from swarm_coordinator.admission.authority import AdmissionAuthority
 from swarm_coordinator.admission.book import (
     AdmissionMode,
     AdmissionRecord,
@@ -22,15 +23,14 @@ from swarm_coordinator.core.events import Restored
 from swarm_coordinator.core.transition import begin
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.doctor_answers import visitor_judge
+from swarm_coordinator.server.doctor_answers import probe_judge
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId, Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.visitor_pass import check_visitor_pass
 from swarm_shared.network import open_node
-from swarm_shared.probe.client import visit
-from swarm_shared.probe.server import Judge
+from swarm_shared.probe.client import open_probe
+from swarm_shared.probe.server import AnswerHello
 from swarm_shared.protocol import (
     SOFTWARE_VERSION,
     DoctorHello,
@@ -55,7 +55,7 @@ async def look(invite: Invite, **changes: object) -> DoctorWelcome:
     hello = hello.model_copy(update=changes)
     async with (
         open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"]) as node,
-        visit(node, invite.coordinator, hello, invite.addresses) as probe,
+        open_probe(node, invite.coordinator, hello, invite.addresses) as probe,
     ):
         (result,) = await probe.dial_back([node.addresses[0].split("/p2p/")[0]])
         assert result.reached
@@ -99,7 +99,7 @@ async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None
         assert (await look(run.invite)).admission == ""
         refused = await look(run.invite, token="another")
         assert "token" in refused.admission
-        assert refused.visitor_pass is None
+        assert refused.probe_pass is None
         assert refused.neighbours == ()
         with pytest.raises(AdmissionError, match="ask the organiser for a new invite"):
             await look(run.invite, run="cd" * 32)
@@ -108,20 +108,20 @@ async def test_a_visitor_takes_no_part_and_uses_no_token(tmp_path: Path) -> None
             assert isinstance(await one.receive(), Welcome)
 
 
-def judge_with(mode: AdmissionMode, *records: AdmissionRecord) -> Judge:
-    admission = Admission(ORGANISER, RUN, Generation(1), mode, clock=lambda: NOW)
+def judge_with(mode: AdmissionMode, *records: AdmissionRecord) -> AnswerHello:
+    admission = AdmissionAuthority(ORGANISER, RUN, Generation(1), mode, clock=lambda: NOW)
     for record in records:
         admission.book.enter(record, NOW)
     manifest = manifest_of(Options())
     state = begin(manifest, "", COORDINATOR, Restored(1, Version(0), None, None, False, None), 0.0)
-    return visitor_judge(admission, lambda: state, manifest)
+    return probe_judge(admission, lambda: state, manifest)
 
 
 def test_a_visitor_that_would_be_let_in_gets_a_pass_that_holds() -> None:
     verdict = judge_with("open")(VISITOR.peer_id, HELLO)
     assert verdict.admission == ""
-    assert verdict.visitor_pass is not None
-    check_visitor_pass(verdict.visitor_pass, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
+    assert verdict.probe_pass is not None
+    check_probe_pass(verdict.probe_pass, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
 
 
 def test_the_verdict_is_that_of_joining() -> None:
@@ -153,4 +153,4 @@ def test_another_version_is_told_and_answered() -> None:
     hello = HELLO.model_copy(update={"software": "0.0.1"})
     verdict = judge_with("open")(VISITOR.peer_id, hello)
     assert not verdict.software_fits
-    assert verdict.visitor_pass is not None
+    assert verdict.probe_pass is not None

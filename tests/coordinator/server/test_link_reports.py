@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm_client.volunteer.heartbeat import Present, Telling, alike
-from swarm_coordinator.core.events import Session
+from swarm_client.volunteer.heartbeat import HeartbeatDelta, HeartbeatSnapshot, alike
+from swarm_coordinator.core.events import SessionNumber
 from swarm_coordinator.server import link_reports as module
-from swarm_coordinator.server.link_reports import LEAST_REMEMBERED, Reports
+from swarm_coordinator.server.link_reports import MIN_REMEMBERED_PER_REPORTER, LinkReports
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
     Heartbeat,
@@ -39,8 +39,8 @@ class OwnNode:
         return []
 
 
-def reports() -> Reports:
-    return Reports(OwnNode())  # type: ignore[arg-type]
+def reports() -> LinkReports:
+    return LinkReports(OwnNode())  # type: ignore[arg-type]
 
 
 def link(remote: str, sent: int) -> LinkBytes:
@@ -52,16 +52,16 @@ def path(remote: str, **changes: Any) -> LinkPath:
     return LinkPath(remote=PeerId(remote), **said)
 
 
-def hear(into: Reports, session: int, peer: PeerId = ANNA, **said: Any) -> None:
-    into.heard(Session(session), peer, Heartbeat(**said))
+def hear(into: LinkReports, session: int, peer: PeerId = ANNA, **said: Any) -> None:
+    into.record(SessionNumber(session), peer, Heartbeat(**said))
 
 
-def saved(told: Reports) -> dict[PeerId, tuple[LinkBytes, ...]]:
+def saved(told: LinkReports) -> dict[PeerId, tuple[LinkBytes, ...]]:
     """All that is to be saved now."""
     return {peer: links for few in told.unsaved_links() for peer, links in few.items()}
 
 
-def paths_of(told: Reports, peer: PeerId = ANNA) -> tuple[LinkPath, ...]:
+def paths_of(told: LinkReports, peer: PeerId = ANNA) -> tuple[LinkPath, ...]:
     return told.paths({ANNA, BERT}).get(peer, ())
 
 
@@ -73,7 +73,7 @@ def test_what_did_not_change_is_still_known() -> None:
     hear(told, 1, changed_links=(link("b", 5),), changed_paths=(path("b", rtt_seconds=0.1),))
     assert set(told.links()[ANNA]) == {link("b", 5), link("c", 2)}
     assert set(paths_of(told)) == {path("b", rtt_seconds=0.1), path("c")}
-    hear(told, 1, gone_paths=("b",))
+    hear(told, 1, lost_paths=("b",))
     assert paths_of(told) == (path("c"),)
 
 
@@ -88,7 +88,7 @@ def test_a_new_session_begins_with_nothing_known() -> None:
 def test_an_attachment_that_was_replaced_adds_nothing() -> None:
     told = reports()
     hear(told, 2, changed_paths=(path("b"),))
-    hear(told, 1, changed_paths=(path("c"),), changed_links=(link("c", 9),), gone_paths=("b",))
+    hear(told, 1, changed_paths=(path("c"),), changed_links=(link("c", 9),), lost_paths=("b",))
     assert paths_of(told) == (path("b"),)
     assert saved(told) == {}
 
@@ -100,7 +100,7 @@ def test_a_client_that_always_says_everything_is_understood() -> None:
     assert told.links()[ANNA] == (link("b", 2),)
     assert paths_of(told) == (path("c"),)
     words = b'{"kind":"heartbeat","microbatches_per_second":1.0,"queued":0,"links":[],"paths":[]}'
-    told.heard(Session(1), ANNA, parse(client_messages, words))  # type: ignore[arg-type]
+    told.record(SessionNumber(1), ANNA, parse(client_messages, words))  # type: ignore[arg-type]
     assert paths_of(told) == ()
 
 
@@ -143,14 +143,14 @@ def test_what_was_not_taken_to_be_saved_stays_unsaved() -> None:
 
 
 def test_no_reporter_takes_more_memory_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_REMEMBERED", 4 * LEAST_REMEMBERED)
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 4 * MIN_REMEMBERED_PER_REPORTER)
     told = reports()
     hear(told, 1, peer=BERT)
     hear(told, 1, changed_paths=(path(OWN),))
     for number in range(100):
         name = f"made-up-{number}"
         hear(told, 1, changed_links=(link(name, 1),), changed_paths=(path(name),))
-    newest = [f"made-up-{number}" for number in range(100 - 2 * LEAST_REMEMBERED, 100)]
+    newest = [f"made-up-{number}" for number in range(100 - 2 * MIN_REMEMBERED_PER_REPORTER, 100)]
     assert [one.remote for one in told.links()[ANNA]] == newest
     assert [one.remote for one in paths_of(told)] == [OWN, *newest[1:]], "its way to here is kept"
 
@@ -158,7 +158,7 @@ def test_no_reporter_takes_more_memory_than_its_share(monkeypatch: pytest.Monkey
 def test_of_those_that_have_gone_the_last_ones_are_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MOST_GONE", 2)
+    monkeypatch.setattr(module, "MAX_DETACHED_REPORTERS", 2)
     told = reports()
     for name in ("a", "b", "c", "d"):
         hear(told, 1, peer=PeerId(name), changed_links=(link("x", 1),))
@@ -180,17 +180,17 @@ STATES = st.lists(
 def test_whatever_changes_and_whenever_a_session_is_lost_everything_is_known_in_the_end(
     states: list[dict[str, tuple[int, PathKind, float]]], members: int, lost_after: int
 ) -> None:
-    told, telling, session = reports(), Telling(1.0), 1
+    told, telling, session = reports(), HeartbeatDelta(1.0), 1
     for number, state in enumerate([*states, *(40 if members > 3 else 1) * [states[-1]]]):
         if number == lost_after:
             # The coordinator was started again: it knows nothing, and the client begins anew.
-            told, telling, session = reports(), Telling(1.0), session + 1
+            told, telling, session = reports(), HeartbeatDelta(1.0), session + 1
         links = tuple(link(remote, sent) for remote, (sent, _, _) in state.items())
         ways = tuple(path(remote, kind=k, rtt_seconds=r) for remote, (_, k, r) in state.items())
-        present = Present(1.0, 0, 0.0, links, ways, False, 0, 0.0)
+        present = HeartbeatSnapshot(1.0, 0, 0.0, links, ways, False, 0, 0.0)
         said = parse(client_messages, encode(telling.heartbeat(present, members)))
         assert isinstance(said, Heartbeat)
-        told.heard(Session(session), ANNA, said)
+        told.record(SessionNumber(session), ANNA, said)
         if members == 3:
             assert {one.remote for one in paths_of(told)} == set(state), "all of it at once"
     known = {one.remote: one for one in paths_of(told)}

@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, StageShare
-from swarm_coordinator.server.run_news import LEAST_SECONDS, ROWS, Leaderboard, NewsDesk
-from swarm_coordinator.storage.contributions import Contribution
+from swarm_coordinator.server.run_news import (
+    LEADERBOARD_ROWS,
+    MIN_INTERVAL_SECONDS,
+    Leaderboard,
+    NewsPublisher,
+)
+from swarm_coordinator.storage.contributions import StageContribution
 from swarm_shared.base.types import PeerId, StageIndex, Step
-from swarm_shared.identity.owners import people, standing
+from swarm_shared.identity.owners import effective_bindings, group_by_owner
 from swarm_shared.protocol import RunNews, coordinator_messages, encode, parse
 
 MANIFEST = Bench().manifest
 PEERS = st.sampled_from([PeerId(name) for name in "ABCDEF"])
 
 
-def desk_of(bench: Bench) -> NewsDesk:
-    return NewsDesk(Leaderboard(bench.manifest))
+def desk_of(bench: Bench) -> NewsPublisher:
+    return NewsPublisher(Leaderboard(bench.manifest))
 
 
 def step_of(*shares: tuple[str, int, int]) -> AppliedStep:
@@ -36,7 +41,7 @@ def test_credit_is_tokens_times_the_stages_share_of_the_work_and_the_best_come_f
     shares = [bench.manifest.work_share(stage) for stage in (0, 1)]
     assert math.isclose(sum(shares), 1.0)
     board = Leaderboard(bench.manifest)
-    board.begin((Contribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100),))
+    board.begin((StageContribution(PeerId("a"), "Ada", StageIndex(0), 1, 1, 100),))
     board.add(step_of(("a", 1, 10), ("b", 1, 1000)))
     first, second = board.rows()
     assert (first.peer, first.name, first.tokens) == ("b", None, 1000)
@@ -65,7 +70,7 @@ def test_rows_are_people_whatever_is_bound_to_whom(
     for peer in tokens:
         board.name(peer, peer.lower(), None, bound.get(peer))
     said = {peer: owner for peer, owner in bound.items() if peer in tokens}
-    expected = people(tokens, standing(said))
+    expected = group_by_owner(tokens, effective_bindings(said))
     rows = board.rows(most=20)
     assert {row.peer: row.tokens for row in rows} == {
         person: sum(tokens[one] for one in devices) for person, devices in expected.items()
@@ -86,8 +91,8 @@ def test_there_is_news_after_a_step_and_when_the_run_waits_and_not_too_often() -
     assert "needs 1 peer" in waiting.waiting_for
     bench.join_all("a0", "a1")
     bench.one_step()
-    assert desk.due(bench.run, bench.now + LEAST_SECONDS / 2) is None
-    news = desk.due(bench.run, bench.now + LEAST_SECONDS)
+    assert desk.due(bench.run, bench.now + MIN_INTERVAL_SECONDS / 2) is None
+    news = desk.due(bench.run, bench.now + MIN_INTERVAL_SECONDS)
     assert news is not None
     assert (news.version, news.waiting_for) == (1, "")
     assert bench.run.last_applied is not None
@@ -120,7 +125,7 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
             desk.leaderboard.name(peer, longest, longest, PeerId(f"{499:060}"))
     news = desk.due(bench.run, bench.now)
     assert news is not None
-    assert len(news.leaderboard) == ROWS
+    assert len(news.leaderboard) == LEADERBOARD_ROWS
     content = encode(news)
     assert len(content) < 64 * 1024
     assert parse(coordinator_messages, content) == news

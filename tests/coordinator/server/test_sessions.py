@@ -7,7 +7,12 @@ import trio
 import trio.testing
 
 from swarm_coordinator.server import sessions as module
-from swarm_coordinator.server.sessions import WRITERS_AT_ONCE, CloseEncoder, RosterEncoder, Sessions
+from swarm_coordinator.server.sessions import (
+    WRITERS_PER_TURN,
+    ClientSessions,
+    CloseEncoder,
+    RosterEncoder,
+)
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Close, Goodbye, Mask, PeerRecord, Reduction, Roster, encode
 
@@ -25,8 +30,8 @@ class Stream:
 
 
 async def test_a_broadcast_reaches_everybody_before_what_is_sent_after_it() -> None:
-    sessions = Sessions()
-    peers = [PeerId(f"peer-{number}") for number in range(3 * WRITERS_AT_ONCE)]
+    sessions = ClientSessions()
+    peers = [PeerId(f"peer-{number}") for number in range(3 * WRITERS_PER_TURN)]
     streams = {peer: Stream() for peer in peers}
     opened = []
     for peer in peers:
@@ -50,7 +55,7 @@ async def test_a_broadcast_reaches_everybody_before_what_is_sent_after_it() -> N
 
 
 async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
-    sessions, stream = Sessions(), Stream()
+    sessions, stream = ClientSessions(), Stream()
     session = sessions.open(PeerId("a"), stream)  # type: ignore[arg-type]
     sessions.make_current(session.number, PeerId("a"))
     sessions.broadcast([PeerId("a")], Goodbye(reason="to all"))
@@ -77,7 +82,7 @@ async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_new
         )
         for serial in (1, 2)
     ]  # fmt: skip
-    sessions, streams = Sessions(), [Stream(), Stream()]
+    sessions, streams = ClientSessions(), [Stream(), Stream()]
     async with trio.open_nursery() as nursery:
         for number, stream in enumerate(streams):
             peer = PeerId(f"peer-{number}")

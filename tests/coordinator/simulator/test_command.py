@@ -13,7 +13,13 @@ import pytest
 
 from kits.coordinator.shell_world import make_run
 from swarm_coordinator.cli.main import run
-from swarm_coordinator.simulator.trace import HEADER, Change, parse_trace, read_trace, trace_text
+from swarm_coordinator.simulator.trace import (
+    HEADER,
+    TraceEvent,
+    parse_trace,
+    read_trace,
+    trace_text,
+)
 from swarm_shared.base.errors import DataError
 
 FLEET = {
@@ -129,7 +135,11 @@ def test_a_folder_without_a_run_is_refused(
 
 
 def test_a_trace_is_read_as_it_was_written() -> None:
-    changes = [Change(0.0, "join", "a"), Change(1.5, "leave", "a"), Change(2.25, "join", "a")]
+    changes = [
+        TraceEvent(0.0, "join", "a"),
+        TraceEvent(1.5, "leave", "a"),
+        TraceEvent(2.25, "join", "a"),
+    ]
     assert parse_trace(trace_text(changes, "two\nlines"), "here") == changes
 
 

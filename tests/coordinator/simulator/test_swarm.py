@@ -13,7 +13,7 @@ from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
-from swarm_coordinator.simulator.trace import Change
+from swarm_coordinator.simulator.trace import TraceEvent
 from swarm_shared.run.manifest import Manifest
 
 SLOW_LINES = FleetFile(
@@ -35,10 +35,10 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return load_manifest(RunFolder(path))
 
 
-def simulated(manifest: Manifest, changes: list[Change], seed: int) -> Swarm:
+def simulated(manifest: Manifest, changes: list[TraceEvent], seed: int) -> Swarm:
     rng = random.Random(f"{seed} fleet")
     fleet = make_fleet(SLOW_LINES, 12, rng)
-    swarm = Swarm(manifest, fleet, changes, SwarmOptions(beat_seconds=2.0), seed, FluidPlane)
+    swarm = Swarm(manifest, fleet, changes, SwarmOptions(heartbeat_seconds=2.0), seed, FluidPlane)
     swarm.simulate(HOURS)
     return swarm
 
@@ -51,7 +51,7 @@ def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
     model = churn_model("home:on_hours=0.05,crash=0.7")
     swarm = simulated(manifest, model.changes(names, HOURS, random.Random(seed)), seed)
     assert swarm.downloads.bytes > 0
-    waited_for = {id(v.awaits) for v in swarm.volunteers.values() if v.alive}
+    waited_for = {id(v.assignment) for v in swarm.volunteers.values() if v.alive}
     assert swarm.downloads.under_way() <= waited_for
     served = sum(v.uploads for v in swarm.volunteers.values())
     assert served <= 32 * len(swarm.downloads.under_way())
@@ -61,10 +61,10 @@ def test_a_machine_that_comes_back_before_it_is_missed_hears_only_what_is_said_t
     manifest: Manifest,
 ) -> None:
     """It says that it leaves, vanishes, and connects anew while the coordinator still waits."""
-    changes = [Change(float(number), "join", f"machine-{number}") for number in range(6)]
+    changes = [TraceEvent(float(number), "join", f"machine-{number}") for number in range(6)]
     for again in range(1, 36):
         at = 30.0 * again
         name = f"machine-{again % 6}"
-        changes += [Change(at, "leave", name), Change(at + 0.5, "join", name)]
+        changes += [TraceEvent(at, "leave", name), TraceEvent(at + 0.5, "join", name)]
     swarm = simulated(manifest, changes, seed=1)
     assert len(swarm.applied) > 0

@@ -10,10 +10,10 @@ import pytest
 
 from swarm_coordinator.status.status_file import (
     PATHS_SHOWN,
-    ROWS_AT_ONCE,
-    encoded,
-    finite,
+    ROWS_PER_TURN,
+    encode_document,
     status_lines,
+    without_nan,
 )
 
 ANNA, BERT, CARL, OWN = (f"12D3KooW{name * 11}" for name in ("anna", "bert", "carl", "self"))
@@ -129,9 +129,9 @@ def test_a_run_that_moves_nobody_says_nothing_of_moves() -> None:
 
 
 def test_long_tables_are_encoded_in_parts_as_they_would_be_whole() -> None:
-    rows = [{"n": n, "of": [None, "\N{SNOWMAN}", 'a "b"']} for n in range(3 * ROWS_AT_ONCE + 7)]
+    rows = [{"n": n, "of": [None, "\N{SNOWMAN}", 'a "b"']} for n in range(3 * ROWS_PER_TURN + 7)]
     whole = {
         "rows": rows, "none": [], "few": (1, 2), "deep": {"rows": rows},
-        "not numbers": [{"x": math.nan}, {"x": math.inf}] * ROWS_AT_ONCE, "text": "it's",
+        "not numbers": [{"x": math.nan}, {"x": math.inf}] * ROWS_PER_TURN, "text": "it's",
     }  # fmt: skip
-    assert encoded(whole) == json.dumps(finite(whole))
+    assert encode_document(whole) == json.dumps(without_nan(whole))

@@ -28,15 +28,15 @@ from swarm_coordinator.configuration.template import toml_value
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
-    Child,
-    Children,
+    Subprocess,
+    Subprocesses,
     module_command,
     wait_until,
 )
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import PostgresqlPlace, is_there
+from swarm_coordinator.storage.location import PostgresqlLocation, database_exists
 from swarm_coordinator.storage.postgresql import LeaderWatch
 
 pytestmark = pytest.mark.durability
@@ -50,7 +50,7 @@ class Pair:
 
     folders: tuple[RunFolder, RunFolder]
     labs: tuple[Lab, Lab]
-    place: PostgresqlPlace
+    place: PostgresqlLocation
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def pair(template: Path, path: Path, place: PostgresqlPlace) -> Iterator[Pair]:
+def pair(template: Path, path: Path, place: PostgresqlLocation) -> Iterator[Pair]:
     ports = [free_port(), free_port()]
     announced = tuple(f"/ip4/127.0.0.1/tcp/{port}" for port in ports)
     folders = []
@@ -116,7 +116,7 @@ async def until_standing_by(text) -> None:
 async def test_a_standby_takes_over_when_the_leader_is_killed(
     template: Path, tmp_path: Path, postgresql: Server
 ) -> None:
-    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
         manifest = load_manifest(two.folders[0])
         leader = await two.labs[0].start(*run_words(two.folders[0]))
@@ -159,7 +159,7 @@ async def test_a_standby_takes_over_when_the_leader_is_killed(
 async def test_a_leader_that_was_frozen_and_wakes_behind_its_successor_writes_nothing_and_ends(
     template: Path, tmp_path: Path, postgresql: Server
 ) -> None:
-    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
         manifest = load_manifest(two.folders[0])
         leader = await two.labs[0].start(*run_words(two.folders[0]))
@@ -193,11 +193,11 @@ def test_real_volunteers_find_the_standby_and_train_on(
     template: Path, tmp_path: Path, postgresql: Server
 ) -> None:
     """The programs that people run, and what they keep: no step is done twice, none is lost."""
-    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
-    with pair(template, tmp_path, place) as two, Children() as children:
+    place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
+    with pair(template, tmp_path, place) as two, Subprocesses() as children:
         start = (COORDINATOR_MODULE, "start", str(two.folders[0].path))
         first = children.start("first", module_command(*start), tmp_path / "first.out")
-        children.excused.append(first)
+        children.exit_expected.append(first)
         wait_until(lambda: "swarm1" in said(first), children, 60.0, "the first coordinator")
         (invite,) = [word for word in said(first).split() if word.startswith("swarm1")]
         for name in ("anna", "bert"):
@@ -212,7 +212,7 @@ def test_real_volunteers_find_the_standby_and_train_on(
         wait_until(lambda: "standing by" in said(second), children, 60.0, "the second one")
 
         def version() -> int:
-            return history(place).restored.version if is_there(place) else 0
+            return history(place).restored.version if database_exists(place) else 0
 
         wait_until(lambda: version() >= 3, children, 120.0, "three steps")
         before = version()
@@ -228,14 +228,14 @@ def test_real_volunteers_find_the_standby_and_train_on(
         check_nothing_forgotten(place, load_manifest(two.folders[0]), [])
 
 
-def said(child: Child) -> str:
+def said(child: Subprocess) -> str:
     return child.log.read_text() if child.log.exists() else ""
 
 
 async def test_a_second_start_is_refused_while_the_first_one_lives(
     template: Path, tmp_path: Path, postgresql: Server
 ) -> None:
-    place = PostgresqlPlace(postgresql.new_database(), LEASE_SECONDS)
+    place = PostgresqlLocation(postgresql.new_database(), LEASE_SECONDS)
     with pair(template, tmp_path, place) as two:
         leader = await two.labs[0].start(*run_words(two.folders[0]))
         await leader.serves()

@@ -18,16 +18,16 @@ from swarm_coordinator.durability.journal_audit import check_database
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.leader_election import wait_for_turn
-from swarm_coordinator.storage.location import PostgresqlPlace, reading
+from swarm_coordinator.storage.leader_election import wait_for_leadership
+from swarm_coordinator.storage.location import PostgresqlLocation, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.postgresql import (
     LeaderWatch,
     connect,
-    copy_to,
+    copy_database,
+    load_backup,
     migrate,
     open_for_writing,
-    take,
 )
 from swarm_coordinator.storage.postgresql_store import PostgresqlDatabase, PostgresqlStore
 from swarm_coordinator.storage.schema import MIGRATIONS, TABLES
@@ -37,21 +37,21 @@ from swarm_shared.base.types import PeerId
 
 
 @pytest.fixture
-def run(postgresql: Server) -> PostgresqlPlace:
+def run(postgresql: Server) -> PostgresqlLocation:
     return postgresql.place(lease_seconds=60.0)
 
 
-def sql(run: PostgresqlPlace, statement: str) -> None:
+def sql(run: PostgresqlLocation, statement: str) -> None:
     with psycopg.connect(run.url, autocommit=True) as connection:
         connection.execute(statement.encode())
 
 
-def expire(run: PostgresqlPlace) -> None:
+def expire(run: PostgresqlLocation) -> None:
     """As time does, without waiting for it."""
     sql(run, "UPDATE leadership SET expires_at = clock_timestamp() - interval '1 second'")
 
 
-def test_while_one_leads_nobody_else_does(run: PostgresqlPlace) -> None:
+def test_while_one_leads_nobody_else_does(run: PostgresqlLocation) -> None:
     first, second = PostgresqlStore.open(run), PostgresqlStore.open(run)
     assert first.leader() is None
     assert first.next_generation() == 1
@@ -65,7 +65,7 @@ def test_while_one_leads_nobody_else_does(run: PostgresqlPlace) -> None:
 
 
 def test_a_leader_whose_lease_ran_out_and_that_was_succeeded_writes_nothing(
-    run: PostgresqlPlace,
+    run: PostgresqlLocation,
 ) -> None:
     old, new = PostgresqlStore.open(run), PostgresqlStore.open(run)
     old.next_generation()
@@ -76,12 +76,12 @@ def test_a_leader_whose_lease_ran_out_and_that_was_succeeded_writes_nothing(
     with pytest.raises(LeadershipError, match="has taken over"):
         trio.run(old.write, step(3))
     with pytest.raises(LeadershipError):
-        trio.run(old.renew)
+        trio.run(old.renew_lease)
     trio.run(new.write, step(3))
     old.close()
     assert new.leader() is not None, "what the old one left behind is not its lease"
     new.close()
-    with reading(run) as connection:
+    with open_for_reading(run) as connection:
         assert check_database(connection) == []
     assert [s.step for s in history(run).steps] == [1, 2, 3]
 
@@ -109,7 +109,7 @@ def test_a_leader_in_the_middle_of_a_commit_is_waited_for_and_a_frozen_one_is_no
     frozen.close()
 
 
-def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlPlace) -> None:
+def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlLocation) -> None:
     killed, successor = PostgresqlStore.open(run), PostgresqlStore.open(run)
     killed.next_generation()
     sql(run, "SELECT pg_terminate_backend(backend) FROM leadership")
@@ -124,7 +124,7 @@ def test_a_lease_ends_with_the_connection_of_its_holder(run: PostgresqlPlace) ->
     successor.close()
 
 
-def test_a_leader_that_lost_its_connection_says_what_to_do(run: PostgresqlPlace) -> None:
+def test_a_leader_that_lost_its_connection_says_what_to_do(run: PostgresqlLocation) -> None:
     store = PostgresqlStore.open(run)
     store.next_generation()
     sql(run, "SELECT pg_terminate_backend(backend) FROM leadership")
@@ -133,7 +133,7 @@ def test_a_leader_that_lost_its_connection_says_what_to_do(run: PostgresqlPlace)
     store.close()
 
 
-def test_a_process_that_slept_asks_before_it_says_another_word(run: PostgresqlPlace) -> None:
+def test_a_process_that_slept_asks_before_it_says_another_word(run: PostgresqlLocation) -> None:
     now = 0.0
     slept, successor = PostgresqlStore(run, boot=lambda: now)._start(), PostgresqlStore.open(run)
     slept.next_generation()
@@ -152,7 +152,7 @@ def test_a_process_that_slept_asks_before_it_says_another_word(run: PostgresqlPl
     successor.close()
 
 
-def test_a_command_writes_without_a_leader_and_not_beside_one(run: PostgresqlPlace) -> None:
+def test_a_command_writes_without_a_leader_and_not_beside_one(run: PostgresqlLocation) -> None:
     command = PostgresqlStore.open(run)
     trio.run(command.write, PeerBanned(PeerId("12D3KooWBert"), "noise"))
     leader = PostgresqlStore.open(run)
@@ -170,14 +170,14 @@ async def test_a_start_waits_for_a_dead_leaders_lease_and_not_for_a_living_ones(
     run = postgresql.place(lease_seconds=1.0)
     leader = PostgresqlStore.open(run)
     leader.next_generation()
-    await wait_for_turn(run, print, stand_by=False)  # never renewed: it runs out
+    await wait_for_leadership(run, print, stand_by=False)  # never renewed: it runs out
     assert leader.leader() is None
 
     alive = trio.Event()
 
     async def live() -> None:
         while True:
-            await leader.renew()
+            await leader.renew_lease()
             alive.set()
             await trio.sleep(0.1)
 
@@ -185,13 +185,13 @@ async def test_a_start_waits_for_a_dead_leaders_lease_and_not_for_a_living_ones(
         nursery.start_soon(live)
         await alive.wait()
         with pytest.raises(LeadershipError):
-            await wait_for_turn(run, print, stand_by=False)
+            await wait_for_leadership(run, print, stand_by=False)
         nursery.cancel_scope.cancel()
     leader.close()
 
 
 async def test_a_standby_waits_as_long_as_it_takes_and_says_for_whom(
-    run: PostgresqlPlace,
+    run: PostgresqlLocation,
 ) -> None:
     leader = PostgresqlStore.open(run)
     leader.next_generation()
@@ -203,7 +203,7 @@ async def test_a_standby_waits_as_long_as_it_takes_and_says_for_whom(
         waiting.set()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: wait_for_turn(run, report, stand_by=True))
+        nursery.start_soon(lambda: wait_for_leadership(run, report, stand_by=True))
         await waiting.wait()
         await trio.to_thread.run_sync(leader.close)
     assert len(said) == 1
@@ -215,7 +215,7 @@ async def test_a_standby_waits_as_long_as_it_takes_and_says_for_whom(
 
 @pytest.mark.parametrize("version", range(len(MIGRATIONS)))
 def test_a_server_with_an_older_format_is_brought_up_to_date(
-    run: PostgresqlPlace, version: int
+    run: PostgresqlLocation, version: int
 ) -> None:
     raw = connect(run)
     if version:
@@ -230,7 +230,7 @@ def test_a_server_with_an_older_format_is_brought_up_to_date(
     assert [s.step for s in history(run).steps] == [1]
 
 
-def test_a_failing_migration_leaves_the_server_as_it_was(run: PostgresqlPlace) -> None:
+def test_a_failing_migration_leaves_the_server_as_it_was(run: PostgresqlLocation) -> None:
     connection = open_for_writing(run)
     bad = (*MIGRATIONS, "CREATE TABLE more (id INTEGER); SELECT * FROM nowhere;")
     with pytest.raises(psycopg.Error):
@@ -241,7 +241,7 @@ def test_a_failing_migration_leaves_the_server_as_it_was(run: PostgresqlPlace) -
     open_store(run).close()
 
 
-def test_a_server_of_a_newer_program_is_refused(run: PostgresqlPlace) -> None:
+def test_a_server_of_a_newer_program_is_refused(run: PostgresqlLocation) -> None:
     open_store(run).close()
     sql(run, "UPDATE swarm_format SET number = number + 1")
     with pytest.raises(VersionError, match="update this program"):
@@ -251,7 +251,7 @@ def test_a_server_of_a_newer_program_is_refused(run: PostgresqlPlace) -> None:
 
 
 def test_a_run_moves_to_a_file_and_back_without_a_difference(
-    run: PostgresqlPlace, postgresql: Server, tmp_path
+    run: PostgresqlLocation, postgresql: Server, tmp_path
 ) -> None:
     store = open_store(run)
     store.next_generation()
@@ -264,29 +264,29 @@ def test_a_run_moves_to_a_file_and_back_without_a_difference(
     trio.run(main)
     store.close()
     copy = tmp_path / "copy.sqlite3"
-    copy_to(run, copy)
+    copy_database(run, copy)
     assert history(copy) == history(run)
     other = postgresql.place()
-    take(other, copy, force=False)
+    load_backup(other, copy, force=False)
     assert history(other) == history(run)
-    with reading(other) as connection:
+    with open_for_reading(other) as connection:
         assert check_database(connection) == []
     with pytest.raises(UsageError, match="--force"):
-        take(other, copy, force=False)
-    take(other, copy, force=True)
+        load_backup(other, copy, force=False)
+    load_backup(other, copy, force=True)
     store = open_store(other)
     assert store.next_generation() == 2
     trio.run(store.write, step(4))
     with pytest.raises(UsageError, match="stop it first"):
-        take(other, copy, force=True)
+        load_backup(other, copy, force=True)
     store.close()
     assert history(other).restored.version == 4
 
 
-def test_both_have_the_same_tables_and_columns(run: PostgresqlPlace, tmp_path) -> None:
+def test_both_have_the_same_tables_and_columns(run: PostgresqlLocation, tmp_path) -> None:
     open_store(run).close()
     here = open_sqlite(tmp_path / "run.sqlite3")
-    with reading(run) as there:
+    with open_for_reading(run) as there:
         for table in TABLES:
             columns = [
                 row[0] for row in there.execute(
@@ -299,7 +299,7 @@ def test_both_have_the_same_tables_and_columns(run: PostgresqlPlace, tmp_path) -
 
 
 def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> None:
-    place = PostgresqlPlace("postgresql://anna:secret@127.0.0.1:1/run")
+    place = PostgresqlLocation("postgresql://anna:secret@127.0.0.1:1/run")
     with pytest.raises(StorageError, match="cannot be reached") as failure:
         open_store(place)
     assert "secret" not in str(failure.value)
@@ -308,10 +308,10 @@ def test_a_server_that_is_not_there_is_one_sentence_without_the_password() -> No
 
 def test_a_database_that_is_not_there_says_how_to_make_it(postgresql: Server) -> None:
     with pytest.raises(StorageError, match="does not exist; make the database"):
-        open_store(PostgresqlPlace(postgresql.url("nowhere")))
+        open_store(PostgresqlLocation(postgresql.url("nowhere")))
 
 
-def test_a_refused_row_is_a_sentence_and_the_writer_lives_on(run: PostgresqlPlace) -> None:
+def test_a_refused_row_is_a_sentence_and_the_writer_lives_on(run: PostgresqlLocation) -> None:
     store = open_store(run)
     store.next_generation()
     trio.run(store.write, step(1))
@@ -336,7 +336,7 @@ def test_every_commit_waits_for_the_disk_whatever_the_server_prefers(
 
 
 @pytest.fixture
-def folder(run: PostgresqlPlace, tmp_path: Path) -> RunFolder:
+def folder(run: PostgresqlLocation, tmp_path: Path) -> RunFolder:
     """A run whose database is on the server, with checkpoints in its folder."""
     made = make_run(tmp_path / "a run", steps=50, coordinator__store=run.url)
     store = open_store(run)
@@ -347,7 +347,7 @@ def folder(run: PostgresqlPlace, tmp_path: Path) -> RunFolder:
 
 
 def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
-    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+    folder: RunFolder, run: PostgresqlLocation, tmp_path: Path
 ) -> None:
     saved = make_backup(folder, tmp_path / "saved")
     assert (saved.summary.version, saved.summary.checkpoint) == (3, 2)
@@ -372,7 +372,7 @@ def test_a_run_on_a_server_is_saved_and_taken_back_behind_a_fence(
 
 
 def test_a_folder_for_a_standby_is_made_without_touching_the_database(
-    folder: RunFolder, run: PostgresqlPlace, tmp_path: Path
+    folder: RunFolder, run: PostgresqlLocation, tmp_path: Path
 ) -> None:
     saved = make_backup(folder, tmp_path / "saved")
     before = history(run)
@@ -382,7 +382,7 @@ def test_a_folder_for_a_standby_is_made_without_touching_the_database(
 
 
 def test_a_changed_row_on_a_server_is_named(
-    folder: RunFolder, run: PostgresqlPlace, capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, run: PostgresqlLocation, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sql(run, "UPDATE applied_steps SET loss = 1.0 WHERE step = 2")
     assert cli(["verify", str(folder.path)]) == 7

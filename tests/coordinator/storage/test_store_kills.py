@@ -16,7 +16,7 @@ import pytest
 
 from kits.coordinator.kill_lab import BOUNDARIES, Kill, KilledWorld, RandomKills, run_to_the_end
 from kits.swarm_world.facts import Fault, Options
-from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.location import DatabaseLocation, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
 
 OPTIONS = Options(stages=2, peers=3, microbatches=3, steps=24, checkpoint_steps=2)
@@ -28,9 +28,14 @@ LOSSES = tuple(
 """Volunteers die meanwhile: whole stages are lost, and the run goes back to checkpoints."""
 
 
-def world(place: Place, next_kill, seed: int = 1, options: Options = OPTIONS, faults=()):
+def world(place: DatabaseLocation, next_kill, seed: int = 1, options: Options = OPTIONS, faults=()):
     return KilledWorld(
-        options, seed, partial(open_store, place), partial(reading, place), next_kill, faults
+        options,
+        seed,
+        partial(open_store, place),
+        partial(open_for_reading, place),
+        next_kill,
+        faults,
     )
 
 
@@ -43,7 +48,9 @@ def every_kill(boundary: str, rounds: int) -> Iterator[Kill]:
         yield Kill()
 
 
-def kill_at_every_commit(place: Place, boundary: str, rounds: int, options: Options) -> None:
+def kill_at_every_commit(
+    place: DatabaseLocation, boundary: str, rounds: int, options: Options
+) -> None:
     kills = every_kill(boundary, rounds)
     killed = world(place, partial(next, kills), options=options)
     run_to_the_end(killed)
@@ -55,7 +62,7 @@ def kill_at_every_commit(place: Place, boundary: str, rounds: int, options: Opti
 
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_store_that_is_killed_at_the_boundary_of_a_commit_loses_nothing(
-    place: Place, boundary: str
+    place: DatabaseLocation, boundary: str
 ) -> None:
     kill_at_every_commit(place, boundary, 1, OPTIONS)
 
@@ -64,12 +71,12 @@ def test_a_store_that_is_killed_at_the_boundary_of_a_commit_loses_nothing(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_a_store_that_is_killed_at_every_boundary_of_a_long_run_loses_nothing(
-    place: Place, boundary: str
+    place: DatabaseLocation, boundary: str
 ) -> None:
     kill_at_every_commit(place, boundary, 3, LONG)
 
 
-def test_a_store_that_is_killed_at_some_instants_loses_nothing(place: Place) -> None:
+def test_a_store_that_is_killed_at_some_instants_loses_nothing(place: DatabaseLocation) -> None:
     kill_at_random([place], kills=15, seed=int(os.environ.get("KILL_SEED", "0")) or 7)
 
 
@@ -77,14 +84,14 @@ def test_a_store_that_is_killed_at_some_instants_loses_nothing(place: Place) -> 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", [(), LOSSES], ids=["steady", "volunteers die, too"])
 def test_a_store_that_is_killed_at_hundreds_of_instants_loses_nothing(
-    new_place: Callable[[], Place], faults: tuple[Fault, ...]
+    new_place: Callable[[], DatabaseLocation], faults: tuple[Fault, ...]
 ) -> None:
     seed = int(os.environ.get("KILL_SEED", "0")) or random.SystemRandom().randrange(1, 10**6)
     kill_at_random([new_place() for _ in range(6)], kills=150, seed=seed, faults=faults)
 
 
 def kill_at_random(
-    places: list[Place], kills: int, seed: int, faults: tuple[Fault, ...] = ()
+    places: list[DatabaseLocation], kills: int, seed: int, faults: tuple[Fault, ...] = ()
 ) -> None:
     print(f"KILL_SEED={seed}")
     outcomes: Counter[str] = Counter()

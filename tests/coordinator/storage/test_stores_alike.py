@@ -18,9 +18,9 @@ from swarm_coordinator.core.events import (
     StoredStage,
 )
 from swarm_coordinator.storage.history import history, steps_document
-from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.location import DatabaseLocation, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
-from swarm_coordinator.storage.records import LinksSeen, PeerSeen
+from swarm_coordinator.storage.records import LinksReported, PeerSeen
 from swarm_shared.base.errors import StorageError
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import LinkBytes
@@ -44,7 +44,7 @@ def checkpoint(version: int) -> CheckpointRecord:
     return CheckpointRecord(Version(version), (StoredStage(StageIndex(0), name, 10, "ab" * 32),))
 
 
-def write_all(place: Place, *records: object) -> None:
+def write_all(place: DatabaseLocation, *records: object) -> None:
     store = open_store(place)
     store.next_generation()
 
@@ -56,7 +56,7 @@ def write_all(place: Place, *records: object) -> None:
     store.close()
 
 
-def test_a_new_store_begins_at_version_zero_of_generation_one(place: Place) -> None:
+def test_a_new_store_begins_at_version_zero_of_generation_one(place: DatabaseLocation) -> None:
     store = open_store(place)
     assert store.next_generation() == 1
     restored = store.restore()
@@ -67,7 +67,9 @@ def test_a_new_store_begins_at_version_zero_of_generation_one(place: Place) -> N
     assert restored.heldout_loss is None
 
 
-def test_a_step_is_read_back_with_the_attempt_of_each_of_its_stages(place: Place) -> None:
+def test_a_step_is_read_back_with_the_attempt_of_each_of_its_stages(
+    place: DatabaseLocation,
+) -> None:
     apart = replace(step(2), attempt=5, attempts=(5, 3))
     for written in (step(1), apart):
         write_all(place, written)
@@ -78,7 +80,7 @@ def test_a_step_is_read_back_with_the_attempt_of_each_of_its_stages(place: Place
     assert [step(1).attempt_of(StageIndex(stage)) for stage in (0, 1)] == [1, 1]
 
 
-def test_every_start_gets_a_generation_of_its_own(place: Place) -> None:
+def test_every_start_gets_a_generation_of_its_own(place: DatabaseLocation) -> None:
     seen = []
     for _ in range(3):
         store = open_store(place)
@@ -87,7 +89,7 @@ def test_every_start_gets_a_generation_of_its_own(place: Place) -> None:
     assert seen == [1, 2, 3]
 
 
-def test_what_was_written_is_restored(place: Place) -> None:
+def test_what_was_written_is_restored(place: DatabaseLocation) -> None:
     write_all(
         place, step(1), step(2), checkpoint(2), step(3, 1.5),
         EvaluationRecord(Version(3), 1.75, 640), RunFinished(Version(3)),
@@ -103,13 +105,13 @@ def test_what_was_written_is_restored(place: Place) -> None:
 
 
 def test_the_evaluation_of_a_former_end_is_not_that_of_a_run_whose_steps_were_raised(
-    place: Place,
+    place: DatabaseLocation,
 ) -> None:
     write_all(place, step(1), EvaluationRecord(Version(1), 1.75, 640), step(2))
     assert history(place).restored.heldout_loss is None
 
 
-def test_a_rollback_supersedes_later_rows_and_deletes_none(place: Place) -> None:
+def test_a_rollback_supersedes_later_rows_and_deletes_none(place: DatabaseLocation) -> None:
     write_all(
         place, step(1), step(2), checkpoint(2), step(3), checkpoint(3), RunFinished(Version(3)),
         RolledBack(Version(2), "every peer of stage 0 is gone"), step(3, 1.25),
@@ -118,24 +120,24 @@ def test_a_rollback_supersedes_later_rows_and_deletes_none(place: Place) -> None
     assert [(s.step, s.loss) for s in found.steps] == [(1, 2.0), (2, 2.0), (3, 1.25)]
     assert found.restored.checkpoint == checkpoint(2)
     assert not found.restored.finished
-    with reading(place) as connection:
+    with open_for_reading(place) as connection:
         assert connection.execute("SELECT count(*) FROM applied_steps").fetchone()[0] == 4
 
 
 def test_after_a_rollback_those_who_counted_since_are_known_to_be_of_the_new_history(
-    place: Place,
+    place: DatabaseLocation,
 ) -> None:
     write_all(place, step(1), step(2))
     assert not history(place).restored.rolled_back
     write_all(place, RolledBack(Version(1), "gone"))
     found = history(place).restored
-    assert (found.rolled_back, found.on_branch) == (True, frozenset())
+    assert (found.rolled_back, found.on_current_history) == (True, frozenset())
     write_all(place, step(2))
-    assert history(place).restored.on_branch == {ANNA, BERT}
+    assert history(place).restored.on_current_history == {ANNA, BERT}
 
 
 def test_a_rollback_without_steps_is_the_base_of_a_run_whose_database_was_lost(
-    place: Place,
+    place: DatabaseLocation,
 ) -> None:
     write_all(place, checkpoint(7), RolledBack(Version(7), "the database was lost"))
     restored = history(place).restored
@@ -143,7 +145,7 @@ def test_a_rollback_without_steps_is_the_base_of_a_run_whose_database_was_lost(
     assert restored.checkpoint == checkpoint(7)
 
 
-def test_the_same_step_cannot_be_applied_twice(place: Place) -> None:
+def test_the_same_step_cannot_be_applied_twice(place: DatabaseLocation) -> None:
     store = open_store(place)
     store.next_generation()
 
@@ -158,7 +160,7 @@ def test_the_same_step_cannot_be_applied_twice(place: Place) -> None:
     store.close()
 
 
-def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: Place) -> None:
+def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: DatabaseLocation) -> None:
     store = open_store(place)
     store.next_generation()
     outcomes: dict[str, object] = {}
@@ -183,7 +185,7 @@ def test_a_bad_record_does_not_take_down_those_that_wait_with_it(place: Place) -
     store.close()
 
 
-def test_a_loss_that_is_not_a_number_is_kept_as_such(place: Place) -> None:
+def test_a_loss_that_is_not_a_number_is_kept_as_such(place: DatabaseLocation) -> None:
     write_all(place, step(1, float("nan")))
     found = history(place)
     assert steps_document(found.steps)["steps"] == [
@@ -191,7 +193,7 @@ def test_a_loss_that_is_not_a_number_is_kept_as_such(place: Place) -> None:
     ]
 
 
-def test_posted_records_are_there_after_close(place: Place) -> None:
+def test_posted_records_are_there_after_close(place: DatabaseLocation) -> None:
     store = open_store(place, clock=lambda: 1000.0)
     store.next_generation()
     store.post(PeerSeen(ANNA, "anna"))
@@ -203,10 +205,10 @@ def test_posted_records_are_there_after_close(place: Place) -> None:
     assert [(n.text, n.peer, n.written_at) for n in found.notes] == [("hello", ANNA, 1000.0)]
 
 
-def test_link_bytes_add_up_over_a_volunteers_restarts(place: Place) -> None:
+def test_link_bytes_add_up_over_a_volunteers_restarts(place: DatabaseLocation) -> None:
 
-    def seen(sent: int, received: int) -> LinksSeen:
-        return LinksSeen(
+    def seen(sent: int, received: int) -> LinksReported:
+        return LinksReported(
             {ANNA: (LinkBytes(remote=BERT, protocol="/stage", sent=sent, received=received),)}
         )
 
@@ -215,13 +217,13 @@ def test_link_bytes_add_up_over_a_volunteers_restarts(place: Place) -> None:
     assert (link.reporter, link.remote, link.sent, link.received) == (ANNA, BERT, 280, 25)
 
 
-def test_contributions_sum_the_live_steps(place: Place) -> None:
+def test_contributions_sum_the_live_steps(place: DatabaseLocation) -> None:
     write_all(place, step(1), step(2), RolledBack(Version(1), "gone"), step(2))
     found = {(c.peer, c.stage): (c.steps, c.microbatches) for c in history(place).contributions}
     assert found == {(ANNA, 0): (2, 6), (BERT, 0): (2, 2), (BERT, 1): (2, 8)}
 
 
-def test_history_reads_beside_a_running_writer(place: Place) -> None:
+def test_history_reads_beside_a_running_writer(place: DatabaseLocation) -> None:
     store = open_store(place)
     store.next_generation()
 
@@ -236,6 +238,6 @@ def test_history_reads_beside_a_running_writer(place: Place) -> None:
     assert len(history(place).steps) == 2
 
 
-def test_a_run_that_was_never_started_has_no_history(place: Place) -> None:
+def test_a_run_that_was_never_started_has_no_history(place: DatabaseLocation) -> None:
     with pytest.raises(StorageError, match="has not been started"):
         history(place)

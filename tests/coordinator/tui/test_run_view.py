@@ -16,11 +16,11 @@ from kits.tui.run import ANNA, run
 from swarm_coordinator.cli.main import run as command
 from swarm_coordinator.cli.top import PROGRAM
 from swarm_coordinator.status.document import RunDocument, health
-from swarm_coordinator.tui.app import RunView
+from swarm_coordinator.tui.app import RunApp
 from swarm_coordinator.tui.run_source import LOOK_SECONDS, RunFolderReader, RunFolderSource
 from swarm_shared.base.errors import StorageError
 from swarm_shared.tui.recording import Recorder, Replay
-from swarm_shared.tui.source import Away, Seen
+from swarm_shared.tui.source import DocumentReceived, SourceLost
 from swarm_shared.tui.terminal_style import Look
 
 PANES = ("overview", "pipeline", "contributors", "events", "admission")
@@ -34,7 +34,7 @@ def watch(
     for document in documents:
         script.clock = document.time
         script.tell(document)
-    drive(RunView(script, look or Look()), session, columns, rows)
+    drive(RunApp(script, look or Look()), session, columns, rows)
     return script
 
 
@@ -97,7 +97,7 @@ def test_a_finished_run_is_shown_as_it_ended_however_long_ago_that_was() -> None
 
     script: Script[RunDocument] = Script()
     script.tell(run(phase="finished", running=False))
-    drive(RunView(script, Look()), session)
+    drive(RunApp(script, Look()), session)
 
 
 # ---------------------------------------------------------------- the run's folder
@@ -195,14 +195,14 @@ def test_the_view_rests_longer_the_longer_it_reads() -> None:
 
 def test_a_coordinator_that_does_not_run_is_told_with_the_command_that_starts_it() -> None:
     [seen], _ = follow((run(running=False), "", 0.0))
-    assert isinstance(seen, Seen)
+    assert isinstance(seen, DocumentReceived)
     assert seen.away == "The coordinator does not run; `swarm-coordinator start a-run` starts it"
 
 
 def test_a_status_that_cannot_be_read_now_is_tried_again() -> None:
     events, _ = follow(StorageError("the status is damaged"), (run(), "", 0.0))
-    assert isinstance(events[0], Away)
-    assert isinstance(events[1], Seen)
+    assert isinstance(events[0], SourceLost)
+    assert isinstance(events[1], DocumentReceived)
 
 
 # ---------------------------------------------------------------- recordings
@@ -211,7 +211,7 @@ def test_a_status_that_cannot_be_read_now_is_tried_again() -> None:
 def recorded(file: Path, *documents: RunDocument) -> None:
     recorder = Recorder(file, PROGRAM, lambda: documents[0].time)
     for document in documents:
-        recorder.note(Seen(document.time, document))
+        recorder.note(DocumentReceived(document.time, document))
     recorder.close()
     assert recorder.trouble == ""
 
@@ -231,7 +231,7 @@ def test_a_recording_shows_every_pane_as_it_was(tmp_path: Path) -> None:
         pass
 
     watch(session, *told)
-    drive(RunView(Replay(file, PROGRAM, RunDocument, at_once), Look()), session)
+    drive(RunApp(Replay(file, PROGRAM, RunDocument, at_once), Look()), session)
     assert shown[: len(PANES)] == shown[len(PANES) :]
 
 

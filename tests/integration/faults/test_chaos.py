@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from kits.runs.fault_run import STEPS, TINY, FaultRun
-from swarm_client.fault_injection.faults import Action, Phase
-from swarm_coordinator.demo.subprocesses import Child
+from swarm_client.fault_injection.faults import FaultAction, FaultPoint
+from swarm_coordinator.demo.subprocesses import Subprocess
 
 pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
 
@@ -63,7 +63,7 @@ class Chaos:
     def _say(self, text: str) -> None:
         self.log.append(f"version {self.fault_run.run.version()}: {text}")
 
-    def _somebody(self) -> Child | None:
+    def _somebody(self) -> Subprocess | None:
         """One whose death leaves its stage somebody, so that the run need not start over."""
         ready = [self.fault_run.ready_names(stage) for stage in range(self.fault_run.stages)]
         names = [name for of_stage in ready if len(of_stage) > 1 for name in of_stage]
@@ -77,7 +77,7 @@ class Chaos:
         victim = self._somebody()
         if victim is not None:
             self._say(f"kill {victim.name}")
-            self.fault_run.run.swarm.excuse(victim)
+            self.fault_run.run.swarm.expect_exit(victim)
             victim.kill()
             self._replace(self.fault_run.stage_of(victim))
 
@@ -86,12 +86,18 @@ class Chaos:
         victim = self._somebody()
         if victim is None:
             return
-        phases = [Phase.FORWARD, Phase.RECEIPT, Phase.ALL_REDUCE, Phase.NORM, Phase.APPLY]
+        phases = [
+            FaultPoint.FORWARD,
+            FaultPoint.RECEIPT,
+            FaultPoint.ALL_REDUCE,
+            FaultPoint.NORM,
+            FaultPoint.APPLY,
+        ]
         phase, self._faults = self.random.choice(phases), self._faults + 1
         name = f"chaos-{self._faults}"
         self._say(f"kill {victim.name} at its next {phase}")
-        self.fault_run.run.swarm.excuse(victim)
-        self.fault_run.plan_for(name, victim.name, phase, Action.KILL)
+        self.fault_run.run.swarm.expect_exit(victim)
+        self.fault_run.plan_for(name, victim.name, phase, FaultAction.KILL)
         self._replace(self.fault_run.stage_of(victim))
 
     def freeze(self) -> None:
@@ -118,13 +124,15 @@ class Chaos:
             self._say(f"cut {victim.name} off for {seconds:g} s")
             self._faults += 1
             name = f"chaos-{self._faults}"
-            self.fault_run.plan_for(name, victim.name, Phase.FORWARD, Action.PARTITION, seconds)
+            self.fault_run.plan_for(
+                name, victim.name, FaultPoint.FORWARD, FaultAction.PARTITION, seconds
+            )
 
     def kill_coordinator(self) -> None:
         swarm = self.fault_run.run.swarm
         assert swarm.coordinator is not None
         self._say("kill the coordinator")
-        swarm.excuse(swarm.coordinator)
+        swarm.expect_exit(swarm.coordinator)
         swarm.coordinator.kill()
         time.sleep(self.random.uniform(0.0, 4.0))
         assert swarm.start_coordinator() == self.fault_run.invite

@@ -14,9 +14,9 @@ import pytest
 
 from kits.runs.fault_run import STEPS, TINY, WHOLE_STAGE, Case, FaultRun
 from kits.runs.real_run import runs
-from swarm_client.fault_injection.faults import Action, Phase
+from swarm_client.fault_injection.faults import FaultAction, FaultPoint
 
-A, P = Action, Phase
+A, P = FaultAction, FaultPoint
 LONGER = 7.0
 """Than silence may last before a peer counts as dead."""
 SHORTER = 1.5
@@ -25,7 +25,9 @@ IN_A_STEP = (P.FORWARD, P.BACKWARD, P.RECEIPT, P.ALL_REDUCE, P.NORM, P.APPLY)
 IN_A_WORKER = (P.FORWARD, P.BACKWARD, P.ALL_REDUCE, P.NORM, P.APPLY)
 
 
-def at_each(action: Action, phases: tuple[Phase, ...], seconds: float = 0.0) -> list[Case]:
+def at_each(
+    action: FaultAction, phases: tuple[FaultPoint, ...], seconds: float = 0.0
+) -> list[Case]:
     """On both stages in turn. The last stage has no backward pass of its own."""
     stages = {phase: 0 if phase is P.BACKWARD else i % 2 for i, phase in enumerate(phases)}
     return [Case(action, phase, stage, seconds) for phase, stage in stages.items()]

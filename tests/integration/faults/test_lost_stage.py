@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kits.runs.fault_run import STEPS, TINY, FaultRun
-from swarm_client.fault_injection.faults import Action, Phase
+from swarm_client.fault_injection.faults import FaultAction, FaultPoint
 from swarm_coordinator.demo.subprocesses import wait_until
 
 pytestmark = [pytest.mark.faults, pytest.mark.integration, pytest.mark.timeout(600)]
@@ -24,7 +24,7 @@ def fault_run(make_run: Callable[..., Any]) -> FaultRun:
 def kill_stage(fault_run: FaultRun, stage: int) -> None:
     for name in fault_run.ready_names(stage):
         child = fault_run.child(name)
-        fault_run.run.swarm.excuse(child)
+        fault_run.run.swarm.expect_exit(child)
         child.kill()
 
 
@@ -60,9 +60,11 @@ def test_a_stage_killed_at_once_is_waited_for_and_taken_over_by_newcomers(
     assert counted == fault_run.stopped_at * per_step * 2
 
 
-@pytest.mark.parametrize("action", [Action.KILL, Action.FREEZE, Action.DELAY, Action.PARTITION])
+@pytest.mark.parametrize(
+    "action", [FaultAction.KILL, FaultAction.FREEZE, FaultAction.DELAY, FaultAction.PARTITION]
+)
 def test_a_peer_that_moves_to_a_lost_stage_and_fails_on_the_way_counts_nothing_twice(
-    fault_run: FaultRun, action: Action
+    fault_run: FaultRun, action: FaultAction
 ) -> None:
     """Nobody has chosen a stage here, so that the coordinator may move them."""
     run, swarm = fault_run.run, fault_run.run.swarm
@@ -72,10 +74,10 @@ def test_a_peer_that_moves_to_a_lost_stage_and_fails_on_the_way_counts_nothing_t
     fault_run.wait_staffed(2)
     run.wait_for_version(5)
     lost = min((0, 1), key=lambda stage: len(fault_run.ready_names(stage)))
-    if action is Action.KILL:
+    if action is FaultAction.KILL:
         for child in swarm.volunteers:
-            swarm.excuse(child)
-    fault_run.plan_for_anybody("moving", Phase.STAGE_MIGRATION, action, seconds=7.0)
+            swarm.expect_exit(child)
+    fault_run.plan_for_anybody("moving", FaultPoint.STAGE_MIGRATION, action, seconds=7.0)
     kill_stage(fault_run, lost)
     wait(fault_run, lambda: fault_run.has_fired("moving"), "the fault in the move")
     stood_at = run.version()

@@ -27,8 +27,8 @@ from swarm_shared.identity import Identity
 from swarm_shared.identity.invite import Invite
 from swarm_shared.protocol import Neighbour
 from swarm_shared.network import open_node
-from swarm_shared.probe import Verdict, member_judge, serve_probe
-from swarm_shared.identity.visitor_pass import sign_visitor_pass
+from swarm_shared.probe import HelloAnswer, answer_members_only, serve_probe
+from swarm_shared.identity.probe_pass import sign_probe_pass
 
 RUN = "ab" * 32
 organiser = Identity.from_seed(b"o" * 32)
@@ -40,12 +40,12 @@ def no_member(remote, run, certificate):
 async def main(role, own, other):
     def coordinator(remote, hello):
         neighbour = Neighbour(peer=volunteer.peer_id, addresses=(f"/ip4/{other}/tcp/4000",))
-        return Verdict(
-            visitor_pass=sign_visitor_pass(organiser, remote, RUN, time.time()),
+        return HelloAnswer(
+            probe_pass=sign_probe_pass(organiser, remote, RUN, time.time()),
             neighbours=(neighbour,),
         )
     identity = organiser if role == "coordinator" else volunteer
-    judge = coordinator if role == "coordinator" else member_judge(
+    judge = coordinator if role == "coordinator" else answer_members_only(
         RUN, organiser.peer_id, no_member)
     async with open_node(identity, [f"/ip4/{own}/tcp/4000"]) as node:
         serve_probe(node, judge)
@@ -64,7 +64,7 @@ from swarm_shared.identity.invite import Invite
 async def main(invite, home):
     checkup = Checkup(DoctorOptions(home=Path(home)))
     with trio.move_on_after(25):
-        await checkup.look_at_network(Invite.decode(invite), None, False)
+        await checkup.check_network(Invite.decode(invite), None, False)
     print(json.dumps({check.id: check.model_dump() for check in checkup.results.all()}))
 
 trio.run(main, *sys.argv[1:])

@@ -148,7 +148,7 @@ def test_a_relay_killed_in_the_middle_of_a_step_is_replaced(lab: Lab, nat_run: M
     run.wait_for_middle_of_a_step(after_version=2)
     carrying = run.path(one, other)["relay"]
     (killed,) = [relay for relay in relays if run.peer_id(relay) == carrying]
-    run.run.swarm.excuse(killed.child)
+    run.run.swarm.expect_exit(killed.child)
     killed.child.kill()
 
     def found_another_way() -> bool:
@@ -196,7 +196,7 @@ def test_a_pulled_cable_and_a_restarted_coordinator_cost_no_loss(
     peers = [run.peer_id(volunteer) for volunteer in volunteers]
     a.cut()
     coordinator = run.run.swarm.coordinator
-    run.run.swarm.excuse(coordinator)
+    run.run.swarm.expect_exit(coordinator)
     coordinator.signal(signal.SIGKILL)
     coordinator.wait(10)
     time.sleep(CUT_SECONDS)  # what is waited for is time: whatever gives up must have given up

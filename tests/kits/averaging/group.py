@@ -96,7 +96,8 @@ class Peer:
     def carried(self) -> dict[tuple[PeerId, str], int]:
         """Bytes sent so far, per remote and route."""
         return {
-            (peer, route.value): sent for (peer, route), (sent, _) in self.averager._carried.items()
+            (peer, route.value): sent
+            for (peer, route), (sent, _) in self.averager._carried_bytes.items()
         }
 
     def remove(self) -> None:

@@ -6,7 +6,7 @@ import base64
 import time
 from dataclasses import dataclass, field
 
-from swarm_client.averaging.protocol.messages import ShowMembership
+from swarm_client.averaging.protocol.messages import SetMembership
 from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import (
     CarrierBinding,
@@ -32,7 +32,7 @@ class Organiser:
         revoked: tuple[PeerId, ...] = (),
         run: RunId | None = None,
         expires: float | None = None,
-    ) -> ShowMembership:
+    ) -> SetMembership:
         """`member`'s certificate of `run`, and its word on its p2pd."""
         now = time.time()
         certificate = MembershipCertificate(
@@ -46,7 +46,7 @@ class Organiser:
         binding = CarrierBinding(
             peer=member.peer_id, carrier_peer_id=p2pd_peer_id, expires=now + 3600
         )
-        return ShowMembership(
+        return SetMembership(
             run=self.run,
             organiser=self.key.peer_id,
             certificate=base64.b64encode(sign_certificate(self.key, certificate)),

@@ -9,7 +9,7 @@ import anyio.abc
 import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from swarm_client.averaging.all_reduce.carrier import Arrivals
+from swarm_client.averaging.all_reduce.carrier import IncomingStreams
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route
@@ -109,5 +109,5 @@ class MemoryCarrier:
     async def open(self, peer: PeerId) -> MemoryChannel:
         return await self._network.connect(self._peer, peer, self.channel_type)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
         return self.hub.round(tag, {peer: peer for peer in spec.members})

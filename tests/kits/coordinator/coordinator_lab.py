@@ -15,9 +15,9 @@ from pathlib import Path
 import trio
 
 from kits.coordinator.shell_world import Volunteer
-from swarm_coordinator.durability.journal_audit import Shape, check_database
+from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.location import Place, reading
+from swarm_coordinator.storage.location import DatabaseLocation, open_for_reading
 from swarm_coordinator.storage.records import read_restored
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import StageIndex
@@ -146,10 +146,12 @@ def lasting_crew(invite: Invite, manifest: Manifest, folder: Path) -> list[Lasti
     return volunteers
 
 
-def check_nothing_forgotten(place: Place, manifest: Manifest, crew: list[Lasting]) -> int:
+def check_nothing_forgotten(
+    place: DatabaseLocation, manifest: Manifest, crew: list[Lasting]
+) -> int:
     """The database is whole and knows every step that anybody was told to apply; its version."""
-    with reading(place) as connection:
-        shape = Shape(manifest.stage_count, manifest.training.microbatches_per_step)
+    with open_for_reading(place) as connection:
+        shape = StepShape(manifest.stage_count, manifest.training.microbatches_per_step)
         assert check_database(connection, shape) == []
         attempts: Mapping[int, int] = dict(
             connection.execute(

@@ -19,8 +19,13 @@ from kits.coordinator import run as run_kit
 from kits.coordinator import shell_world
 from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
 from swarm_coordinator.core.events import Note
-from swarm_coordinator.core.state.utilisation import Figures, LastBeat, Rejection, told
-from swarm_coordinator.dashboard.process import Pages
+from swarm_coordinator.core.state.utilisation import (
+    LastHeartbeat,
+    Rejection,
+    UtilisationStats,
+    status_section,
+)
+from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.durability.run_files import load_identity
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_shared.base.types import StageIndex
@@ -59,7 +64,7 @@ def status(**changes: object) -> dict[str, Any]:
         },
         "peers": [
             peer(ANNA, 0, name="anna"),
-            peer(BERT, 1, name=HOSTILE, marked_times=1, marked=f"lies from {LEAKED[0]}"),
+            peer(BERT, 1, name=HOSTILE, flagged_times=1, flagged_reason=f"lies from {LEAKED[0]}"),
         ],
         "admission": {"mode": "open", "members": 2, "valid_tokens": 0, "bans": []},
         "sessions": 2, "sessions_ended": {"link closed": 1}, "http": {"restarts": 0},
@@ -73,13 +78,13 @@ def status(**changes: object) -> dict[str, Any]:
 
 def figures() -> dict[str, Any]:
     """Ten minutes of two stages: the second one waits for half of the time."""
-    made = Figures(2)
-    beats = LastBeat(), LastBeat()
+    made = UtilisationStats(2)
+    beats = LastHeartbeat(), LastHeartbeat()
     for second in range(0, 610, 10):
         for stage, busy in enumerate((9.0, 5.0)):
-            made.heard(beats[stage], StageIndex(stage), busy, 10, float(second))
+            made.record(beats[stage], StageIndex(stage), busy, 10, float(second))
     made.rejected[Rejection.NOT_FINITE] = 3
-    return told(made)
+    return status_section(made)
 
 
 def write_status(folder: RunFolder, **changes: object) -> None:
@@ -115,7 +120,7 @@ class Client:
     """Asks in a thread, as a browser somewhere else would."""
 
     address: HttpAddress
-    pages: Pages
+    pages: Dashboard
     folder: RunFolder
     token: str = field(default="")
 
@@ -144,11 +149,11 @@ async def pages_of(folder: RunFolder) -> AsyncIterator[Client]:
     """The pages of a folder, over a real port of this machine, in the test's own loop."""
     bound = listen(HttpAddress("127.0.0.1", 0))
     bound.setblocking(False)
-    pages = Pages(folder)
+    pages = Dashboard(folder)
     async with trio.open_nursery() as nursery:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
         nursery.start_soon(pages.serve, listener)
-        while pages.feed.snapshot is None:
+        while pages.snapshot_loop.snapshot is None:
             await trio.sleep(0.01)
         yield Client(address_of_socket(bound), pages, folder, folder.dashboard_token())
         nursery.cancel_scope.cancel()

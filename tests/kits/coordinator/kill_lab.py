@@ -41,10 +41,10 @@ from swarm_coordinator.core.events import (
     RolledBack,
     RunFinished,
 )
-from swarm_coordinator.durability.journal_audit import Shape, check_database, read_decision
+from swarm_coordinator.durability.journal_audit import StepShape, check_database, read_decision
 from swarm_coordinator.storage import store as store_module
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.journal import Decision
+from swarm_coordinator.storage.journal import JournalRecord
 from swarm_coordinator.storage.records import read_restored
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.errors import LeadershipError
@@ -54,7 +54,7 @@ LONGEST_SECONDS = 0.05
 
 BOUNDARIES = ("begin", "written", "committed", "answered")
 
-DECISIONS: dict[str, TypeAdapter[Decision]] = {
+DECISIONS: dict[str, TypeAdapter[JournalRecord]] = {
     kind.__name__: TypeAdapter(kind)
     for kind in (AppliedStep, RolledBack, CheckpointRecord, EvaluationRecord, RunFinished)
 }
@@ -166,7 +166,7 @@ def _child(open_store: OpenStore, questions: int, answers: int, kill: Kill) -> N
         os._exit(code)
 
 
-def _in_order(decision: Decision | None) -> Decision | None:
+def _in_order(decision: JournalRecord | None) -> JournalRecord | None:
     """Shares have no order of their own."""
     if isinstance(decision, AppliedStep):
         return replace(decision, shares=tuple(sorted(decision.shares, key=astuple)))
@@ -211,10 +211,10 @@ class KilledWorld(World):
     ) -> None:
         self._open_store, self._reading, self._next_kill = open_store, reading, next_kill
         self._process: StoreProcess | None = None
-        self._under_way: Decision | None = None
-        self._acknowledged: list[Decision] = []
+        self._under_way: JournalRecord | None = None
+        self._acknowledged: list[JournalRecord] = []
         self._generations: list[int] = []
-        self._shape = Shape(options.stages, options.microbatches)
+        self._shape = StepShape(options.stages, options.microbatches)
         self.tally = Tally()
         super().__init__(options, seed, faults)
 
@@ -258,7 +258,7 @@ class KilledWorld(World):
             ).fetchall()
             found = [read_decision(connection, kind, row) for kind, row in entries]
             restored = read_restored(connection)
-        expected: list[Decision | None] = list(self._acknowledged)
+        expected: list[JournalRecord | None] = list(self._acknowledged)
         if self._under_way is not None:
             durable = len(found) > len(expected)
             self.tally.kills["durable" if durable else "not durable"] += 1

@@ -20,7 +20,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from swarm_coordinator.storage.location import PostgresqlPlace
+from swarm_coordinator.storage.location import PostgresqlLocation
 
 _NUMBERS = count(1)
 
@@ -41,8 +41,8 @@ class Server:
             connection.execute(f"CREATE DATABASE {name} TEMPLATE template0".encode())
         return self.url(name)
 
-    def place(self, lease_seconds: float = 5.0) -> PostgresqlPlace:
-        return PostgresqlPlace(self.new_database(), lease_seconds)
+    def place(self, lease_seconds: float = 5.0) -> PostgresqlLocation:
+        return PostgresqlLocation(self.new_database(), lease_seconds)
 
 
 def programs() -> Path:

@@ -19,7 +19,7 @@ import trio
 from swarm_coordinator.durability.run_files import load_identity, load_manifest, load_settings
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.server.context import Service
+from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.coordinator import serve
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.store import SqliteStore
@@ -108,7 +108,7 @@ async def served(
         invites.append(invite)
         ready.set()
 
-    service = Service(
+    service = CoordinatorContext(
         folder=folder, settings=load_settings(folder), manifest=manifest,
         identity=load_identity(folder), store=store, report=lines.append, port=port,
         on_serving=on_serving, renew_after_seconds=renew_after_seconds,

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
-from swarm_client.averaging.protocol.messages import Configure
-from swarm_client.averaging.worker.hivemind_imports import open_door
+from swarm_client.averaging.protocol.messages import ConfigureAveraging
+from swarm_client.averaging.worker.hivemind_imports import load_hivemind
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
 from swarm_shared.base.errors import NetworkError
@@ -35,14 +35,14 @@ async def echo(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWr
 
 
 async def main(folder: Path, relay: str, size_bytes: int) -> None:
-    hivemind = open_door()
+    hivemind = load_hivemind()
     async with AsyncExitStack() as stack:
 
         async def start(name: str, relays: tuple[str, ...]) -> Any:
             key = folder / f"{name}.key"
             ensure_identity(key)
             sockets = stack.enter_context(tempfile.TemporaryDirectory(prefix="p2pd-"))
-            settings = Configure(
+            settings = ConfigureAveraging(
                 identity_path=str(key), socket_folder=sockets, trusted_relays=relays,
                 host_addresses=("/ip4/127.0.0.1/tcp/0",),
             )  # fmt: skip

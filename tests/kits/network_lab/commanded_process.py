@@ -16,7 +16,7 @@ import psutil
 
 from kits.network_lab.commands import LabError
 from kits.network_lab.machines import Host
-from swarm_coordinator.demo.subprocesses import Child, last_lines
+from swarm_coordinator.demo.subprocesses import Subprocess, last_lines
 
 ANSWER_SECONDS = 60.0
 READ_BYTES = 65_536
@@ -46,7 +46,7 @@ class ToldProcess:
                 env={**os.environ, **(environment or {}), "PYTHONPATH": paths},
                 start_new_session=True,
             )  # fmt: skip
-        host.adopt(Child(host.name, log, self._popen))
+        host.adopt(Subprocess(host.name, log, self._popen))
         self._buffer = bytearray()
         self._greeting: dict[str, Any] | None = None
 

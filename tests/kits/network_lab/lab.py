@@ -19,7 +19,7 @@ from kits.network_lab.commands import LabError, why_not_here
 from kits.network_lab.machines import Host, Machine, Nat, Router
 from kits.network_lab.namespace import Namespace, sweep
 from kits.network_lab.segment import Segment
-from swarm_coordinator.demo.subprocesses import Children
+from swarm_coordinator.demo.subprocesses import Subprocesses
 
 MAX_LANS = 254
 GRACE_SECONDS = 2.0
@@ -28,7 +28,7 @@ GRACE_SECONDS = 2.0
 
 class Lab:
     def __init__(self) -> None:
-        self.children = Children(GRACE_SECONDS)
+        self.children = Subprocesses(GRACE_SECONDS)
         """The programs started on hosts."""
         self._namespaces: list[Namespace] = []
         self._lan_index = itertools.count(1)

@@ -12,7 +12,7 @@ from kits.network_lab.commands import LabError, ip6tables_tool, iptables_tool
 from kits.network_lab.counting import TrafficCounter, count_traffic
 from kits.network_lab.namespace import Namespace
 from kits.network_lab.segment import Attachment, Segment, Shape
-from swarm_coordinator.demo.subprocesses import Child, Children, run_to_end
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, run_to_end
 
 WAN = "wan0"
 LAN = "lan0"
@@ -50,7 +50,7 @@ class Host(Machine):
 
     def __init__(
         self, name: str, namespace: Namespace, segment: Segment, versions: tuple[int, ...],
-        children: Children,
+        children: Subprocesses,
     ) -> None:  # fmt: skip
         super().__init__(name, namespace)
         self._children = children
@@ -76,12 +76,12 @@ class Host(Machine):
         log: Path,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
-    ) -> Child:
+    ) -> Subprocess:
         """A program on this host, ended with the lab at the latest."""
         where = ("env", f"--chdir={folder}") if folder is not None else ()
         return self._children.start(name, (*self.prefix, *where, *command), log, environment)
 
-    def adopt(self, child: Child) -> None:
+    def adopt(self, child: Subprocess) -> None:
         """A program that somebody else has started here; it ends with the lab, too."""
         self._children.started.append(child)
 
@@ -161,7 +161,7 @@ class Router(Machine):
         """Of the line to the provider, each direction."""
         self._cable.shape(Shape(bytes_per_second), Shape(bytes_per_second))
 
-    def offer_port_mapping(self, children: Children, folder: Path) -> Child:
+    def offer_port_mapping(self, children: Subprocesses, folder: Path) -> Subprocess:
         """Run a UPnP and NAT-PMP daemon for the LAN."""
         gateway = self.lan.allocator(4).gateway
         return port_mapping.start(self.namespace, WAN, LAN, gateway, children, folder)

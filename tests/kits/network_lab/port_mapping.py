@@ -7,14 +7,19 @@ from pathlib import Path
 
 from kits.network_lab.commands import LabError
 from kits.network_lab.namespace import Namespace
-from swarm_coordinator.demo.subprocesses import Child, Children, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, wait_until
 
 START_SECONDS = 10.0
 
 
 def start(
-    namespace: Namespace, outside: str, inside: str, gateway: str, children: Children, folder: Path
-) -> Child:
+    namespace: Namespace,
+    outside: str,
+    inside: str,
+    gateway: str,
+    children: Subprocesses,
+    folder: Path,
+) -> Subprocess:
     """Runs it until the children end, with its files in `folder`; answers when it returns."""
     _add_chains(namespace, outside)
     folder.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kits.runs.real_run import PATIENCE_SECONDS, Run
-from swarm_client.fault_injection.faults import ANYBODY, PLAN_VARIABLE, Action, Phase, fired_path
-from swarm_coordinator.demo.subprocesses import Child, wait_until
+from swarm_client.fault_injection.faults import (
+    ANY_PEER,
+    PLAN_VARIABLE,
+    FaultAction,
+    FaultPoint,
+    fired_path,
+)
+from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
 
 TINY: dict[str, object] = {
     "model__hidden_size": 32,
@@ -54,8 +60,8 @@ CASE_SECONDS = 90.0
 class Case:
     """`action` at `phase`, by some peer of `stage`, or by a newcomer to it."""
 
-    action: Action
-    phase: Phase
+    action: FaultAction
+    phase: FaultPoint
     stage: int = 0
     seconds: float = 0.0
     newcomer: bool = False
@@ -73,7 +79,7 @@ class Case:
     @property
     def dies(self) -> bool:
         """The volunteer does not come back by itself, and another one takes its place."""
-        return self.action is Action.KILL
+        return self.action is FaultAction.KILL
 
 
 @dataclass
@@ -129,7 +135,7 @@ class FaultRun:
 
         wait_until(whole, self.run.swarm.children, PATIENCE_SECONDS, "every stage to be staffed")
 
-    def child(self, name: str) -> Child:
+    def child(self, name: str) -> Subprocess:
         return next(child for child in self.run.swarm.volunteers if child.name == name)
 
     def notes(self) -> list[str]:
@@ -155,7 +161,7 @@ class FaultRun:
         excused = list(swarm.children.excused)
         if case.anybody:
             every = self.run.manifest.checkpoint_steps
-            self._plan(case, ANYBODY, every * ((outcome.version_before + 2) // every + 1))
+            self._plan(case, ANY_PEER, every * ((outcome.version_before + 2) // every + 1))
         elif case.newcomer:
             self._plan(case, f"volunteer-{len(swarm.volunteers) + 1}", None)
             swarm.start_volunteer(self.invite, case.stage)
@@ -180,7 +186,7 @@ class FaultRun:
         outcome.version_after = self.run.version()
         outcome.said = self.notes()[said:]
 
-    def stage_of(self, volunteer: Child) -> int:
+    def stage_of(self, volunteer: Subprocess) -> int:
         words = [str(word) for word in volunteer.popen.args]  # type: ignore[union-attr]
         return int(words[words.index("--stage") + 1])
 
@@ -199,12 +205,14 @@ class FaultRun:
     def _wait(self, ready: Any, what: str) -> None:
         wait_until(ready, self.run.swarm.children, CASE_SECONDS, what)
 
-    def plan_for_anybody(self, name: str, phase: Phase, action: Action, seconds: float) -> None:
+    def plan_for_anybody(
+        self, name: str, phase: FaultPoint, action: FaultAction, seconds: float
+    ) -> None:
         """The first peer that reaches the phase from now on."""
-        self._plan_fault(name, ANYBODY, phase, action, None, seconds)
+        self._plan_fault(name, ANY_PEER, phase, action, None, seconds)
 
     def plan_for(
-        self, name: str, peer: str, phase: Phase, action: Action, seconds: float = 0.0
+        self, name: str, peer: str, phase: FaultPoint, action: FaultAction, seconds: float = 0.0
     ) -> None:
         """That peer, the next time it reaches the phase."""
         self._plan_fault(name, peer, phase, action, None, seconds)
@@ -216,7 +224,7 @@ class FaultRun:
         self._plan_fault(case.name, victim, case.phase, case.action, step, case.seconds)
 
     def _plan_fault(
-        self, name: str, victim: str, phase: Phase, action: Action, step: int | None,
+        self, name: str, victim: str, phase: FaultPoint, action: FaultAction, step: int | None,
         seconds: float,
     ) -> None:  # fmt: skip
         fault = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kits.network_lab import Host
-from swarm_coordinator.demo.subprocesses import Child, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, wait_until
 
 STEPS = 10
 MICROBATCHES_PER_STEP = 48
@@ -36,7 +36,7 @@ MIDDLE_SECONDS = 90.0
 @dataclass(frozen=True, eq=False)
 class Volunteer:
     host: Host
-    child: Child
+    child: Subprocess
     started_at: float
 
 

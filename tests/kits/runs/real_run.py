@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from swarm_coordinator.demo.local_swarm import LocalSwarm
-from swarm_coordinator.demo.subprocesses import Child, Children, last_lines, wait_until
+from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, wait_until
 from swarm_coordinator.offline.hf_export import merge_stages
 from swarm_coordinator.offline.reference import StepRecord, train_reference
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -81,14 +81,14 @@ class Run:
             f"step {version}",
         )
 
-    def kill(self, process: Child) -> None:
+    def kill(self, process: Subprocess) -> None:
         """At once, as a power cut would; that it ended is no failure of the run's."""
         self.swarm.excuse(process)
         process.signal(signal.SIGKILL)
 
     def history_at_its_end(self) -> History:
         """Once all have gone: bytes of links are written last of all."""
-        assert self.swarm.wait_for_goodbye() == []
+        assert self.swarm.wait_for_exit() == []
         told = self.swarm.history()
         assert told is not None
         return told
@@ -211,7 +211,7 @@ def runs(folder: Path) -> Iterator[Callable[..., Run]]:
     for source in corpus_sources():
         (corpus / source.name).write_bytes(source.read_bytes())
 
-    with Children() as children:
+    with Subprocesses() as children:
 
         def make(stages: int, steps: int, **overrides: object) -> Run:
             run_folder = folder / "a run"

@@ -11,22 +11,22 @@ from kits.swarm_world.checks import one_by_one
 from kits.swarm_world.facts import COORDINATOR, TOKENS, Options, manifest_of, train_loss
 from swarm_coordinator.core.events import (
     AppliedStep,
-    Beat,
     CheckpointRecord,
     CheckpointStored,
     Command,
     Event,
     FetchSnapshot,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     LeaseResolved,
     MessageReceived,
     PeerAttached,
+    PeerHeartbeat,
     Persist,
     ReceiptsVerified,
     Restored,
     Send,
-    Session,
     SessionLost,
+    SessionNumber,
     StageShare,
     StoredStage,
     Tick,
@@ -137,12 +137,14 @@ class Bench:
             )
         )
 
-    def session(self, peer: str) -> Session:
-        return Session(self.sessions[peer])
+    def session(self, peer: str) -> SessionNumber:
+        return SessionNumber(self.sessions[peer])
 
     def say(self, peer: str, message: ClientMessage) -> list[Command]:
         if isinstance(message, Heartbeat):
-            return self.event(HeartbeatsHeard((Beat(self.session(peer), PeerId(peer), message),)))
+            return self.event(
+                HeartbeatsReceived((PeerHeartbeat(self.session(peer), PeerId(peer), message),))
+            )
         return self.event(MessageReceived(self.session(peer), PeerId(peer), message))
 
     def lose(self, peer: str) -> list[Command]:

@@ -110,7 +110,7 @@ def manifest_of(options: Options) -> Manifest:
     )  # fmt: skip
 
 
-def moves_of(options: Options) -> RebalancingSettings:
+def rebalancing_settings(options: Options) -> RebalancingSettings:
     policy = MovePolicy(period_seconds=1.0, margin=0.0, minimum_gain=0.0, rate_noise=0.0)
     return RebalancingSettings(options.moves, policy)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kits.swarm_world.checks import check_served
 from kits.swarm_world.facts import TOKENS, heldout_loss, train_loss
 from kits.swarm_world.peer_base import Answer, Holding, Parcel, PeerBase
-from swarm_coordinator.core.events import LeaseResolved, Session
+from swarm_coordinator.core.events import LeaseResolved, SessionNumber
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, MaskRequest, NotFinite, PeerRecord
@@ -149,7 +149,7 @@ class Computing(PeerBase):
         evaluated = ok and lease.mode == "evaluate"
         self.tell(
             LeaseResolved(
-                Session(self.link.number), self.id, lease.step, microbatch, lease.lease, ok,
+                SessionNumber(self.link.number), self.id, lease.step, microbatch, lease.lease, ok,
                 "" if ok else answer.state, answer.receipts,
                 answer.loss if evaluated else None, TOKENS if evaluated else 0,
             )

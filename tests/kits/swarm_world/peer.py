@@ -8,12 +8,13 @@ from kits.swarm_world.facts import Violation, sha_of
 from kits.swarm_world.microbatches import Computing
 from kits.swarm_world.peer_base import Answer, Holding, Link, Params, Parcel
 from kits.swarm_world.rounds import Averaging
-from swarm_coordinator.core.events import ReceiptsVerified, Session
+from swarm_coordinator.core.events import ReceiptsVerified, SessionNumber
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import RunId, StageIndex, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
     AbortRound,
+    AddressUpdate,
     Apply,
     AssignStage,
     CarrierAddress,
@@ -35,7 +36,6 @@ from swarm_shared.protocol import (
     StageRequest,
     SyncFailed,
     Welcome,
-    Whereabouts,
 )
 from swarm_shared.scheduling.placement import most_underserved_stage
 
@@ -159,7 +159,7 @@ class SimPeer(Averaging, Computing):
         """Its router gave it another address."""
         self.address += 1
         self.say(
-            Whereabouts(
+            AddressUpdate(
                 addresses=self.addresses, carrier=self.carrier,
                 reachability=Reachability.BEHIND_NAT, offers_relay=False,
             )
@@ -229,7 +229,7 @@ class SimPeer(Averaging, Computing):
         holding = self.holding
         if holding is not None and holding.unreported and self.link is not None and self.attached:
             batch, holding.unreported = tuple(holding.unreported), []
-            self.tell(ReceiptsVerified(Session(self.link.number), self.id, batch))
+            self.tell(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
         self.later(0.5, self._report)
 
     # ---- the coordinator's word

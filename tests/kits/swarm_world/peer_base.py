@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kits.swarm_world.facts import CERTIFICATE_SECONDS
-from swarm_coordinator.core.events import Beat, Event, HeartbeatsHeard, MessageReceived, Session
+from swarm_coordinator.core.events import (
+    Event,
+    HeartbeatsReceived,
+    MessageReceived,
+    PeerHeartbeat,
+    SessionNumber,
+)
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import (
@@ -180,9 +186,9 @@ class PeerBase:
 
     def say(self, message: ClientMessage) -> None:
         if self.link is not None:
-            session = Session(self.link.number)
+            session = SessionNumber(self.link.number)
             if isinstance(message, Heartbeat):
-                self.tell(HeartbeatsHeard((Beat(session, self.id, message),)))
+                self.tell(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
             else:
                 self.tell(MessageReceived(session, self.id, message))
 

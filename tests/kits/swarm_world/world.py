@@ -22,7 +22,7 @@ from kits.swarm_world.facts import (
     Violation,
     checkpoint_item,
     manifest_of,
-    moves_of,
+    rebalancing_settings,
 )
 from kits.swarm_world.network import Network
 from kits.swarm_world.peer import SimPeer
@@ -47,9 +47,9 @@ from swarm_coordinator.core.events import (
     RolledBack,
     RunFinished,
     Send,
-    Session,
     SessionLost,
-    Stopped,
+    SessionNumber,
+    ShutDown,
     StopRequested,
     StoredStage,
     Tick,
@@ -110,7 +110,7 @@ class SimStore:
             finished=self.finished is not None,
             heldout_loss=self.heldout_loss,
             rolled_back=self.rolled_back,
-            on_branch=frozenset(share.peer for step in since for share in step.shares)
+            on_current_history=frozenset(share.peer for step in since for share in step.shares)
             if self.rolled_back else frozenset(),
         )  # fmt: skip
 
@@ -200,7 +200,7 @@ class World(Network):
         revoked = {peer: since + CERTIFICATE_SECONDS for peer, since in self.banned.items()}
         self.run_state = begin(
             self.manifest, "manifest", COORDINATOR, restored, self.now, revoked,
-            moves_of(self.options),
+            rebalancing_settings(self.options),
         )  # fmt: skip
         self.stopped = False
 
@@ -255,14 +255,16 @@ class World(Network):
                 0.2 + self.rng.random(),
                 lambda: generation == self.generation and self._fetch(command),
             )
-        elif isinstance(command, Stopped):
+        elif isinstance(command, ShutDown):
             self.stopped = True
 
     def _close(self, link: Link) -> None:
         link.open = False
         link.peer.link_lost(link)
         # The shell tells the core of every stream's end; this one it knows already.
-        self.later(0.01, lambda: self.deliver(SessionLost(Session(link.number), link.peer.id)))
+        self.later(
+            0.01, lambda: self.deliver(SessionLost(SessionNumber(link.number), link.peer.id))
+        )
 
     def _send(self, command: Send) -> None:
         message = command.message
@@ -310,7 +312,7 @@ class World(Network):
             if older is not None:
                 older.open = False
             self.current[peer.id] = link
-            self.deliver(PeerAttached(Session(link.number), peer.id, hello, "cert", receipts))
+            self.deliver(PeerAttached(SessionNumber(link.number), peer.id, hello, "cert", receipts))
 
         peer.link = link
         self.later(self.delay(), arrive)
@@ -320,7 +322,7 @@ class World(Network):
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
-        lost = SessionLost(Session(link.number), link.peer.id)
+        lost = SessionLost(SessionNumber(link.number), link.peer.id)
         generation = self.generation
         self.later(
             3 * self.rng.random() * self.delay(),

@@ -19,7 +19,7 @@ from textual.pilot import Pilot
 
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.tui.app import ViewApp
-from swarm_shared.tui.source import Away, D, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.source import D, DocumentReceived, Event, LogEntry, LogReceived, SourceLost
 from swarm_shared.tui.terminal_style import Look, ThemeName
 
 _MOST_ROUNDS = 50
@@ -47,13 +47,13 @@ class Script(Generic[D]):
         return self.clock
 
     def tell(self, document: D) -> None:
-        self._events.put_nowait(Seen(self.clock, document))
+        self._events.put_nowait(DocumentReceived(self.clock, document))
 
     def log(self, *entries: LogEntry) -> None:
-        self._events.put_nowait(Logged(self.clock, entries))
+        self._events.put_nowait(LogReceived(self.clock, entries))
 
     def leave(self, sentence: str) -> None:
-        self._events.put_nowait(Away(self.clock, sentence))
+        self._events.put_nowait(SourceLost(self.clock, sentence))
 
     def break_off(self, error: SwarmError) -> None:
         self._events.put_nowait(error)

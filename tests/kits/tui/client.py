@@ -7,6 +7,7 @@ from typing import Any
 from kits.tui import START
 from swarm_client.control.status_document import (
     ContributionView,
+    DaemonState,
     DeviceView,
     LeaderboardRow,
     MachineView,
@@ -15,7 +16,6 @@ from swarm_client.control.status_document import (
     StageView,
     Status,
     TrafficView,
-    Word,
 )
 
 GIB = 2**30
@@ -28,7 +28,7 @@ def status(number: int = 0, **changes: Any) -> Status:
         "pid": 4242,
         "time": START + number,
         "started_at": START - 7200,
-        "word": Word.CONTRIBUTING,
+        "state": DaemonState.CONTRIBUTING,
         "sentence": "Computing microbatches of stage 1.",
         "peer": "12D3KooWannaanna",
         "name": "anna",

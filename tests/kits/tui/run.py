@@ -49,7 +49,7 @@ def run(number: int = 0, **changes: Any) -> RunDocument:
         },
         "peers": [
             peer(ANNA, 0, name="anna", offers_relay=True),
-            peer(BERT, 0, marked_times=2, marked="gradients were not finite"),
+            peer(BERT, 0, flagged_times=2, flagged_reason="gradients were not finite"),
             peer(CARL, 1, name="carl \x1b[2J", silent_seconds=5.0),
         ],
         "paths": [

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from swarm_shared.codecs.border import border
+from swarm_shared.codecs.boundary import stage_boundary
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.tensors import DTYPES, decode, encode, round_trip
 from swarm_shared.run.codec_sizes import (
@@ -311,7 +311,7 @@ def test_a_border_passes_the_decoded_tensors_in_both_directions(
     activation: CodecName, gradient: CodecName
 ) -> None:
     x, slope = torch.randn(2, 3, 40, requires_grad=True), torch.randn(2, 3, 40)
-    crossed = border(activation, gradient)(x)
+    crossed = stage_boundary(activation, gradient)(x)
     assert crossed.detach().equal(round_trip(activation, x.detach()))
     crossed.backward(slope)
     assert x.grad is not None

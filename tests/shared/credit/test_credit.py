@@ -13,8 +13,8 @@ from swarm_shared.credit.credit import (
     HALF_LIFE_SECONDS,
     MAX_TEAM_CHARACTERS,
     RecentCredit,
-    cleaned_team,
     credit_of,
+    normalised_team,
     work_shares,
 )
 
@@ -91,13 +91,13 @@ def test_steady_work_tends_to_its_own_rate(per_day: float) -> None:
 
 @given(st.text())
 def test_a_teams_name_is_short_printable_and_stays_as_it_is_when_cleaned_again(text: str) -> None:
-    name = cleaned_team(text)
+    name = normalised_team(text)
     assert len(name) <= MAX_TEAM_CHARACTERS
     assert name.isprintable()
     assert name == name.strip()
-    assert cleaned_team(name) == name
+    assert normalised_team(name) == name
 
 
 def test_the_same_team_typed_otherwise_is_the_same_team() -> None:
-    assert cleaned_team("  Les  E\u0301toiles\u202e ") == cleaned_team("Les \u00c9toiles")
-    assert cleaned_team(None) == cleaned_team(" \t") == ""
+    assert normalised_team("  Les  E\u0301toiles\u202e ") == normalised_team("Les \u00c9toiles")
+    assert normalised_team(None) == normalised_team(" \t") == ""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swarm_shared.base.errors import ProtocolError, SignatureError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.credit import work_shares
-from swarm_shared.credit.ledger import Verified, verify_ledger, write_ledger
+from swarm_shared.credit.ledger import VerifiedLedger, verify_ledger, write_ledger
 from swarm_shared.credit.ledger_lines import StepLine
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.keys import Identity
@@ -79,7 +79,7 @@ WHOLE = ledger(step(1), step(2, annas=3), step(3))
 
 def test_a_ledger_is_right_as_it_was_written() -> None:
     found = verify_ledger(WHOLE, ORGANISER.peer_id)
-    assert isinstance(found, Verified)
+    assert isinstance(found, VerifiedLedger)
     assert (found.run, found.steps, found.name) == (run_id_of(MANIFEST), 3, "a run")
     assert verify_ledger(WHOLE) == found
     bert, anna = found.totals
@@ -135,11 +135,11 @@ def test_a_ledger_of_another_organiser_is_not_this_runs() -> None:
 
 def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     """Chained and signed as it should be, but the first total says something else."""
-    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain, _Sums
+    from swarm_shared.credit.ledger import LEDGER_DOMAIN, _Chain, _LedgerSums
     from swarm_shared.credit.ledger_lines import Head, Seal, SealLine, TotalLine
     from swarm_shared.identity.signing import sign_message
 
-    chain, sums = _Chain(), _Sums(MANIFEST)
+    chain, sums = _Chain(), _LedgerSums(MANIFEST)
     run = run_id_of(MANIFEST)
     lines = [chain.put(Head(run=run, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode()))]
     for one in steps:

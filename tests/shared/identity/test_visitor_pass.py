@@ -7,6 +7,7 @@ import base64
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm_shared.identity.probe_pass import PASS_SECONDS, check_probe_pass, sign_probe_pass
 
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId
@@ -17,28 +18,27 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.visitor_pass import PASS_SECONDS, check_visitor_pass, sign_visitor_pass
 
 RUN, OTHER_RUN = RunId("ab" * 32), RunId("cd" * 32)
 ORGANISER, VISITOR, STRANGER = (Identity.from_seed(bytes([i]) * 32) for i in (1, 2, 3))
 NOW = 1_800_000_000.0
-PASS = sign_visitor_pass(ORGANISER, VISITOR.peer_id, RUN, NOW)
+PASS = sign_probe_pass(ORGANISER, VISITOR.peer_id, RUN, NOW)
 
 
 def test_a_pass_lets_its_visitor_in_while_it_is_valid() -> None:
     for now in (NOW, NOW + PASS_SECONDS, NOW + PASS_SECONDS + CLOCK_SKEW_SECONDS):
-        check_visitor_pass(PASS, RUN, ORGANISER.peer_id, now, VISITOR.peer_id)
+        check_probe_pass(PASS, RUN, ORGANISER.peer_id, now, VISITOR.peer_id)
 
 
 def test_a_pass_of_another_kind_is_refused() -> None:
     late = NOW + PASS_SECONDS + CLOCK_SKEW_SECONDS + 1
-    forged = sign_visitor_pass(STRANGER, VISITOR.peer_id, RUN, NOW)
+    forged = sign_probe_pass(STRANGER, VISITOR.peer_id, RUN, NOW)
     for text, run, now, remote in (
         (PASS, RUN, late, VISITOR), (PASS, OTHER_RUN, NOW, VISITOR), (PASS, RUN, NOW, STRANGER),
         (forged, RUN, NOW, VISITOR), ("", RUN, NOW, VISITOR), ("not base64!", RUN, NOW, VISITOR),
     ):  # fmt: skip
         with pytest.raises(AdmissionError):
-            check_visitor_pass(text, run, ORGANISER.peer_id, now, remote.peer_id)
+            check_probe_pass(text, run, ORGANISER.peer_id, now, remote.peer_id)
 
 
 def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
@@ -52,10 +52,10 @@ def test_a_pass_is_no_certificate_and_a_certificate_no_pass() -> None:
     )  # fmt: skip
     text = base64.b64encode(sign_certificate(ORGANISER, certificate)).decode()
     with pytest.raises(AdmissionError):
-        check_visitor_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
+        check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
 
 
 @given(st.text(max_size=300))
 def test_any_text_is_refused_by_name(text: str) -> None:
     with pytest.raises(AdmissionError):
-        check_visitor_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)
+        check_probe_pass(text, RUN, ORGANISER.peer_id, NOW, VISITOR.peer_id)

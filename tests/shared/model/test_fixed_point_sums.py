@@ -60,8 +60,8 @@ def test_the_quantum_is_beneath_what_the_optimizer_notices_and_all_sums_of_a_ste
     tokens = described.tokens_per_microbatch * microbatches
     assert math.frexp(quantum.size)[0] == 0.5
     assert quantum.size <= max(2.0**-100, epsilon * tokens * 2.0**-16)
-    assert quantum.most_counts >= 1
-    assert 2 * microbatches * quantum.most_counts < 2.0**EXACT_BITS
+    assert quantum.max_counts >= 1
+    assert 2 * microbatches * quantum.max_counts < 2.0**EXACT_BITS
 
 
 @unhurried
@@ -117,7 +117,7 @@ def test_one_element_too_large_counts_as_the_largest_and_spoils_no_sum() -> None
     quantum = Quantum.of(manifest(microbatches=4))
     huge = torch.tensor([3e38, -3e38, 1.0])
     counts = quantum.counts(huge)
-    assert counts.tolist()[:2] == [quantum.most_counts, -quantum.most_counts]
+    assert counts.tolist()[:2] == [quantum.max_counts, -quantum.max_counts]
     total = torch.zeros(3, dtype=torch.float64)
     for _ in range(8):  # four microbatches in two stages
         quantum.add([total], [huge])

@@ -11,7 +11,7 @@ import trio
 
 from swarm_shared.network import change_watch
 from swarm_shared.network.addresses.dial_order import Interfaces
-from swarm_shared.network.change_watch import SLEPT_SECONDS, NetworkWatch
+from swarm_shared.network.change_watch import SLEEP_GAP_SECONDS, ChangeWatch
 
 CABLE = Interfaces((ip_network("192.168.1.0/24"),), frozenset({ip_address("192.168.1.2")}))
 PHONE = Interfaces((ip_network("172.20.10.0/28"),), frozenset({ip_address("172.20.10.3")}))
@@ -25,7 +25,7 @@ class Machine:
         self.slept_seconds = 0.0
         self.looks = 0
         self.changes = 0
-        self.watch: NetworkWatch
+        self.watch: ChangeWatch
 
     def look(self) -> Interfaces:
         self.looks += 1
@@ -48,9 +48,9 @@ class Machine:
 async def watched(
     monkeypatch: pytest.MonkeyPatch, on_change: Callable[[], None] | None = None
 ) -> AsyncIterator[Machine]:
-    monkeypatch.setattr(change_watch, "LOOK_SECONDS", 0.005)
+    monkeypatch.setattr(change_watch, "POLL_SECONDS", 0.005)
     machine = Machine()
-    machine.watch = NetworkWatch(on_change or machine.changed, machine.look, machine.wall_clock)
+    machine.watch = ChangeWatch(on_change or machine.changed, machine.look, machine.wall_clock)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(machine.watch.run)
         await machine.looks_again()
@@ -89,13 +89,13 @@ async def test_addresses_are_those_of_now_when_the_change_is_told(
 
 async def test_a_machine_that_slept_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with watched(monkeypatch) as machine:
-        machine.slept_seconds = SLEPT_SECONDS + 1
+        machine.slept_seconds = SLEEP_GAP_SECONDS + 1
         await machine.looks_again()
         await machine.looks_again()
         assert machine.changes == 1
 
 
-@pytest.mark.parametrize("seconds", [SLEPT_SECONDS - 1, -3600.0])
+@pytest.mark.parametrize("seconds", [SLEEP_GAP_SECONDS - 1, -3600.0])
 async def test_a_clock_that_is_put_right_is_no_sleep(
     monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:

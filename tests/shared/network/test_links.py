@@ -21,7 +21,7 @@ from kits.network.nodes import (
     until,
 )
 from swarm_shared.network import Node, links
-from swarm_shared.network.links import RATE_MEMORY, SHORTEST_LOOK_SECONDS, RateMeter
+from swarm_shared.network.links import MIN_SAMPLE_SECONDS, RATE_DECAY, RateMeter
 from swarm_shared.network.nat import hole_punch
 from swarm_shared.protocol import PathKind
 
@@ -46,13 +46,13 @@ def test_a_link_that_rests_keeps_most_of_the_rate_it_had() -> None:
     best = meter.look(1000, 1.0)
     for seconds in range(2, 16):
         assert meter.look(1000, float(seconds)) < best
-    assert meter.look(1000, 16.0) == pytest.approx(best * RATE_MEMORY**15)
+    assert meter.look(1000, 16.0) == pytest.approx(best * RATE_DECAY**15)
 
 
 def test_two_looks_in_a_moment_tell_nothing_new() -> None:
     meter = RateMeter()
     meter.look(0, 0.0)
-    assert meter.look(10**9, SHORTEST_LOOK_SECONDS / 2) == 0.0
+    assert meter.look(10**9, MIN_SAMPLE_SECONDS / 2) == 0.0
     assert meter.look(10**9, 1.0) == 10**9
 
 
@@ -65,7 +65,7 @@ def test_a_rate_is_never_negative_and_never_above_what_went_through(
     for more, seconds in looks:
         counted, now = counted + more, now + seconds
         if seconds:
-            highest = max(highest, counted / SHORTEST_LOOK_SECONDS)
+            highest = max(highest, counted / MIN_SAMPLE_SECONDS)
         assert 0.0 <= meter.look(counted, now) <= highest
 
 
@@ -84,7 +84,7 @@ async def test_a_peer_that_is_not_connected_has_no_path() -> None:
 
 
 async def test_a_path_tells_how_far_and_how_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "SHORTEST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(links, "MIN_SAMPLE_SECONDS", 0.0)
     async with a_node(None, ANY_PORT) as one, a_node() as other:
         stream = await other.open_stream(one.peer_id, ECHO, LIMITS, one.addresses)
         await until(lambda: other.path(one.peer_id).rtt_seconds)
@@ -162,7 +162,7 @@ async def test_a_connection_that_answers_is_left_alone() -> None:
     async with a_node(None, ANY_PORT) as one, a_node() as other:
         assert await says_hello(other, one)
         [connection] = connections(other, one)
-        await connection.prove_alive(5.0)
+        await connection.check_alive(5.0)
         other.check(one.peer_id)
         assert await says_hello(other, one)
         assert connections(other, one) == [connection]
@@ -183,8 +183,8 @@ async def test_a_connection_whose_remote_is_gone_without_a_word_is_closed_in_tim
         lost = trio.Event()
         other.on_disconnect(lambda peer: lost.set())
         began = trio.current_time()
-        await connection.prove_alive(0.5)
-        await connection.prove_alive(0.5)
+        await connection.check_alive(0.5)
+        await connection.check_alive(0.5)
         with trio.fail_after(2):
             await lost.wait()
         assert trio.current_time() - began < 2

@@ -10,6 +10,7 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
@@ -20,11 +21,16 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.visitor_pass import sign_visitor_pass
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
-from swarm_shared.probe.client import VISITING_LIMITS, Probe, ProbeBusy, visit
-from swarm_shared.probe.server import ProbeLimits, Verdict, address_key, member_judge, serve_probe
+from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
+from swarm_shared.probe.server import (
+    HelloAnswer,
+    ProbeLimits,
+    address_key,
+    answer_members_only,
+    serve_probe,
+)
 from swarm_shared.protocol import (
     DOCTOR_PROTOCOL,
     MAX_RATE_BYTES,
@@ -48,8 +54,8 @@ HELLO = DoctorHello(run=RUN, software=SOFTWARE_VERSION)
 NOW = 1_800_000_000.0
 
 
-def anybody(remote: PeerId, hello: DoctorHello) -> Verdict:
-    return Verdict()
+def anybody(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
+    return HelloAnswer()
 
 
 @asynccontextmanager
@@ -67,7 +73,7 @@ async def visitor(
 ) -> AsyncIterator[tuple[Node, Probe]]:
     async with (
         open_node(Identity.generate(), [listen]) as node,
-        visit(node, observer.peer_id, hello, observer.addresses) as probe,
+        open_probe(node, observer.peer_id, hello, observer.addresses) as probe,
     ):
         yield node, probe
 
@@ -78,9 +84,11 @@ async def visitor(
 async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
     seen: list[str | None] = []
 
-    def judge(remote: PeerId, hello: DoctorHello) -> Verdict:
+    def judge(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         assert hello == HELLO
-        return Verdict(software_fits=False, admission="the list does not name you", data_bytes=7)
+        return HelloAnswer(
+            software_fits=False, admission="the list does not name you", data_bytes=7
+        )
 
     async with (
         open_node(Identity.generate(), [ANY_PORT]) as observer,
@@ -91,10 +99,10 @@ async def test_a_visitor_learns_the_version_and_where_it_comes_from() -> None:
         async def look(stream: FramedStream) -> None:
             seen.append(stream.remote_address)
 
-        observer.serve("/test/look/1", look, VISITING_LIMITS)
-        async with visit(node, observer.peer_id, HELLO, observer.addresses) as probe:
+        observer.serve("/test/look/1", look, CLIENT_LIMITS)
+        async with open_probe(node, observer.peer_id, HELLO, observer.addresses) as probe:
             welcome = probe.welcome
-        stream = await node.open_stream(observer.peer_id, "/test/look/1", VISITING_LIMITS)
+        stream = await node.open_stream(observer.peer_id, "/test/look/1", CLIENT_LIMITS)
         with pytest.raises(LinkClosed):
             await stream.receive(5)
     assert welcome.software == SOFTWARE_VERSION
@@ -173,7 +181,7 @@ async def test_no_address_but_the_visitors_own_is_dialled() -> None:
 
 async def raw_visit(node: Node, observer: Node) -> FramedStream:
     stream = await node.open_stream(
-        observer.peer_id, DOCTOR_PROTOCOL, VISITING_LIMITS, observer.addresses
+        observer.peer_id, DOCTOR_PROTOCOL, CLIENT_LIMITS, observer.addresses
     )
     await stream.send(encode(HELLO))
     await stream.receive(5)
@@ -231,14 +239,14 @@ async def test_a_visitor_that_says_nothing_is_let_go(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probe_module, "IDLE_SECONDS", 0.2)
     async with server() as observer, open_node(Identity.generate(), [ANY_PORT]) as node:
         silent = await node.open_stream(
-            observer.peer_id, DOCTOR_PROTOCOL, VISITING_LIMITS, observer.addresses
+            observer.peer_id, DOCTOR_PROTOCOL, CLIENT_LIMITS, observer.addresses
         )
         assert await ends(silent)
         assert await ends(await raw_visit(node, observer))
 
 
 async def test_a_visit_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "VISIT_SECONDS", 0.3)
+    monkeypatch.setattr(probe_module, "SESSION_SECONDS", 0.3)
     async with server() as observer, visitor(observer) as (_, probe):
         start = trio.current_time()
         await probe.echo()
@@ -250,14 +258,14 @@ async def test_a_visit_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -
 async def test_one_visit_at_a_time_for_each_peer() -> None:
     async with server() as observer, visitor(observer) as (node, probe):
         with pytest.raises(ProbeBusy, match="under way") as caught:
-            async with visit(node, observer.peer_id, HELLO):
+            async with open_probe(node, observer.peer_id, HELLO):
                 raise AssertionError
         assert caught.value.retry_after_seconds > 0
         await probe.echo()
 
 
 async def test_places_are_limited_and_come_free_again() -> None:
-    async with server(ProbeLimits(visits_per_address=2)) as observer:
+    async with server(ProbeLimits(sessions_per_address=2)) as observer:
         async with visitor(observer), visitor(observer):
             with pytest.raises(ProbeBusy, match="from this address"):
                 async with visitor(observer):
@@ -290,7 +298,7 @@ async def test_an_address_that_asks_too_often_is_told_when_to_come_again() -> No
 
 async def test_only_so_many_measure_at_once_and_the_others_go_on() -> None:
     async with (
-        server(ProbeLimits(measuring_visits=1)) as observer,
+        server(ProbeLimits(measuring_sessions=1)) as observer,
         visitor(observer) as (_, first),
         visitor(observer) as (_, second),
     ):
@@ -304,14 +312,14 @@ async def test_only_so_many_measure_at_once_and_the_others_go_on() -> None:
 
 async def test_what_a_visit_took_comes_free_with_its_end() -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as observer:
-        limits = ProbeLimits(visits=1, visits_per_address=1, measuring_visits=1)
+        limits = ProbeLimits(visits=1, sessions_per_address=1, measuring_sessions=1)
         serving = serve_probe(observer, anybody, limits)
         for _ in range(3):
             async with visitor(observer) as (_, probe):
                 await probe.download_rate()
                 assert serving.measuring.value == 0
             with trio.fail_after(5):
-                while serving._visitors:
+                while serving._active_peers:
                     await trio.sleep(0.01)
             assert serving.measuring.value == 1
             assert not serving._addresses
@@ -334,13 +342,13 @@ def check_member(remote: PeerId, run: RunId, text: str) -> None:
 
 def test_a_volunteer_answers_members_and_visitors_with_a_pass() -> None:
     me, other = Identity.generate(), Identity.generate()
-    judge = member_judge(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
-    their_pass = sign_visitor_pass(ORGANISER, me.peer_id, RUN, NOW)
+    judge = answer_members_only(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
+    their_pass = sign_probe_pass(ORGANISER, me.peer_id, RUN, NOW)
     for hello in (
         HELLO.model_copy(update={"certificate": certificate(me)}),
-        HELLO.model_copy(update={"visitor_pass": their_pass}),
+        HELLO.model_copy(update={"probe_pass": their_pass}),
     ):
-        assert judge(me.peer_id, hello) == Verdict()
+        assert judge(me.peer_id, hello) == HelloAnswer()
         with pytest.raises(AdmissionError):
             judge(other.peer_id, hello)
         with pytest.raises(AdmissionError):
@@ -351,7 +359,9 @@ def test_a_volunteer_answers_members_and_visitors_with_a_pass() -> None:
 
 async def test_a_visitor_that_is_refused_learns_why() -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as observer:
-        serve_probe(observer, member_judge(RUN, ORGANISER.peer_id, check_member, lambda: NOW))
+        serve_probe(
+            observer, answer_members_only(RUN, ORGANISER.peer_id, check_member, lambda: NOW)
+        )
         with pytest.raises(AdmissionError, match="with a pass only"):
             async with visitor(observer):
                 raise AssertionError

@@ -8,21 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.scheduling.inflight_window import GAIN, REMEMBERED, Departure, FlightWindow
+from swarm_shared.scheduling.inflight_window import BURSTS_KEPT, GAIN, InFlightWindow, SendRecord
 
 
-def drive(window: FlightWindow, service: float, delay: float, count: int, most: int = 64) -> float:
+def drive(
+    window: InFlightWindow, service: float, delay: float, count: int, most: int = 64
+) -> float:
     """Microbatches per second through one device with `delay` seconds of way, the last half."""
     now, free_at, sent = 0.0, 0.0, 0
-    returns: list[tuple[float, int, Departure]] = []
+    returns: list[tuple[float, int, SendRecord]] = []
     ended: list[float] = []
     while len(ended) < count:
-        while sent < count and window.under_way < window.size(2, most):
+        while sent < count and window.in_flight < window.size(2, most):
             free_at = max(now, free_at) + service
-            heapq.heappush(returns, (free_at + delay, sent, window.departed(now)))
+            heapq.heappush(returns, (free_at + delay, sent, window.sent(now)))
             sent += 1
-        now, _, departure = heapq.heappop(returns)
-        window.returned(departure, now)
+        now, _, send_record = heapq.heappop(returns)
+        window.returned(send_record, now)
         ended.append(now)
     middle = count // 3
     # What is sent last drains through an emptying pipeline: leave it out.
@@ -34,7 +36,7 @@ def drive(window: FlightWindow, service: float, delay: float, count: int, most: 
 def test_any_delay_is_filled_and_no_more_than_twice_the_need_is_under_way(
     service: float, trips: float
 ) -> None:
-    window = FlightWindow()
+    window = InFlightWindow()
     rate = drive(window, service, trips * service, 200)
     assert rate == pytest.approx(1 / service, rel=0.02)
     # One is in service, `trips` are on their way.
@@ -43,7 +45,7 @@ def test_any_delay_is_filled_and_no_more_than_twice_the_need_is_under_way(
 
 
 def test_between_its_bounds_only() -> None:
-    window = FlightWindow()
+    window = InFlightWindow()
     assert window.size(3, 16) == 3
     drive(window, 0.1, 5.0, 300)
     assert window.size(3, 16) == 16
@@ -51,21 +53,21 @@ def test_between_its_bounds_only() -> None:
 
 
 def test_a_pipeline_that_changes_is_measured_anew() -> None:
-    window = FlightWindow()
+    window = InFlightWindow()
     drive(window, 0.1, 2.0, 100)
     assert window.size(1, 1000) >= 2 * 21
-    for _ in range(REMEMBERED):
+    for _ in range(BURSTS_KEPT):
         drive(window, 0.1, 0.0, 100)
     assert window.size(1, 1000) <= 3
 
 
 def test_what_fails_is_not_measured_and_leaves_its_place() -> None:
-    window = FlightWindow()
-    window.departed(0.0)
-    kept = window.departed(0.0)
+    window = InFlightWindow()
+    window.sent(0.0)
+    kept = window.sent(0.0)
     window.failed()
-    assert window.under_way == 1
+    assert window.in_flight == 1
     assert window.size(1, 1000) == 1
     window.returned(kept, 1.0)
-    assert window.under_way == 0
+    assert window.in_flight == 0
     assert window.size(1, 1000) == 2

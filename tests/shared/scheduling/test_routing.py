@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from swarm_shared.base.types import PeerId
 from swarm_shared.scheduling.routing import (
-    BAN_MAXIMUM_SECONDS,
-    BAN_SECONDS,
-    FORGET_SECONDS,
+    FIRST_BAN_SECONDS,
+    IDLE_HALF_LIFE_SECONDS,
+    MAX_BAN_SECONDS,
     EqualShares,
     Observation,
     ShortestExpectedDelay,
@@ -42,18 +42,18 @@ def share_out(
     """Keeps so many under way; each peer does one after the other, and what is behind all of them
     takes `behind_seconds` more. How many each has done of the second half."""
     now, free_at = 0.0, dict.fromkeys(seconds, 0.0)
-    in_hand = nothing(*seconds)
+    in_flight = nothing(*seconds)
     ends: list[tuple[float, PeerId]] = []
     done: Counter[PeerId] = Counter()
     for number in range(total):
         if len(ends) >= under_way:
             now, peer = heapq.heappop(ends)
-            in_hand[peer] -= 1
+            in_flight[peer] -= 1
             routing.observe(peer, Observation(seconds[peer]), now)
             done[peer] += number >= total // 2
-        chosen = routing.choose(now, in_hand)
+        chosen = routing.choose(now, in_flight)
         assert chosen is not None
-        in_hand[chosen] += 1
+        in_flight[chosen] += 1
         free_at[chosen] = max(now, free_at[chosen]) + seconds[chosen]
         heapq.heappush(ends, (free_at[chosen] + behind_seconds, chosen))
     return done
@@ -93,9 +93,9 @@ def test_equal_peers_take_turns_and_what_was_missed_is_not_made_up_for() -> None
 def test_a_peer_that_had_a_bad_moment_is_tried_again() -> None:
     routing = table(a=1.0, b=60.0)
     assert routing.choose(0.0, {A: 3, B: 0}) == A
-    routing.observe(A, Observation(1.0), 5 * FORGET_SECONDS)
-    assert routing.choose(5 * FORGET_SECONDS, {A: 3, B: 0}) == B
-    assert routing.choose(5 * FORGET_SECONDS, {A: 3, B: 1}) == A
+    routing.observe(A, Observation(1.0), 5 * IDLE_HALF_LIFE_SECONDS)
+    assert routing.choose(5 * IDLE_HALF_LIFE_SECONDS, {A: 3, B: 0}) == B
+    assert routing.choose(5 * IDLE_HALF_LIFE_SECONDS, {A: 3, B: 1}) == A
 
 
 @given(
@@ -129,22 +129,22 @@ def test_a_choice_comes_from_those_offered_and_a_single_peer_always_serves(
 def test_a_newcomer_does_not_get_everything() -> None:
     routing = table(a=1.0, b=1.0)
     routing.update([A, B, C])
-    in_hand = {A: 3, B: 3, C: 0}
+    in_flight = {A: 3, B: 3, C: 0}
     for _ in range(30):
-        chosen = routing.choose(0.0, in_hand)
+        chosen = routing.choose(0.0, in_flight)
         assert chosen is not None
-        in_hand[chosen] += 1
-    assert in_hand == nothing(A, B, C) | {A: 12, B: 12, C: 12}
+        in_flight[chosen] += 1
+    assert in_flight == nothing(A, B, C) | {A: 12, B: 12, C: 12}
 
 
 def test_a_failing_peer_is_passed_over_for_longer_each_time_and_forgiven_after_success() -> None:
     routing = table(a=1.0, b=1.0)
     routing.failed(A, 0.0)
-    assert {routing.choose(0.5 * BAN_SECONDS, nothing(A, B)) for _ in range(4)} == {B}
-    assert A in {routing.choose(1.1 * BAN_SECONDS, nothing(A, B)) for _ in range(9)}
+    assert {routing.choose(0.5 * FIRST_BAN_SECONDS, nothing(A, B)) for _ in range(4)} == {B}
+    assert A in {routing.choose(1.1 * FIRST_BAN_SECONDS, nothing(A, B)) for _ in range(9)}
     for _ in range(2_000):  # for days
         routing.failed(A, 10.0)
-    assert routing.next_ban_end(10.0) == pytest.approx(10.0 + BAN_MAXIMUM_SECONDS)
+    assert routing.next_ban_end(10.0) == pytest.approx(10.0 + MAX_BAN_SECONDS)
     routing.observe(A, Observation(1.0), 10.0)
     assert routing.next_ban_end(10.0) is None
 
@@ -194,7 +194,7 @@ def test_by_equal_shares_a_slow_peer_gets_as_much_and_is_waited_for() -> None:
     ("seen", "expected"),
     [
         pytest.param(Observation(0.5), 0.5, id="its device"),
-        pytest.param(Observation(0.5, line_seconds=0.8), 0.8, id="its line"),
+        pytest.param(Observation(0.5, uplink_seconds=0.8), 0.8, id="its line"),
         pytest.param(Observation(0.5, 0.8, link_seconds=3.0), 2.0, id="the link to it"),
         pytest.param(Observation(0.5, 0.8, 3.0, in_flight=2), 1.0, id="the link that two share"),
         pytest.param(Observation(0.5, 0.8, 3.0, in_flight=9), 0.8, id="a link that many share"),

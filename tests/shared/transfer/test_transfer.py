@@ -33,7 +33,7 @@ from swarm_shared.transfer import part_file
 from swarm_shared.transfer.part_file import CHUNK_BYTES, PartFile
 from swarm_shared.transfer.transfer import (
     SERVING_LIMITS,
-    Source,
+    TransferSource,
     certificate_check,
     fetch,
     serve_transfers,
@@ -66,13 +66,13 @@ class Net:
     fetcher: Node
     stack: AsyncExitStack
 
-    async def node(self) -> tuple[Node, Source]:
+    async def node(self) -> tuple[Node, TransferSource]:
         node = await self.stack.enter_async_context(
             open_node(Identity.generate(), ["/ip4/127.0.0.1/tcp/0"])
         )
-        return node, Source(node.peer_id, node.addresses)
+        return node, TransferSource(node.peer_id, node.addresses)
 
-    async def holder(self, path: Path, item: str = ITEM) -> Source:
+    async def holder(self, path: Path, item: str = ITEM) -> TransferSource:
         node, source = await self.node()
         serve_transfers(
             node,
@@ -81,13 +81,13 @@ class Net:
         )
         return source
 
-    async def impostor(self, handler: Callable[[FramedStream], Awaitable[None]]) -> Source:
+    async def impostor(self, handler: Callable[[FramedStream], Awaitable[None]]) -> TransferSource:
         node, source = await self.node()
         node.serve(TRANSFER_PROTOCOL, handler, SERVING_LIMITS)
         return source
 
     async def fetch(
-        self, sources: list[Source], content: bytes, destination: Path, **options: object
+        self, sources: list[TransferSource], content: bytes, destination: Path, **options: object
     ) -> list[int]:
         seen: list[int] = []
         with trio.fail_after(30):

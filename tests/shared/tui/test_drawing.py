@@ -22,7 +22,7 @@ from swarm_shared.tui.formatting import (
 from swarm_shared.tui.plot import columns_plot, plot
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import (
-    Ink,
+    Span,
     beside,
     cut,
     ends,
@@ -35,7 +35,7 @@ from swarm_shared.tui.styled_text import (
 from swarm_shared.tui.table import Column, table
 from swarm_shared.tui.terminal_style import Look, ThemeName, look_of
 from swarm_shared.tui.themes import ascii_of
-from swarm_shared.tui.time_series import Trace
+from swarm_shared.tui.time_series import TimeSeries
 
 UNICODE, ASCII = Look(), Look(unicode=False)
 LOOKS = st.sampled_from([UNICODE, ASCII])
@@ -184,7 +184,7 @@ def test_the_slowest_stage_is_named_and_one_without_peers_stands_out() -> None:
 def test_a_line_is_cut_and_filled_to_an_exact_width(
     texts: list[str], width: int, look: Look
 ) -> None:
-    drawn = tuple(Ink(printable(text)) for text in texts)
+    drawn = tuple(Span(printable(text)) for text in texts)
     assert width_of(cut(drawn, width, look)) <= width
     assert width_of(fill(drawn, width, look)) == width
 
@@ -260,7 +260,7 @@ def test_numbers_and_names_read_well(shown: str, text: str) -> None:
 
 
 def test_a_trace_keeps_the_newest_points_and_one_for_each_time() -> None:
-    trace = Trace(3)
+    trace = TimeSeries(3)
     for at, value in [(1.0, 1.0), (2.0, 2.0), (2.0, 2.5), (3.0, None), (4.0, 4.0)]:
         trace.add(at, value)
     assert trace.values() == [2.5, None, 4.0]

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from swarm_shared.base.errors import DataError, StorageError, SwarmError, UsageError, VersionError
 from swarm_shared.tui import recording
 from swarm_shared.tui.recording import LONGEST_WAIT_SECONDS, Recorder, Replay
-from swarm_shared.tui.source import Away, Event, LogEntry, Logged, Seen
+from swarm_shared.tui.source import DocumentReceived, Event, LogEntry, LogReceived, SourceLost
 
 START = 1_790_000_000.0
 PROGRAM = "swarm-client top"
@@ -30,10 +30,10 @@ class Told(BaseModel):
 def seen() -> list[Event[Told]]:
     entry = LogEntry(time=START, level="event", text="…bert came", number=1)
     return [
-        Seen(START + 0.5, Told(word="syncing")),
-        Logged(START + 2.0, (entry,)),
-        Away(START + 3.25, "nobody answers"),
-        Seen(START + 100.0, Told(word="contributing")),
+        DocumentReceived(START + 0.5, Told(word="syncing")),
+        LogReceived(START + 2.0, (entry,)),
+        SourceLost(START + 3.25, "nobody answers"),
+        DocumentReceived(START + 100.0, Told(word="contributing")),
     ]
 
 
@@ -63,7 +63,7 @@ def test_a_replay_tells_what_was_seen_and_says_where_it_ends(tmp_path: Path) -> 
     record(path, seen())
     *told, end = replay(path)
     assert told == seen()
-    assert isinstance(end, Away)
+    assert isinstance(end, SourceLost)
     assert "the recording ends here" in end.sentence
 
 
@@ -119,7 +119,7 @@ def test_a_replay_that_is_held_goes_on_when_it_is_let_go(tmp_path: Path) -> None
 
 def test_time_does_not_go_back_in_a_recording_when_the_clock_is_set_back(tmp_path: Path) -> None:
     path = tmp_path / "session"
-    record(path, [Away(START + 5, "a"), Away(START + 1, "b")])
+    record(path, [SourceLost(START + 5, "a"), SourceLost(START + 1, "b")])
     assert [event.at for event in replay(path)[:2]] == [START + 5, START + 5]
 
 
@@ -141,7 +141,9 @@ def test_a_full_disk_ends_the_recording_and_what_was_written_still_replays(
 ) -> None:
     path = tmp_path / "session"
     with files_no_larger_than(1000):
-        recorder = record(path, [Away(START, "x" * 700), Away(START, "y" * 700), *seen()])
+        recorder = record(
+            path, [SourceLost(START, "x" * 700), SourceLost(START, "y" * 700), *seen()]
+        )
     assert "ends here" in recorder.trouble
     with pytest.raises(DataError, match="line 3"):
         replay(path)
@@ -206,9 +208,9 @@ def test_what_stays_as_it_was_is_told_once_and_a_word_beside_a_status_is_kept(
         steps: tuple[int, ...]
 
     told: list[Event[Two]] = [
-        Seen(START, Two(word="a", steps=(1, 2))),
-        Seen(START + 1, Two(word="b", steps=(1, 2)), "it has ended"),
-        Seen(START + 2, Two(word="b", steps=())),
+        DocumentReceived(START, Two(word="a", steps=(1, 2))),
+        DocumentReceived(START + 1, Two(word="b", steps=(1, 2)), "it has ended"),
+        DocumentReceived(START + 2, Two(word="b", steps=())),
     ]
     path = tmp_path / "session"
     recorder = Recorder(path, PROGRAM, lambda: START)

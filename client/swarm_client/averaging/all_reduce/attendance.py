@@ -1,4 +1,5 @@
-"""The watch over a round: beats for the others, limits on their silence (rule 4 of `reduce`)."""
+"""The enforce_timeouts over a round: heartbeat_ticks for the others, limits on their silence (rule
+4 of `reduce`)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.member_link import Link, RoundState
+from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
 from swarm_shared.base.types import PeerId
 
 STUCK_STALLS = 4
@@ -19,16 +20,16 @@ STUCK_STALLS = 4
 class Attendance:
     """Who takes part in a round so far, from one member's place."""
 
-    links: list[Link] = field(default_factory=list)
+    links: list[MemberLink] = field(default_factory=list)
     to_accept: set[PeerId] = field(default_factory=set)
     """Reducers that have not accepted our stream yet."""
-    to_come: set[PeerId] = field(default_factory=set)
+    to_connect: set[PeerId] = field(default_factory=set)
     """Members whose stream to us has not come yet."""
     waiting_for: PeerId | None = None
     """Whose next part the sum needs."""
 
 
-async def watch(
+async def enforce_timeouts(
     state: RoundState,
     attendance: Attendance,
     fail: Callable[[RoundFailed], None],
@@ -38,7 +39,7 @@ async def watch(
     """Until a limit is passed, which fails the round."""
     interval = stall_seconds / 8
     begun = anyio.current_time()
-    beats = 0
+    heartbeat_ticks = 0
     while True:
         before = anyio.current_time()
         await anyio.sleep(interval)
@@ -49,12 +50,12 @@ async def watch(
             begun += late
             state.last_progress += late
             for link in attendance.links:
-                link.last_heard += late
+                link.last_received_at += late
             continue
-        beats += 1
-        if beats % 2 == 0:
+        heartbeat_ticks += 1
+        if heartbeat_ticks % 2 == 0:
             for link in attendance.links:
-                link.beat()
+                link.queue_heartbeat()
         failure = _overdue(state, attendance, now, begun, stall_seconds, join_seconds)
         if failure is not None:
             fail(failure)
@@ -70,9 +71,11 @@ def _overdue(
     join_seconds: float,
 ) -> RoundFailed | None:
     for link in attendance.links:
-        if link.accepted and not link.quiet and now - link.last_heard > stall_seconds:
+        if link.accepted and not link.finished and now - link.last_received_at > stall_seconds:
             return link.stalled(stall_seconds)
-    absent = [p for p in state.spec.members if p in attendance.to_accept or p in attendance.to_come]
+    absent = [
+        p for p in state.spec.members if p in attendance.to_accept or p in attendance.to_connect
+    ]
     if absent and now - begun > join_seconds:
         return RoundFailed(
             f"member {absent[0]} did not join within {join_seconds:g} s"

@@ -15,7 +15,7 @@ from typing import Protocol
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from swarm_client.averaging.all_reduce.frames import Hello
+from swarm_client.averaging.all_reduce.frames import StreamHello
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.types import PeerId
@@ -42,28 +42,28 @@ class Channel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class IncomingStream:
     """A stream that member `sender` opened to us for this round."""
 
     sender: PeerId
-    hello: Hello
+    hello: StreamHello
     channel: Channel
 
 
-class Arrivals:
+class IncomingStreams:
     """The streams of one round as they come."""
 
-    def __init__(self, stream: MemoryObjectReceiveStream[Incoming]) -> None:
+    def __init__(self, stream: MemoryObjectReceiveStream[IncomingStream]) -> None:
         self._stream = stream
-        self.farewell = b""
+        self.late_abort_frame = b""
         """For members that come after the round has failed: the ABORT frame they have missed."""
 
-    async def receive(self) -> Incoming:
+    async def receive(self) -> IncomingStream:
         return await self._stream.receive()
 
-    def undelivered(self) -> list[Incoming]:
+    def undelivered(self) -> list[IncomingStream]:
         """The round is over; nobody will look at these."""
-        late: list[Incoming] = []
+        late: list[IncomingStream] = []
         while True:
             try:
                 late.append(self._stream.receive_nowait())
@@ -79,5 +79,5 @@ class Carrier(Protocol):
     async def open(self, peer: PeerId) -> Channel:
         """A new stream to a member of the round. NetworkError when it cannot be had."""
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
         """While open, streams of this round's members are delivered; others are refused."""

@@ -19,7 +19,7 @@ depend on the group: each part but the reducer's own is rounded, then the sum.
 
 A header says an exponent for float16 only. Of int8's payload any bytes of the right length decode:
 to finite elements, or, where a scale is no number, to such as `check_finite` refuses. Whether a
-payload of `exact` is one is asked before (`payload_is_whole`).
+payload of `exact` is one is asked before (`payload_is_valid`).
 
 P: elements of one piece. B: blocks. S: elements of one block.
 """
@@ -82,9 +82,9 @@ def payload_sizes(elements: int, codec: AverageCodec) -> range:
     return range(size, size + 1)
 
 
-def payload_is_whole(payload: memoryview, elements: int, codec: AverageCodec) -> bool:
+def payload_is_valid(payload: memoryview, elements: int, codec: AverageCodec) -> bool:
     """Whether bytes of a length that may be are a piece of so many elements."""
-    return codec != "exact" or exact_codec.is_whole(payload, elements)
+    return codec != "exact" or exact_codec.is_valid(payload, elements)
 
 
 def payload_bytes(elements: int, codec: AverageCodec) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from swarm_client.averaging.all_reduce.routes import LinkReport, Route, RouteFault
+from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
 from swarm_shared.base.errors import NetworkError, SwarmError
 from swarm_shared.base.types import PeerId
 
@@ -52,7 +52,7 @@ class RoundFailed(SwarmError):
         self.failure = failure
         self.told_by = told_by
         self.route = route
-        self.links: tuple[LinkReport, ...] = ()
+        self.links: tuple[StreamTraffic, ...] = ()
         """What its streams carried all the same."""
         self.faults: tuple[RouteFault, ...] = ()
         """Routes that were tried in vain."""

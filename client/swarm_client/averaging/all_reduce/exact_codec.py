@@ -43,7 +43,7 @@ def most_bytes(elements: int) -> int:
     return blocks(elements) * (1 + WIDEST * BLOCK)
 
 
-def is_whole(payload: memoryview, elements: int) -> bool:
+def is_valid(payload: memoryview, elements: int) -> bool:
     """Whether these bytes are a piece of so many elements."""
     count = blocks(elements)
     widths_B = np.frombuffer(payload, np.uint8)[:count]
@@ -73,7 +73,7 @@ def encode(values_P: Float64) -> memoryview:
 
 
 def decode(payload: memoryview, elements: int) -> Float64:
-    """The piece; `is_whole` has been asked."""
+    """The piece; `is_valid` has been asked."""
     count = blocks(elements)
     octets = np.frombuffer(payload, np.uint8)
     widths_B = octets[:count]

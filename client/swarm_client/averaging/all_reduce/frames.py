@@ -7,7 +7,7 @@ A stream belongs to one ordered pair of members. The member (who opened it) spea
     member  → reducer   PIECE 0, PIECE 1, …         ≤ window ahead of the sums that came back
     reducer → member    SUM 0, SUM 1, …
     member  → reducer   BYE                         all sums are here; the reducer closes first
-    both, any time      BEAT                        alive, nothing to say
+    both, any time      HEARTBEAT                        alive, nothing to say
     both, at the end    ABORT                       the round has failed: why, and through whom
 
 Every frame after HELLO begins with a header of 24 bytes: kind, sender's place in the group, piece
@@ -35,21 +35,21 @@ HEADER_BYTES = _HEADER.size
 TAG_BYTES = 8
 MAX_REASON_BYTES = 400
 MAX_ABORT_BYTES = _ABORT.size + MAX_REASON_BYTES
-_NOBODY = 0xFFFF
+_NO_CULPRIT = 0xFFFF
 _FAILURES = tuple(RoundFailure)
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     ACCEPT = 1
     PIECE = 2
     SUM = 3
     BYE = 4
-    BEAT = 5
+    HEARTBEAT = 5
     ABORT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class StreamHello:
     """Opens a stream. `tag` and `digest` are those of plan.py, 32 bytes each."""
 
     sender: int
@@ -60,7 +60,7 @@ class Hello:
         return _HELLO.pack(_MAGIC, _VERSION, self.sender, self.tag, self.digest)
 
     @classmethod
-    def decode(cls, data: bytes | bytearray | memoryview) -> Hello:
+    def decode(cls, data: bytes | bytearray | memoryview) -> StreamHello:
         if len(data) != HELLO_BYTES:
             raise FrameError(f"a greeting of {len(data)} bytes; {HELLO_BYTES} are needed")
         magic, version, sender, tag, digest = _HELLO.unpack(data)
@@ -71,7 +71,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    kind: Kind
+    kind: FrameKind
     sender: int
     tag: bytes
     piece: int = 0
@@ -87,7 +87,7 @@ class Header:
     def decode(cls, data: bytes | bytearray | memoryview) -> Header:
         kind, sender, exponent, piece, payload_bytes, tag = _HEADER.unpack(data)
         try:
-            return cls(Kind(kind), sender, tag, piece, exponent, payload_bytes)
+            return cls(FrameKind(kind), sender, tag, piece, exponent, payload_bytes)
         except ValueError as error:
             raise FrameError(f"a frame of the unknown kind {kind}") from error
 
@@ -101,7 +101,7 @@ class Abort:
     reason: str
 
     def encode(self) -> bytes:
-        culprit = _NOBODY if self.culprit is None else self.culprit
+        culprit = _NO_CULPRIT if self.culprit is None else self.culprit
         reason = self.reason.encode()[:MAX_REASON_BYTES]
         return _ABORT.pack(_FAILURES.index(self.failure), culprit) + reason
 
@@ -111,8 +111,8 @@ class Abort:
         if not _ABORT.size <= len(data) <= MAX_ABORT_BYTES:
             raise FrameError(f"an abort frame of {len(data)} bytes")
         failure, culprit = _ABORT.unpack_from(data)
-        if failure >= len(_FAILURES) or (culprit >= members and culprit != _NOBODY):
+        if failure >= len(_FAILURES) or (culprit >= members and culprit != _NO_CULPRIT):
             raise FrameError("an abort frame names what does not exist")
         text = bytes(data[_ABORT.size :]).decode(errors="replace")
         reason = "".join(character if character.isprintable() else "?" for character in text)
-        return cls(_FAILURES[failure], None if culprit == _NOBODY else culprit, reason)
+        return cls(_FAILURES[failure], None if culprit == _NO_CULPRIT else culprit, reason)

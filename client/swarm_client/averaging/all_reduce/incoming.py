@@ -2,7 +2,7 @@
 
 A stream may arrive before the local side has heard of its round. It then waits, unread while its
 remote is in no group known lately, and bounded in number and time. One that comes after its round
-has failed is told why.
+has failed is told reason.
 
 Who is not admitted (`admits`: the members that may average with this one) is turned away. Nothing
 of such a remote is ever read; for a moment it may stand at the door, in case the coordinator's
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import anyio
 from anyio.streams.memory import MemoryObjectSendStream
 
-from swarm_client.averaging.all_reduce.carrier import Arrivals, Channel, Incoming
-from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Hello
+from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStream, IncomingStreams
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, StreamHello
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
@@ -35,44 +35,44 @@ MAX_PARKED_PER_REMOTE = 8
 overlap a little. What lies unread in a stream is bounded by the window that its carrier grants."""
 PARK_SECONDS = 30.0
 """Longer than any member waits for another to join."""
-MAX_STRANGERS = 8
-STRANGER_SECONDS = 5.0
+MAX_UNADMITTED = 8
+UNADMITTED_SECONDS = 5.0
 HELLO_SECONDS = 5.0
-FAREWELL_SECONDS = 1.0
+LATE_ABORT_SECONDS = 1.0
 _MAX_FINISHED = 64
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class _ActiveRound:
     members: Mapping[str, PeerId]
-    deliver: MemoryObjectSendStream[Incoming]
+    deliver: MemoryObjectSendStream[IncomingStream]
 
 
 @dataclass(frozen=True, slots=True)
-class _Finished:
+class _FinishedRound:
     members: frozenset[str]
-    farewell: bytes
+    late_abort_frame: bytes
 
 
-class _Held:
+class _HeldChannel:
     """A delivered channel: tells the hub when the round is done with it."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.released = anyio.Event()
         self.dropped = False
-        self.why = "nobody waits for it any more"
-        self.farewell = b""
+        self.reason = "nobody waits for it any more"
+        self.late_abort_frame = b""
 
     @property
     def route(self) -> Route:
         return self._channel.route
 
-    def drop(self, why: str, farewell: bytes = b"") -> None:
+    def drop(self, reason: str, late_abort_frame: bytes = b"") -> None:
         """Refused, or not looked at before the round ended; accept() says goodbye."""
         self.dropped = True
-        self.why = why
-        self.farewell = farewell
+        self.reason = reason
+        self.late_abort_frame = late_abort_frame
         self.released.set()
 
     async def send(self, data: bytes | memoryview) -> None:
@@ -106,35 +106,35 @@ class IncomingHub:
     ) -> None:
         self.admits = admits
         self._park_seconds = park_seconds
-        self._rounds: dict[bytes, _Round] = {}
-        self._finished: OrderedDict[bytes, _Finished] = OrderedDict()
+        self._rounds: dict[bytes, _ActiveRound] = {}
+        self._finished: OrderedDict[bytes, _FinishedRound] = OrderedDict()
         self._parked: Counter[str] = Counter()
-        self._strangers: set[str] = set()
+        self._unadmitted: set[str] = set()
         self._changed = anyio.Event()
         self.refused = 0
         """Streams turned away, for the daemon's log."""
 
     async def accept(self, remote: str, channel: Channel) -> None:
         """Serve one incoming stream; returns when it is closed. Called by the carrier."""
-        held = _Held(channel)
+        held = _HeldChannel(channel)
         try:
             await self._admit(remote, held)
             await held.released.wait()
-            if held.farewell:
-                await _say(held, held.farewell)
+            if held.late_abort_frame:
+                await _send_late_abort(held, held.late_abort_frame)
         finally:
             if held.dropped or not held.released.is_set():
                 self.refused += 1
-                logger.info("a stream of %s was turned away: %s", remote, held.why)
+                logger.info("a stream of %s was turned away: %s", remote, held.reason)
                 with anyio.CancelScope(shield=True):
                     await held.abort()
 
     def admission_changed(self) -> None:
         self._notify()
 
-    async def _admit(self, remote: str, held: _Held) -> None:
+    async def _admit(self, remote: str, held: _HeldChannel) -> None:
         """Deliver the stream to its round, or drop it."""
-        if not self._knows(remote) and not await self._becomes_known(remote):
+        if not self._is_known(remote) and not await self._wait_until_known(remote):
             held.drop("it is not admitted here")
             return
         # Members of a known round are never kept out by others that wait for one.
@@ -153,23 +153,23 @@ class IncomingHub:
             if not self._parked[remote]:
                 del self._parked[remote]
 
-    async def _becomes_known(self, remote: str) -> bool:
+    async def _wait_until_known(self, remote: str) -> bool:
         """Whether it is, after a moment. Rosters reach members one after the other."""
-        if len(self._strangers) >= MAX_STRANGERS or remote in self._strangers:
+        if len(self._unadmitted) >= MAX_UNADMITTED or remote in self._unadmitted:
             return False
-        self._strangers.add(remote)
+        self._unadmitted.add(remote)
         try:
-            with anyio.move_on_after(STRANGER_SECONDS):
-                while not self._knows(remote):
+            with anyio.move_on_after(UNADMITTED_SECONDS):
+                while not self._is_known(remote):
                     await self._changed.wait()
-            return self._knows(remote)
+            return self._is_known(remote)
         finally:
-            self._strangers.discard(remote)
+            self._unadmitted.discard(remote)
 
-    async def _wait_for_round(self, remote: str, held: _Held) -> None:
-        while not self._is_named(remote):
+    async def _wait_for_round(self, remote: str, held: _HeldChannel) -> None:
+        while not self._in_recent_round(remote):
             await self._changed.wait()
-            if not self._knows(remote):
+            if not self._is_known(remote):
                 held.drop("it is not admitted any more")
                 return
         hello = await _read_hello(held)
@@ -179,10 +179,12 @@ class IncomingHub:
         while (found := self._rounds.get(hello.tag)) is None:
             over = self._finished.get(hello.tag)
             if over is not None:
-                held.drop("its round is over", over.farewell if remote in over.members else b"")
+                held.drop(
+                    "its round is over", over.late_abort_frame if remote in over.members else b""
+                )
                 return
             await self._changed.wait()
-            if not self._knows(remote):
+            if not self._is_known(remote):
                 held.drop("it is not admitted any more")
                 return
         sender = found.members.get(remote)
@@ -190,19 +192,19 @@ class IncomingHub:
             held.drop("it is no member of that round")
             return
         try:
-            found.deliver.send_nowait(Incoming(sender, hello, held))
+            found.deliver.send_nowait(IncomingStream(sender, hello, held))
         except (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError):
             held.drop("its round takes no more streams")
 
     @contextmanager
-    def round(self, tag: bytes, members: Mapping[str, PeerId]) -> Iterator[Arrivals]:
+    def round(self, tag: bytes, members: Mapping[str, PeerId]) -> Iterator[IncomingStreams]:
         """Announce a round: `members` maps the carriers' peer names to members."""
         if tag in self._rounds:
             raise ProtocolError("a round was started twice; each attempt needs its own name")
         # Room for one stream per name and one repeated by mistake; more is refused.
-        deliver, stream = anyio.create_memory_object_stream[Incoming](2 * len(members))
-        arrivals = Arrivals(stream)
-        self._rounds[tag] = _Round(members, deliver)
+        deliver, stream = anyio.create_memory_object_stream[IncomingStream](2 * len(members))
+        arrivals = IncomingStreams(stream)
+        self._rounds[tag] = _ActiveRound(members, deliver)
         self._finished.pop(tag, None)
         self._notify()
         try:
@@ -210,27 +212,27 @@ class IncomingHub:
         finally:
             del self._rounds[tag]
             # A member that comes too late is told at once.
-            self.finish(tag, members, arrivals.farewell)
+            self.finish(tag, members, arrivals.late_abort_frame)
             deliver.close()
             for late in arrivals.undelivered():
-                assert isinstance(late.channel, _Held)
-                late.channel.drop("its round is over", arrivals.farewell)
+                assert isinstance(late.channel, _HeldChannel)
+                late.channel.drop("its round is over", arrivals.late_abort_frame)
 
-    def finish(self, tag: bytes, members: Mapping[str, PeerId], farewell: bytes) -> None:
-        """Streams of this round are turned away from now on; its members hear why."""
-        self._finished[tag] = _Finished(frozenset(members), farewell)
+    def finish(self, tag: bytes, members: Mapping[str, PeerId], late_abort_frame: bytes) -> None:
+        """Streams of this round are turned away from now on; its members hear reason."""
+        self._finished[tag] = _FinishedRound(frozenset(members), late_abort_frame)
         if len(self._finished) > _MAX_FINISHED:
             self._finished.popitem(last=False)
         self._notify()
 
-    def _knows(self, remote: str) -> bool:
+    def _is_known(self, remote: str) -> bool:
         return self.admits(remote) or self._is_member(remote)
 
     def _is_member(self, remote: str) -> bool:
         """Of a round that is under way here: the coordinator has named it."""
         return any(remote in known.members for known in self._rounds.values())
 
-    def _is_named(self, remote: str) -> bool:
+    def _in_recent_round(self, remote: str) -> bool:
         """In a round that is under way, or was lately."""
         return self._is_member(remote) or any(
             remote in over.members for over in self._finished.values()
@@ -241,15 +243,15 @@ class IncomingHub:
         self._changed = anyio.Event()
 
 
-async def _say(channel: Channel, farewell: bytes) -> None:
+async def _send_late_abort(channel: Channel, late_abort_frame: bytes) -> None:
     """Send it and wait until the remote has closed, which it does when it has read it."""
-    with contextlib.suppress(NetworkError, ProtocolError), anyio.move_on_after(FAREWELL_SECONDS):
-        await channel.send(farewell)
+    with contextlib.suppress(NetworkError, ProtocolError), anyio.move_on_after(LATE_ABORT_SECONDS):
+        await channel.send(late_abort_frame)
         while await channel.receive(HELLO_BYTES):
             pass
 
 
-async def _read_hello(channel: Channel) -> Hello | None:
+async def _read_hello(channel: Channel) -> StreamHello | None:
     data = bytearray()
     try:
         with anyio.fail_after(HELLO_SECONDS):
@@ -258,6 +260,6 @@ async def _read_hello(channel: Channel) -> Hello | None:
                 if not chunk:
                     return None
                 data += chunk
-        return Hello.decode(data)
+        return StreamHello.decode(data)
     except (TimeoutError, NetworkError, ProtocolError):
         return None

@@ -21,9 +21,9 @@ from swarm_client.averaging.all_reduce.frames import (
     MAX_ABORT_BYTES,
     TAG_BYTES,
     Abort,
+    FrameKind,
     Header,
-    Hello,
-    Kind,
+    StreamHello,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route
@@ -35,14 +35,14 @@ WRITE_BYTES = 256 * 1024
 READ_BYTES = 256 * 1024
 OUTBOX_FRAMES = 4
 """Frames of at most a piece each that wait for the network, per stream."""
-LAST_WORD_SECONDS = 0.25
+READ_ABORT_SECONDS = 0.25
 LINGER_SECONDS = 5.0
 """How long the other end may take to read the last word; the round is complete here already."""
 
-NOTHING = range(1)
+NO_PAYLOAD = range(1)
 """The sizes of no payload."""
 
-_NO_ROOM = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
+_QUEUE_FULL = (anyio.WouldBlock, anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 OutgoingFrame = tuple[bytes, memoryview | bytes]
 
@@ -62,11 +62,11 @@ def abort_frame(spec: RoundSpec, tag: bytes, failure: RoundFailed) -> bytes:
     members, culprit = spec.members, failure.culprit
     index = members.index(culprit) if culprit in members else None
     payload = Abort(failure.failure, index, failure.reason).encode()
-    header = Header(Kind.ABORT, spec.my_index, tag[:TAG_BYTES], payload_bytes=len(payload))
+    header = Header(FrameKind.ABORT, spec.my_index, tag[:TAG_BYTES], payload_bytes=len(payload))
     return header.encode() + payload
 
 
-class Link:
+class MemberLink:
     """A stream to or from `peer`, its place in the group `peer_index`."""
 
     def __init__(
@@ -83,12 +83,12 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.accepted = False
-        self.quiet = False
+        self.finished = False
         """True once nothing more is due from either end: neither watched nor kept alive."""
-        self.sends_beats = True
-        self.told = False
-        """True once the other end has told us of a failure: it needs no word from us."""
-        self.last_heard = anyio.current_time()
+        self.sends_heartbeats = True
+        self.peer_aborted = False
+        """True once the other end has peer_aborted us of a failure: it needs no word from us."""
+        self.last_received_at = anyio.current_time()
         self.pumped = anyio.Event()
         """Set when the pump has nothing left to write, or cannot."""
         self._keep_open = False
@@ -109,12 +109,12 @@ class Link:
     # --------------------------------------------------------------------------------- sending
 
     async def send_hello(self, digest: bytes) -> None:
-        hello = Hello(self._my_index, self._state.tag, digest).encode()
+        hello = StreamHello(self._my_index, self._state.tag, digest).encode()
         await self._put((hello, b""))
 
     async def send(
         self,
-        kind: Kind,
+        kind: FrameKind,
         *,
         piece: int = 0,
         exponent: int = 0,
@@ -129,19 +129,19 @@ class Link:
         except anyio.BrokenResourceError as error:
             raise self._lost("broke") from error
 
-    def beat(self) -> None:
+    def queue_heartbeat(self) -> None:
         """Show that this end lives, unless frames that show it are waiting anyway."""
-        if self.accepted and self.sends_beats and not self.quiet:
-            with contextlib.suppress(*_NO_ROOM):
-                self._queue.send_nowait((self._header(Kind.BEAT, 0), b""))
+        if self.accepted and self.sends_heartbeats and not self.finished:
+            with contextlib.suppress(*_QUEUE_FULL):
+                self._queue.send_nowait((self._header(FrameKind.HEARTBEAT, 0), b""))
 
-    def finish(self, *, last_word: bool = False) -> None:
+    def finish(self, *, closes_last: bool = False) -> None:
         """Nothing more will be sent: the pump closes the stream after the last frame.
 
-        Whoever has the `last_word` lets the other end close first. p2pd resets a stream when its
+        Whoever has the `closes_last` lets the other end close first. p2pd resets a stream when its
         near end closes, and a reset overtakes what the far end has not read yet.
         """
-        self._lingers = last_word
+        self._lingers = closes_last
         self._queue.close()
 
     def abort(self, failure: RoundFailed) -> None:
@@ -152,7 +152,7 @@ class Link:
                 self._queued.receive_nowait()
         except (anyio.WouldBlock, anyio.EndOfStream, anyio.ClosedResourceError):
             pass
-        with contextlib.suppress(*_NO_ROOM):
+        with contextlib.suppress(*_QUEUE_FULL):
             self._queue.send_nowait((abort_frame(self._state.spec, self._state.tag, failure), b""))
         self._queue.close()
 
@@ -177,8 +177,8 @@ class Link:
             self.pumped.set()
             # The other end may have written its reason before it closed: whoever reads this
             # stream finds it, or the end of the stream. Once all is sent only the reader counts.
-            await anyio.sleep(LAST_WORD_SECONDS)
-            if self.sends_beats and not self.quiet:
+            await anyio.sleep(READ_ABORT_SECONDS)
+            if self.sends_heartbeats and not self.finished:
                 self._on_failure(self._lost(f"broke while sending ({error})"))
         finally:
             self._queued.close()
@@ -199,13 +199,15 @@ class Link:
         await self.channel.send(data)
         self.bytes_sent += len(data)
 
-    def _header(self, kind: Kind, length: int, piece: int = 0, exponent: int = 0) -> bytes:
+    def _header(self, kind: FrameKind, length: int, piece: int = 0, exponent: int = 0) -> bytes:
         header = Header(kind, self._my_index, self._short_tag, piece, exponent, length)
         return header.encode()
 
     # ------------------------------------------------------------------------------- receiving
 
-    async def receive(self, kind: Kind, *, piece: int = 0, sizes: range = NOTHING) -> Header:
+    async def receive(
+        self, kind: FrameKind, *, piece: int = 0, sizes: range = NO_PAYLOAD
+    ) -> Header:
         """The header of the next frame, which must be the one expected, its payload of one of
         these sizes.
 
@@ -214,10 +216,10 @@ class Link:
         """
         while True:
             header = await self._receive_header()
-            if header.kind is not Kind.BEAT:
+            if header.kind is not FrameKind.HEARTBEAT:
                 break
-        if header.kind is Kind.ABORT:
-            await self._raise_told(header)
+        if header.kind is FrameKind.ABORT:
+            await self._raise_abort(header)
         if (header.kind, header.piece) != (kind, piece) or header.payload_bytes not in sizes:
             due = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
             raise self.violated(
@@ -234,7 +236,7 @@ class Link:
             target[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
             self._payload_left -= len(chunk)
-            self._state.last_progress = self.last_heard
+            self._state.last_progress = self.last_received_at
 
     async def drain(self) -> None:
         """After a failure: read on until the other end says that it knows, or closes.
@@ -250,7 +252,7 @@ class Link:
                 while self._payload_left:
                     chunk = await self._receive_some(min(READ_BYTES, self._payload_left))
                     self._payload_left -= len(chunk)
-                if (await self._receive_header()).kind is Kind.ABORT:
+                if (await self._receive_header()).kind is FrameKind.ABORT:
                     return
 
     async def _receive_header(self) -> Header:
@@ -265,7 +267,11 @@ class Link:
         self._payload_left = header.payload_bytes
         if header.tag != self._short_tag or header.sender != self.peer_index:
             raise self.violated("sent a frame of another round or in another member's name")
-        if header.payload_bytes and header.kind in (Kind.ACCEPT, Kind.BYE, Kind.BEAT):
+        if header.payload_bytes and header.kind in (
+            FrameKind.ACCEPT,
+            FrameKind.BYE,
+            FrameKind.HEARTBEAT,
+        ):
             raise self.violated(f"sent a {header.kind.name} frame with a payload")
         return header
 
@@ -278,11 +284,11 @@ class Link:
             raise self.violated(str(error)) from error
         if not chunk:
             raise self._lost("ended in the middle of the round")
-        self.last_heard = anyio.current_time()
+        self.last_received_at = anyio.current_time()
         self.bytes_received += len(chunk)
         return chunk
 
-    async def _raise_told(self, header: Header) -> None:
+    async def _raise_abort(self, header: Header) -> None:
         if header.payload_bytes > MAX_ABORT_BYTES:
             raise self.violated(f"sent an abort frame of {header.payload_bytes} bytes")
         payload = bytearray(header.payload_bytes)
@@ -292,7 +298,7 @@ class Link:
             abort = Abort.decode(payload, len(members))
         except ProtocolError as error:
             raise self.violated(str(error)) from error
-        self.told = True
+        self.peer_aborted = True
         raise RoundFailed(
             abort.reason,
             None if abort.culprit is None else members[abort.culprit],

@@ -1,7 +1,7 @@
 """Who reduces which part of the vector, as a pure function of what the coordinator named.
 
-Every member computes the same plan from the same words; `plan_digest` is compared at the start
-of every stream, so that two members that understood different words stop before any data flows.
+Every member computes the same plan from the same fields; `plan_digest` is compared at the start
+of every stream, so that two members that understood different fields stop before any data flows.
 
 Shares are the parts of the vector that members reduce, proportional to their bandwidth. A member
 with share 0 (outbound only, say) sends its vector, takes the sums and reduces nothing.
@@ -48,28 +48,30 @@ class RoundSpec:
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.round_id) <= MAX_ROUND_ID_CHARACTERS:
-            raise _refused("its name is empty or too long")
+            raise _invalid_round("its name is empty or too long")
         if not 1 <= len(self.members) <= MAX_MEMBERS:
-            raise _refused(f"it has {len(self.members)} members; 1 to {MAX_MEMBERS} are allowed")
+            raise _invalid_round(
+                f"it has {len(self.members)} members; 1 to {MAX_MEMBERS} are allowed"
+            )
         if len(set(self.members)) != len(self.members):
-            raise _refused("it names a member twice")
+            raise _invalid_round("it names a member twice")
         if self.me not in self.members:
-            raise _refused(f"this peer ({self.me}) is not one of its members")
+            raise _invalid_round(f"this peer ({self.me}) is not one of its members")
         if self.elements < 1 or self.piece_elements < 1:
-            raise _refused(f"{self.elements} elements in pieces of {self.piece_elements}")
+            raise _invalid_round(f"{self.elements} elements in pieces of {self.piece_elements}")
         if self.codec not in AVERAGE_CODECS:
-            raise _refused(f"its codec {self.codec!r} is unknown")
+            raise _invalid_round(f"its codec {self.codec!r} is unknown")
         self._check_shares()
 
     def _check_shares(self) -> None:
         if self.shares is None:
             return
         if len(self.shares) != len(self.members):
-            raise _refused(f"{len(self.shares)} shares for {len(self.members)} members")
+            raise _invalid_round(f"{len(self.shares)} shares for {len(self.members)} members")
         if not all(math.isfinite(share) and share >= 0 for share in self.shares):
-            raise _refused("a share is negative or not a number")
+            raise _invalid_round("a share is negative or not a number")
         if not any(self.shares):
-            raise _refused("all shares are 0, so nobody would reduce")
+            raise _invalid_round("all shares are 0, so nobody would reduce")
 
     @property
     def my_index(self) -> int:
@@ -129,7 +131,7 @@ def round_tag(round_id: str) -> bytes:
 
 def plan_digest(spec: RoundSpec) -> bytes:
     """32 bytes over everything that members must agree on."""
-    words = [
+    fields = [
         _PLAN_VERSION,
         spec.round_id,
         list(spec.members),
@@ -137,8 +139,8 @@ def plan_digest(spec: RoundSpec) -> bytes:
         spec.piece_elements,
         spec.codec,
     ]
-    return hashlib.sha256(json.dumps(words, separators=(",", ":")).encode()).digest()
+    return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode()).digest()
 
 
-def _refused(why: str) -> ProtocolError:
+def _invalid_round(why: str) -> ProtocolError:
     return ProtocolError(f"a round that the coordinator named cannot be run: {why}")

@@ -35,8 +35,8 @@ import anyio.abc
 import anyio.to_thread
 import numpy as np
 
-from swarm_client.averaging.all_reduce.attendance import Attendance, watch
-from swarm_client.averaging.all_reduce.carrier import Arrivals, Carrier
+from swarm_client.averaging.all_reduce.attendance import Attendance, enforce_timeouts
+from swarm_client.averaging.all_reduce.carrier import Carrier, IncomingStreams
 from swarm_client.averaging.all_reduce.codec import (
     EncodedPiece,
     NotFiniteError,
@@ -46,15 +46,15 @@ from swarm_client.averaging.all_reduce.codec import (
     dtype_of,
     encode_piece,
     exponent_is_valid,
-    payload_is_whole,
+    payload_is_valid,
     payload_sizes,
     reduce_piece,
 )
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Kind
-from swarm_client.averaging.all_reduce.member_link import Link, RoundState, abort_frame
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, FrameKind
+from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState, abort_frame
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest, round_tag
-from swarm_client.averaging.all_reduce.routes import LinkReport
+from swarm_client.averaging.all_reduce.routes import StreamTraffic
 from swarm_client.fault_injection import faults
 from swarm_shared.base.errors import NetworkError, ProtocolError
 
@@ -73,9 +73,9 @@ class ToThread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundReport:
+class AllReduceReport:
     seconds: float
-    links: tuple[LinkReport, ...] = ()
+    links: tuple[StreamTraffic, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
@@ -95,7 +95,7 @@ async def all_reduce(
     stall_seconds: float,
     join_seconds: float | None = None,
     to_thread: ToThread = anyio.to_thread.run_sync,
-) -> RoundReport:
+) -> AllReduceReport:
     """Sum `source` over the members into `result`, both of `spec.elements` and the codec's type.
 
     stall_seconds: a member silent for that long fails the round. join_seconds (default: the
@@ -113,7 +113,7 @@ async def all_reduce(
     started = time.monotonic()
     if len(spec.members) == 1:
         await to_thread(partial(_copy_alone, spec, source, result))
-        return RoundReport(time.monotonic() - started)
+        return AllReduceReport(time.monotonic() - started)
     round_ = _Round(spec, carrier, source, result, to_thread)
     try:
         await round_.run(stall_seconds, stall_seconds if join_seconds is None else join_seconds)
@@ -121,17 +121,17 @@ async def all_reduce(
         failure.links = round_.links_report()
         raise
     finally:
-        round_.let_go()
-    return RoundReport(time.monotonic() - started, round_.links_report())
+        round_.release_arrays()
+    return AllReduceReport(time.monotonic() - started, round_.links_report())
 
 
-def _strike(spec: RoundSpec) -> None:
+def _inject_fault(spec: RoundSpec) -> None:
     if faults.active is not None:
-        faults.strike(faults.Phase.ALL_REDUCE, int(spec.round_id.split("/")[1]))
+        faults.inject(faults.FaultPoint.ALL_REDUCE, int(spec.round_id.split("/")[1]))
 
 
 def _copy_alone(spec: RoundSpec, source: Totals, result: Totals) -> None:
-    _strike(spec)
+    _inject_fault(spec)
     try:
         check_finite(source)
     except NotFiniteError as error:
@@ -168,14 +168,14 @@ class _Round:
         self._attendance = Attendance()
         self._failure: RoundFailed | None = None
         self._work_scope = anyio.CancelScope()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: IncomingStreams | None = None
         # What members sent and was not summed yet, per place in the group.
         window = spec.window_pieces
         self._inboxes = [
             anyio.create_memory_object_stream[EncodedPiece](window) for _ in spec.members
         ]
         self._sums_queued = [0] * len(spec.members)
-        self._incoming_links: dict[int, Link] = {}
+        self._incoming_links: dict[int, MemberLink] = {}
         self._all_here = anyio.Event()
 
     # --------------------------------------------------------------------------- the round's life
@@ -185,18 +185,18 @@ class _Round:
             with self._work_scope:
                 await self._guarded(self._work, pumps, stall_seconds, join_seconds)
             if self._failure is not None:
-                await self._tell_others(self._failure)
+                await self._send_aborts(self._failure)
             pumps.cancel_scope.cancel()
         if self._failure is not None:
             raise self._failure
 
-    def links_report(self) -> tuple[LinkReport, ...]:
+    def links_report(self) -> tuple[StreamTraffic, ...]:
         return tuple(
-            LinkReport(link.peer, link.route, link.bytes_sent, link.bytes_received)
+            StreamTraffic(link.peer, link.route, link.bytes_sent, link.bytes_received)
             for link in self._attendance.links
         )
 
-    def let_go(self) -> None:
+    def release_arrays(self) -> None:
         """A finished round is part of reference cycles; the shared memory must not wait for the
         garbage collector."""
         self._source = self._result = np.empty(0, dtype_of(self.spec.codec))
@@ -209,19 +209,24 @@ class _Round:
         reducers = [i for i in others if self._slices[i].pieces]
         senders = others if self._slices[self._me].pieces else []
         self._attendance.to_accept = {self.spec.members[i] for i in reducers}
-        self._attendance.to_come = {self.spec.members[i] for i in senders}
+        self._attendance.to_connect = {self.spec.members[i] for i in senders}
         with self._carrier.incoming(self.spec, self.state.tag) as arrivals:
             self._arrivals = arrivals
             async with anyio.create_task_group() as watched:
                 watched.start_soon(
-                    watch, self.state, self._attendance, self._fail, stall_seconds, join_seconds
+                    enforce_timeouts,
+                    self.state,
+                    self._attendance,
+                    self._fail,
+                    stall_seconds,
+                    join_seconds,
                 )
                 async with anyio.create_task_group() as work:
                     for reducer in reducers:
-                        work.start_soon(self._guarded, self._use_reducer, reducer, pumps)
+                        work.start_soon(self._guarded, self._exchange_with_reducer, reducer, pumps)
                     if senders:
                         work.start_soon(self._guarded, self._reduce_own_slice)
-                        await self._welcome(arrivals, work, pumps)
+                        await self._accept_members(arrivals, work, pumps)
                 watched.cancel_scope.cancel()
 
     def _fail(self, failure: RoundFailed) -> None:
@@ -229,7 +234,7 @@ class _Round:
         if self._failure is None:
             self._failure = failure
             if self._arrivals is not None:
-                self._arrivals.farewell = abort_frame(self.spec, self.state.tag, failure)
+                self._arrivals.late_abort_frame = abort_frame(self.spec, self.state.tag, failure)
         self._work_scope.cancel()
 
     async def _guarded(self, function: Callable[..., Awaitable[None]], *arguments: object) -> None:
@@ -242,24 +247,24 @@ class _Round:
         except (NetworkError, ProtocolError) as error:
             self._fail(RoundFailed(str(error), failure=RoundFailure.STOPPED))
 
-    async def _tell_others(self, failure: RoundFailed) -> None:
+    async def _send_aborts(self, failure: RoundFailed) -> None:
         with anyio.move_on_after(ABORT_GRACE_SECONDS):
             async with anyio.create_task_group() as ends:
                 for link in self._attendance.links:
-                    if link.told:
+                    if link.peer_aborted:
                         ends.start_soon(link.channel.abort)
                     else:
                         link.abort(failure)
                         ends.start_soon(link.drain)
 
-    def _add_link(self, link: Link, pumps: anyio.abc.TaskGroup) -> Link:
+    def _add_link(self, link: MemberLink, pumps: anyio.abc.TaskGroup) -> MemberLink:
         self._attendance.links.append(link)
         pumps.start_soon(link.pump)
         return link
 
     # ------------------------------------------------------------------ as a member of a reducer
 
-    async def _use_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
+    async def _exchange_with_reducer(self, reducer: int, pumps: anyio.abc.TaskGroup) -> None:
         """Send my part of slice `reducer`, take its sums."""
         peer = self.spec.members[reducer]
         try:
@@ -270,23 +275,23 @@ class _Round:
                 peer,
                 failure=RoundFailure.UNREACHABLE,
             ) from error
-        link = self._add_link(Link(channel, peer, self.state, on_failure=self._fail), pumps)
+        link = self._add_link(MemberLink(channel, peer, self.state, on_failure=self._fail), pumps)
         await link.send_hello(self._digest)
         # Nothing but the greeting before the other side has begun: a stream that nobody reads
         # yet would fill up, and some carriers reset such a stream.
-        await link.receive(Kind.ACCEPT)
+        await link.receive(FrameKind.ACCEPT)
         link.accepted = True
         self._attendance.to_accept.discard(peer)
         credit = anyio.Semaphore(self.spec.window_pieces)
         async with anyio.create_task_group() as both:
             both.start_soon(self._guarded, self._send_parts, link, credit)
             both.start_soon(self._guarded, self._take_sums, link, credit)
-        await link.send(Kind.BYE)
-        link.quiet = True
-        link.finish(last_word=True)
+        await link.send(FrameKind.BYE)
+        link.finished = True
+        link.finish(closes_last=True)
         await link.pumped.wait()
 
-    async def _send_parts(self, link: Link, credit: anyio.Semaphore) -> None:
+    async def _send_parts(self, link: MemberLink, credit: anyio.Semaphore) -> None:
         part = self._slices[link.peer_index]
         for piece in range(part.pieces):
             await credit.acquire()
@@ -294,7 +299,7 @@ class _Round:
             encode = partial(self._encode_own, self._source[start:stop])
             encoded = await self._off_loop(encode, stop - start)
             await link.send(
-                Kind.PIECE, piece=piece, exponent=encoded.exponent, payload=encoded.payload
+                FrameKind.PIECE, piece=piece, exponent=encoded.exponent, payload=encoded.payload
             )
 
     def _encode_own(self, values_P: Totals) -> EncodedPiece:
@@ -303,15 +308,15 @@ class _Round:
         except NotFiniteError as error:
             raise NotFiniteError(self._me) from error
 
-    async def _take_sums(self, link: Link, credit: anyio.Semaphore) -> None:
+    async def _take_sums(self, link: MemberLink, credit: anyio.Semaphore) -> None:
         part = self._slices[link.peer_index]
         codec = self.spec.codec
         for piece in range(part.pieces):
             start, stop = part.piece(piece)
             target_P = self._result[start:stop]
-            _strike(self.spec)
+            _inject_fault(self.spec)
             sizes = payload_sizes(stop - start, codec)
-            header = await link.receive(Kind.SUM, piece=piece, sizes=sizes)
+            header = await link.receive(FrameKind.SUM, piece=piece, sizes=sizes)
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a sum scaled by 2**{header.exponent}")
             if codec == "none":
@@ -320,63 +325,65 @@ class _Round:
             else:
                 payload = np.empty(header.payload_bytes, np.uint8).data
                 await link.receive_into(payload)
-                if not payload_is_whole(payload, stop - start, codec):
+                if not payload_is_valid(payload, stop - start, codec):
                     raise link.violated("sent a sum that its bytes do not make")
                 decode = partial(self._decode_sum, header.exponent, payload, target_P, link)
             credit.release()
             await self._off_loop(decode, stop - start)
 
-    def _decode_sum(self, exponent: int, payload: memoryview, target_P: Totals, link: Link) -> None:
+    def _decode_sum(
+        self, exponent: int, payload: memoryview, target_P: Totals, link: MemberLink
+    ) -> None:
         target_P[:] = decode_piece(exponent, payload, self.spec.codec, len(target_P))
         check_finite(target_P, link.peer_index)
 
     # ---------------------------------------------------------------------------- as the reducer
 
-    async def _welcome(
+    async def _accept_members(
         self,
-        arrivals: Arrivals,
+        arrivals: IncomingStreams,
         work: anyio.abc.TaskGroup,
         pumps: anyio.abc.TaskGroup,
     ) -> None:
         """Take one stream from each other member; refuse repetitions."""
-        while self._attendance.to_come:
+        while self._attendance.to_connect:
             arrival = await arrivals.receive()
-            if arrival.sender not in self._attendance.to_come:
+            if arrival.sender not in self._attendance.to_connect:
                 await arrival.channel.abort()
                 continue
             sender = self.spec.members.index(arrival.sender)
-            link = Link(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
+            link = MemberLink(arrival.channel, arrival.sender, self.state, on_failure=self._fail)
             link.bytes_received += HELLO_BYTES
             self._add_link(link, pumps)
             if arrival.hello.sender != sender or arrival.hello.digest != self._digest:
                 self._fail(link.violated("was given another plan for this round"))
                 return
             link.accepted = True
-            self._attendance.to_come.discard(link.peer)
+            self._attendance.to_connect.discard(link.peer)
             self._incoming_links[sender] = link
             work.start_soon(self._guarded, self._serve_member, link)
         self._all_here.set()
 
-    async def _serve_member(self, link: Link) -> None:
+    async def _serve_member(self, link: MemberLink) -> None:
         """Read all parts of my slice from one member, and its goodbye."""
-        await link.send(Kind.ACCEPT)
+        await link.send(FrameKind.ACCEPT)
         member, codec = link.peer_index, self.spec.codec
         part = self._slices[self._me]
         for piece in range(part.pieces):
             start, stop = part.piece(piece)
             sizes = payload_sizes(stop - start, codec)
-            header = await link.receive(Kind.PIECE, piece=piece, sizes=sizes)
+            header = await link.receive(FrameKind.PIECE, piece=piece, sizes=sizes)
             if piece - self._sums_queued[member] >= self.spec.window_pieces:
                 raise link.violated("sent more than its credit")
             if not exponent_is_valid(header.exponent, codec):
                 raise link.violated(f"sent a piece scaled by 2**{header.exponent}")
             payload = np.empty(header.payload_bytes, np.uint8).data
             await link.receive_into(payload)
-            if not payload_is_whole(payload, stop - start, codec):
+            if not payload_is_valid(payload, stop - start, codec):
                 raise link.violated("sent a piece that its bytes do not make")
             self._inboxes[member][0].send_nowait(EncodedPiece(header.exponent, payload))
-        await link.receive(Kind.BYE)
-        link.quiet = True
+        await link.receive(FrameKind.BYE)
+        link.finished = True
         link.finish()
         await link.pumped.wait()
 
@@ -403,9 +410,9 @@ class _Round:
                 self._sums_queued[member] += 1
                 if piece == part.pieces - 1:
                     # Nothing more is due from here; the member's goodbye is due from there.
-                    link.sends_beats = False
+                    link.sends_heartbeats = False
                 await link.send(
-                    Kind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload
+                    FrameKind.SUM, piece=piece, exponent=summed.exponent, payload=summed.payload
                 )
 
     async def _off_loop(self, function: Callable[[], T], elements: int) -> T:

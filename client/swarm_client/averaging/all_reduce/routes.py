@@ -1,7 +1,7 @@
 """By which way a stream reaches a member, and what is remembered of ways that failed. Pure.
 
 Two carriers, each with or without a relay in between, make four routes. Whoever opens a stream
-tries them in order of preference; those that failed lately rest, and come last, so that a pair
+tries them in order of preference; those that failed lately backoff, and come last, so that a pair
 never runs out of routes to try.
 """
 
@@ -15,8 +15,8 @@ from enum import StrEnum
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.types import PeerId
 
-FIRST_REST_SECONDS = 60.0
-LONGEST_REST_SECONDS = 15 * 60.0
+FIRST_ROUTE_BACKOFF_SECONDS = 60.0
+MAX_ROUTE_BACKOFF_SECONDS = 15 * 60.0
 _MAX_FAULTS = 4096
 
 
@@ -46,7 +46,7 @@ class RouteFault:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkReport:
+class StreamTraffic:
     """What went over one stream of a round."""
 
     peer: PeerId
@@ -71,7 +71,7 @@ def possible_routes(
 
 
 @dataclass(slots=True)
-class _Rest:
+class _Backoff:
     faults: int
     until: float
     addresses: tuple[str, ...]
@@ -82,36 +82,37 @@ class RouteMemory:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rests: OrderedDict[tuple[PeerId, Route], _Rest] = OrderedDict()
+        self._backoffs: OrderedDict[tuple[PeerId, Route], _Backoff] = OrderedDict()
 
     def order(
         self, peer: PeerId, routes: Sequence[Route], addresses: tuple[str, ...] = ()
     ) -> tuple[Route, ...]:
-        """`routes` with those that rest at the end, the one that has rested longest first.
+        """`routes` with those that backoff at the end, the one that has rested longest first.
 
         `addresses`: where the peer's p2pd is now. A fault at other addresses says nothing.
         """
         now = self._clock()
 
         def rest_until(route: Route) -> float:
-            rest = self._rests.get((peer, route))
-            if rest is None or rest.until <= now:
+            backoff = self._backoffs.get((peer, route))
+            if backoff is None or backoff.until <= now:
                 return 0.0
-            if route.over_p2pd and rest.addresses != addresses:
+            if route.over_p2pd and backoff.addresses != addresses:
                 return 0.0
-            return rest.until
+            return backoff.until
 
         return tuple(sorted(routes, key=rest_until))  # stable: preference stays where it can
 
     def failed(self, peer: PeerId, route: Route, addresses: tuple[str, ...] = ()) -> None:
-        """Let the route rest: longer each time that it fails without having worked in between."""
+        """Let the route backoff: longer each time that it fails without having worked in
+        between."""
         key = (peer, route)
-        before = self._rests.pop(key, None)
+        before = self._backoffs.pop(key, None)
         faults = 0 if before is None or before.addresses != addresses else before.faults
-        seconds = min(LONGEST_REST_SECONDS, FIRST_REST_SECONDS * 2 ** min(faults, 10))
-        self._rests[key] = _Rest(faults + 1, self._clock() + seconds, addresses)
-        if len(self._rests) > _MAX_FAULTS:
-            self._rests.popitem(last=False)
+        seconds = min(MAX_ROUTE_BACKOFF_SECONDS, FIRST_ROUTE_BACKOFF_SECONDS * 2 ** min(faults, 10))
+        self._backoffs[key] = _Backoff(faults + 1, self._clock() + seconds, addresses)
+        if len(self._backoffs) > _MAX_FAULTS:
+            self._backoffs.popitem(last=False)
 
     def worked(self, peer: PeerId, route: Route) -> None:
-        self._rests.pop((peer, route), None)
+        self._backoffs.pop((peer, route), None)

@@ -20,12 +20,12 @@ from swarm_shared.base.types import PeerId
 HEAD_START_SECONDS = 2.5
 """Six round trips of 400 ms: a dial, its handshakes and the opening of a stream."""
 ROUTE_SECONDS = 8.0
-LONGEST_OPENING_SECONDS = 3 * HEAD_START_SECONDS + ROUTE_SECONDS
+MAX_OPENING_SECONDS = 3 * HEAD_START_SECONDS + ROUTE_SECONDS
 
 Opener = Callable[[], Awaitable[Channel]]
 
 
-class Opening:
+class StreamRace:
     """One stream to be had."""
 
     def __init__(self, peer: PeerId, fault: Callable[[RouteFault], None]) -> None:
@@ -35,7 +35,7 @@ class Opening:
         self._reasons: list[str] = []
         self._channel: Channel | None = None
 
-    async def first(self, openers: Sequence[tuple[Route, Opener]]) -> Channel:
+    async def open(self, openers: Sequence[tuple[Route, Opener]]) -> Channel:
         """NetworkError when no route leads there."""
         try:
             async with anyio.create_task_group() as tasks:

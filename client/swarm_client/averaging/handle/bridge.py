@@ -19,16 +19,16 @@ from pathlib import Path
 import trio
 from pydantic import ValidationError
 
-from swarm_client.averaging.all_reduce.carrier import Channel, Incoming
+from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStream
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
     HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
-    Arrival,
-    NotOpened,
-    Opened,
     OpenStream,
+    StreamArrived,
+    StreamNotOpened,
+    StreamOpened,
     encode_head,
     open_requests,
 )
@@ -37,7 +37,7 @@ from swarm_shared.base.types import PeerId
 
 PIECE_BYTES = 256 * 1024
 HEAD_SECONDS = 5.0
-STUCK_SECONDS = 120.0
+SEND_TIMEOUT_SECONDS = 120.0
 """Longer than any stall limit of a round, which is what ends a stream that does not move; this
 only clears away one whose round is gone."""
 MAX_STREAMS = 4096
@@ -61,7 +61,7 @@ class Bridge:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Streams outlive the round whose last bytes they carry, and the worker that ran it."""
+        """Streams outlive the round whose last bytes they pipe, and the worker that ran it."""
         async with trio.open_nursery() as self._nursery:
             yield
             self._nursery.cancel_scope.cancel()
@@ -129,20 +129,20 @@ class Bridge:
             nursery.cancel_scope.cancel()
         if channel is None:
             with contextlib.suppress(trio.BrokenResourceError):
-                await connection.send_all(encode_head(NotOpened(reason=reason[:500])))
+                await connection.send_all(encode_head(StreamNotOpened(reason=reason[:500])))
             return
-        await carry(connection, channel, encode_head(Opened(route=channel.route)))
+        await pipe(connection, channel, encode_head(StreamOpened(route=channel.route)))
 
     # ------------------------------------------------------------- streams that have come to us
 
-    def hand_over(self, incoming: Incoming) -> None:
+    def hand_over(self, incoming: IncomingStream) -> None:
         """Give the worker a stream that its round is waiting for."""
         assert self._nursery is not None, "rounds run in a worker only while the bridge does"
         self._nursery.start_soon(self._hand_over, incoming)
 
-    async def _hand_over(self, incoming: Incoming) -> None:
+    async def _hand_over(self, incoming: IncomingStream) -> None:
         channel = incoming.channel
-        head = encode_head(Arrival(sender=incoming.sender, route=channel.route))
+        head = encode_head(StreamArrived(sender=incoming.sender, route=channel.route))
         try:
             if self._folder is None:
                 raise OSError("it is not there any more")
@@ -152,26 +152,26 @@ class Bridge:
         else:
             async with connection:
                 await self._supervised(
-                    lambda ours: carry(ours, channel, head + incoming.hello.encode()), connection
+                    lambda ours: pipe(ours, channel, head + incoming.hello.encode()), connection
                 )
-        await channel.abort()  # does nothing where `carry` has closed it
+        await channel.abort()  # does nothing where `pipe` has closed it
 
 
-async def carry(connection: trio.SocketStream, channel: Channel, first: bytes) -> None:
+async def pipe(connection: trio.SocketStream, channel: Channel, first: bytes) -> None:
     """Send `first` to the worker, then pipe both ways until both ends have ended. The channel is
     closed afterwards."""
     try:
         with contextlib.suppress(trio.BrokenResourceError):
             await connection.send_all(first)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_inward, channel, connection)
-            await _outward(connection, channel)
+            nursery.start_soon(_pipe_to_worker, channel, connection)
+            await _pipe_to_remote(connection, channel)
     finally:
         with trio.CancelScope(shield=True):
             await channel.abort()
 
 
-async def _inward(channel: Channel, connection: trio.SocketStream) -> None:
+async def _pipe_to_worker(channel: Channel, connection: trio.SocketStream) -> None:
     """What the remote sends, to the worker."""
     try:
         while piece := await channel.receive(PIECE_BYTES):
@@ -179,13 +179,13 @@ async def _inward(channel: Channel, connection: trio.SocketStream) -> None:
     except (NetworkError, ProtocolError) as error:
         logger.debug("a bridged stream broke: %s", error)
     except (trio.BrokenResourceError, trio.ClosedResourceError):
-        return  # the worker is done with it; `_outward` sees the same
+        return  # the worker is done with it; `_pipe_to_remote` sees the same
     # The worker can still read what has come before.
     with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
         await connection.send_eof()
 
 
-async def _outward(connection: trio.SocketStream, channel: Channel) -> None:
+async def _pipe_to_remote(connection: trio.SocketStream, channel: Channel) -> None:
     """What the worker sends, to the remote. Ends with the worker's use of the stream."""
     broken = False
     while True:
@@ -199,7 +199,7 @@ async def _outward(connection: trio.SocketStream, channel: Channel) -> None:
         if broken:
             continue  # it learns of that from what it reads, and would lose that by an error here
         try:
-            with trio.fail_after(STUCK_SECONDS):
+            with trio.fail_after(SEND_TIMEOUT_SECONDS):
                 await channel.send(piece)
         except (NetworkError, ProtocolError, trio.TooSlowError) as error:
             logger.debug("a bridged stream broke: %s", error)

@@ -12,11 +12,11 @@ from swarm_client.averaging.handle.requests import Requests
 from swarm_client.averaging.protocol.messages import (
     Bootstrap,
     Bootstrapped,
+    DirectoryRequestFailed,
     Found,
     Lookup,
     Publish,
     Published,
-    RequestFailed,
     WorkerMessage,
 )
 from swarm_shared.base.errors import LinkTimeout, NetworkError
@@ -36,7 +36,7 @@ class DirectoryRequests:
         ask: Callable[[int, FrozenModel], Awaitable[WorkerMessage]],
         is_available: Callable[[], bool],
     ) -> None:
-        self.entrances: tuple[str, ...] = ()
+        self.bootstrap_peers: tuple[str, ...] = ()
         """Through which the directory was entered last."""
         self._requests = requests
         self._ask = ask
@@ -69,7 +69,7 @@ class DirectoryRequests:
 
     async def bootstrap(self, initial_peers: tuple[str, ...]) -> int:
         """Enter the directory through these (…/p2p/ID) too; how many of them answered."""
-        self.entrances = initial_peers
+        self.bootstrap_peers = initial_peers
         number = self._requests.new_number()
         message = Bootstrap(request=number, initial_peers=initial_peers)
         return (await self._answer(number, message, Bootstrapped)).reached
@@ -81,6 +81,6 @@ class DirectoryRequests:
             answer = await self._ask(number, message)
             if isinstance(answer, expected):
                 return answer
-            assert isinstance(answer, RequestFailed)
+            assert isinstance(answer, DirectoryRequestFailed)
             raise NetworkError(f"the directory did not answer: {answer.reason}")
         raise LinkTimeout(f"the directory did not answer within {DIRECTORY_SECONDS:g} s")

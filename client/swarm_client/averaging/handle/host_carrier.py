@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from swarm_client.averaging.all_reduce.carrier import Arrivals
+from swarm_client.averaging.all_reduce.carrier import IncomingStreams
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route
@@ -95,5 +95,5 @@ class Libp2pCarrier:
     async def open(self, peer: PeerId) -> FramedChannel:
         return await self._averaging.open(peer)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
         return self._averaging.hub.round(tag, {peer: peer for peer in spec.members})

@@ -13,7 +13,7 @@ from swarm_shared.base.errors import StorageError
 logger = logging.getLogger(__name__)
 
 
-def remembered_port(path: Path) -> int:
+def persistent_port(path: Path) -> int:
     """The port in the file at `path`; another one, written there, when that one is taken."""
     known = _read(path)
     if known is not None and _is_free(known):

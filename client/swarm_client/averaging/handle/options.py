@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarm_client.averaging.protocol.messages import Configure
+from swarm_client.averaging.protocol.messages import ConfigureAveraging
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class AveragingOptions:
     def folder(self) -> Path:
         return self.home / "averaging"
 
-    def configuration(self, port: int, sockets: Path) -> Configure:
+    def configuration(self, port: int, sockets: Path) -> ConfigureAveraging:
         """For a worker whose p2pd listens on `port`."""
-        return Configure(
+        return ConfigureAveraging(
             identity_path=str(self.folder / "p2pd.key"),
             socket_folder=str(sockets),
             host_addresses=tuple(

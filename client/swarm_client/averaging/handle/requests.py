@@ -5,10 +5,9 @@ from __future__ import annotations
 import trio
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.routes import LinkReport, RouteFault
-from swarm_client.averaging.protocol.messages import RoundFailure as RoundFailureMessage
-from swarm_client.averaging.protocol.messages import WorkerMessage
-from swarm_client.ipc.child_process import Child
+from swarm_client.averaging.all_reduce.routes import RouteFault, StreamTraffic
+from swarm_client.averaging.protocol.messages import RoundFailureReport, WorkerMessage
+from swarm_client.ipc.child_process import ChildProcess
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 
@@ -53,7 +52,7 @@ class Requests:
         return any(isinstance(key, str) for key in self._waiting)
 
     async def ask(
-        self, child: Child[WorkerMessage], key: Key, message: FrozenModel
+        self, child: ChildProcess[WorkerMessage], key: Key, message: FrozenModel
     ) -> WorkerMessage:
         """The answer. LinkClosed when the worker dies first."""
         if key in self._waiting:
@@ -71,7 +70,7 @@ class Requests:
             raise LinkClosed("it has ended")
         return answer
 
-    async def send(self, child: Child[WorkerMessage], message: FrozenModel) -> None:
+    async def send(self, child: ChildProcess[WorkerMessage], message: FrozenModel) -> None:
         """One message at a time, and whole: half a message would be the last one understood."""
         async with self._sending:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + SEND_SECONDS):
@@ -90,7 +89,7 @@ class Requests:
             waiter.answer(None)
 
 
-def round_failed(message: RoundFailureMessage) -> RoundFailed:
+def round_failed(message: RoundFailureReport) -> RoundFailed:
     """The worker's word on a failed round as the error that it was."""
     failed = RoundFailed(
         message.reason,
@@ -100,7 +99,7 @@ def round_failed(message: RoundFailureMessage) -> RoundFailed:
         route=message.route,
     )
     failed.links = tuple(
-        LinkReport(each.peer, each.route, each.bytes_sent, each.bytes_received)
+        StreamTraffic(each.peer, each.route, each.bytes_sent, each.bytes_received)
         for each in message.carried
     )
     failed.faults = tuple(RouteFault(each.peer, each.route, each.reason) for each in message.faults)

@@ -12,7 +12,7 @@ SETTLE_SECONDS = 2.0
 LOST_RELAY_SECONDS = 20.0
 """p2pd reaches its relays within a second or so of its start. One that it has lost it does not
 come back to (watched for 200 s), while the relay may have been away for a moment only."""
-LONGEST_LOST_RELAY_SECONDS = 15 * 60.0
+MAX_LOST_RELAY_SECONDS = 15 * 60.0
 INTERVAL_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0
 """How long rounds that follow one another without a gap may hold up a restart."""
@@ -29,7 +29,7 @@ class RestartPolicy:
         self._for_relays = 0
         """Restarts for a lost relay since all of them were reached."""
 
-    def look(self, now: float, *, differs: bool, misses_relay: bool, busy: bool) -> str:
+    def restart_reason(self, now: float, *, differs: bool, misses_relay: bool, busy: bool) -> str:
         """Why p2pd is to be started again now; empty when it is not.
 
         differs: it is to be run in another way than it is. misses_relay: it is not connected to
@@ -39,7 +39,7 @@ class RestartPolicy:
         self._missed_since = min(self._missed_since, now) if misses_relay else math.inf
         if not misses_relay:
             self._for_relays = 0
-        patience = min(LONGEST_LOST_RELAY_SECONDS, LOST_RELAY_SECONDS * 2**self._for_relays)
+        patience = min(MAX_LOST_RELAY_SECONDS, LOST_RELAY_SECONDS * 2**self._for_relays)
         settled = now - self._differs_since >= SETTLE_SECONDS
         lost = now - self._missed_since >= patience
         if not (settled or lost) or now - self._restarted_at < INTERVAL_SECONDS:

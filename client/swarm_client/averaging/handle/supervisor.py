@@ -21,30 +21,31 @@ from pathlib import Path
 
 import trio
 
-from swarm_client.averaging.all_reduce.carrier import Incoming
+from swarm_client.averaging.all_reduce.carrier import IncomingStream
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
 from swarm_client.averaging.handle.bridge import Bridge, OpenChannel
 from swarm_client.averaging.handle.directory_requests import DirectoryRequests
-from swarm_client.averaging.handle.listen_port import remembered_port
+from swarm_client.averaging.handle.listen_port import persistent_port
 from swarm_client.averaging.handle.options import AveragingOptions
 from swarm_client.averaging.handle.requests import Requests, round_failed
 from swarm_client.averaging.handle.restart_policy import RestartPolicy
-from swarm_client.averaging.handle.worker_folder import shorten, socket_folder
-from swarm_client.averaging.protocol.addresses import through_relays
+from swarm_client.averaging.handle.worker_folder import rotate_log, socket_folder
+from swarm_client.averaging.protocol.addresses import relayed_addresses
 from swarm_client.averaging.protocol.messages import (
-    AbortRound,
-    Admit,
+    AddressesChanged,
     Bootstrap,
     Bootstrapped,
-    Elsewhere,
+    CancelRound,
+    DirectoryRequestFailed,
     Found,
-    Moved,
     Ping,
     Pong,
     Published,
-    RequestFailed,
     RoundDone,
-    ShowMembership,
+    RoundFailureReport,
+    RoundInDaemon,
+    SetAdmittedPeers,
+    SetMembership,
     Shutdown,
     Started,
     StartRound,
@@ -52,8 +53,7 @@ from swarm_client.averaging.protocol.messages import (
     WorkerMessage,
     worker_messages,
 )
-from swarm_client.averaging.protocol.messages import RoundFailure as RoundFailureMessage
-from swarm_client.ipc.child_process import Child, start_child
+from swarm_client.ipc.child_process import ChildProcess, start_child
 from swarm_shared.base.errors import LinkClosed, NetworkError, SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "swarm_client.averaging.worker.main"
 FIRST_BACKOFF_SECONDS = 1.0
-LONGEST_BACKOFF_SECONDS = 60.0
+MAX_BACKOFF_SECONDS = 60.0
 DIED_IN_ROUND_BACKOFF_SECONDS = 20.0
 """The next attempt at the step should find it away, and not just back to die again."""
 DEATH_SECONDS = 2.0
@@ -70,7 +70,7 @@ HEALTHY_SECONDS = 60.0
 """A worker that lived this long starts the back-off anew."""
 START_SECONDS = 60.0
 """Importing on a machine whose cores are all busy takes its time."""
-RESTART_LOOK_SECONDS = 0.5
+RESTART_CHECK_SECONDS = 0.5
 PING_SECONDS = 1.0
 HUNG_PINGS = 8
 """So many pings without any word from a worker, and it has hung. Pings are counted, not seconds: a
@@ -86,7 +86,7 @@ class AveragingWorker:
         self._bridge = Bridge()
         self._requests = Requests()
         self.directory = DirectoryRequests(self._requests, self._ask, lambda: self.available)
-        self._child: Child[WorkerMessage] | None = None
+        self._child: ChildProcess[WorkerMessage] | None = None
         self._started: Started | None = None
         self._listens = False
         """It can be told things. Only what has been told all that it must know is `available`."""
@@ -100,10 +100,10 @@ class AveragingWorker:
         self._pings = 0
         """Sent since the last word of the worker."""
         self._permanent = False
-        self._admitted = Admit(p2pd_peer_ids=())
-        self._membership: ShowMembership | None = None
+        self._admitted = SetAdmittedPeers(p2pd_peer_ids=())
+        self._membership: SetMembership | None = None
         self._held_back = ""
-        self._elsewhere: dict[str, Elsewhere] = {}
+        self._rounds_in_daemon: dict[str, RoundInDaemon] = {}
         self.restarts = 0
         """How often the worker had to be started again, for the status display."""
 
@@ -133,7 +133,8 @@ class AveragingWorker:
         return self._port
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back, synchronously, when the worker came, went, or p2pd is found elsewhere."""
+        """Calls back, synchronously, when the worker came, went, or p2pd is found
+        round_in_daemon."""
         self._callbacks.append(callback)
 
     async def settled(self) -> bool:
@@ -174,35 +175,37 @@ class AveragingWorker:
             self._reason = reason
         self._notify()
 
-    def use_host(self, open_channel: OpenChannel) -> None:
+    def set_stream_opener(self, open_channel: OpenChannel) -> None:
         """How streams of the daemon's host are opened for the worker."""
         self._bridge.open_channel = open_channel
 
     async def admit(self, p2pd_peer_ids: tuple[str, ...]) -> None:
         """Whose p2pd may open streams to this one; nobody's until this is called."""
         if p2pd_peer_ids != self._admitted.p2pd_peer_ids:
-            self._admitted = Admit(p2pd_peer_ids=p2pd_peer_ids)
-            await self._tell(self._admitted)
+            self._admitted = SetAdmittedPeers(p2pd_peer_ids=p2pd_peer_ids)
+            await self._send_if_running(self._admitted)
 
-    async def show_membership(self, membership: ShowMembership) -> None:
+    async def set_membership(self, membership: SetMembership) -> None:
         """What proves to others in the directory that this peer belongs to the run."""
         if membership != self._membership:
             self._membership = membership
-            await self._tell(membership)
+            await self._send_if_running(membership)
 
     @asynccontextmanager
-    async def elsewhere(self, round_id: str, p2pd_peer_ids: tuple[str, ...]) -> AsyncIterator[None]:
+    async def round_in_daemon(
+        self, round_id: str, p2pd_peer_ids: tuple[str, ...]
+    ) -> AsyncIterator[None]:
         """While this round runs in the daemon, its members' streams to p2pd are turned away."""
-        message = self._elsewhere[round_id] = Elsewhere(
+        message = self._rounds_in_daemon[round_id] = RoundInDaemon(
             round_id=round_id, p2pd_peer_ids=p2pd_peer_ids
         )
         try:
-            await self._tell(message)
+            await self._send_if_running(message)
             yield
         finally:
-            del self._elsewhere[round_id]
+            del self._rounds_in_daemon[round_id]
 
-    async def _tell(self, message: FrozenModel) -> None:
+    async def _send_if_running(self, message: FrozenModel) -> None:
         """Tell the worker, if there is one; the next one is told at its start."""
         if self._child is not None and self._listens:
             with contextlib.suppress(LinkClosed):
@@ -232,18 +235,18 @@ class AveragingWorker:
         match answer:
             case RoundDone():
                 return answer
-            case RoundFailureMessage():
+            case RoundFailureReport():
                 self._round_failed_at = trio.current_time()
                 raise round_failed(answer)
         raise AssertionError(f"a round was answered by {answer.kind}")
 
-    def hand_over(self, incoming: Incoming) -> None:
+    def hand_over(self, incoming: IncomingStream) -> None:
         """Give a round in the worker a stream that has come to the daemon's host."""
         self._bridge.hand_over(incoming)
 
     async def abort(self, round_id: str, reason: str = "the round was called off") -> None:
         """Cut a round short: run_round then raises RoundFailed. Harmless if it has ended."""
-        await self._tell(AbortRound(round_id=round_id, reason=reason))
+        await self._send_if_running(CancelRound(round_id=round_id, reason=reason))
 
     async def _ask(self, key: str | int, message: FrozenModel) -> WorkerMessage:
         child = self._child
@@ -282,7 +285,7 @@ class AveragingWorker:
             self._notify()
             logger.warning("%s; starting it again in %g s", self._reason, backoff_seconds)
             await trio.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, LONGEST_BACKOFF_SECONDS)
+            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
 
     async def _run_once(self) -> None:
         """One worker from its start to its end. Its troubles end in `reason`."""
@@ -290,8 +293,8 @@ class AveragingWorker:
         log_path = folder / "worker.log"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shorten(log_path)
-            port = self._port = remembered_port(folder / "p2pd.port")
+            rotate_log(log_path)
+            port = self._port = persistent_port(folder / "p2pd.port")
             with socket_folder(folder) as sockets:
                 async with (
                     self._bridge.listening(sockets),
@@ -305,15 +308,17 @@ class AveragingWorker:
                     ) as child,
                 ):
                     try:
-                        await self._converse(child, port, sockets)
+                        await self._serve_child(child, port, sockets)
                         with contextlib.suppress(LinkClosed):
                             await child.link.send(Shutdown())
                     finally:
-                        self._gone()
+                        self._child_ended()
         except (SwarmError, OSError) as error:
             self._reason = f"the averaging worker cannot be run: {error}"
 
-    async def _converse(self, child: Child[WorkerMessage], port: int, sockets: Path) -> None:
+    async def _serve_child(
+        self, child: ChildProcess[WorkerMessage], port: int, sockets: Path
+    ) -> None:
         self._child = child
         self._reason = "the averaging worker is starting"
         options = self._options
@@ -327,7 +332,7 @@ class AveragingWorker:
         match first:
             case Started():
                 self._listens = True
-                await self._tell_newcomer()
+                await self._send_initial_state()
                 self._started = first
             case Unavailable():
                 self._reason = first.reason
@@ -348,28 +353,28 @@ class AveragingWorker:
         if not self._planned_end:
             self._reason = f"the averaging worker has ended; see {child.log_path}"
 
-    async def _tell_newcomer(self) -> None:
+    async def _send_initial_state(self) -> None:
         """What is told to a worker before anything is asked of it."""
-        for message in (self._admitted, self._membership, *self._elsewhere.values()):
+        for message in (self._admitted, self._membership, *self._rounds_in_daemon.values()):
             if message is not None:
-                await self._tell(message)
-        entrances = self.directory.entrances
-        if entrances:
+                await self._send_if_running(message)
+        bootstrap_peers = self.directory.bootstrap_peers
+        if bootstrap_peers:
             # Nobody waits for the answer: the directory is a convenience.
             number = self._requests.new_number()
-            await self._tell(Bootstrap(request=number, initial_peers=entrances))
+            await self._send_if_running(Bootstrap(request=number, initial_peers=bootstrap_peers))
 
     async def _restart_when_needed(
-        self, child: Child[WorkerMessage], running: AveragingOptions
+        self, child: ChildProcess[WorkerMessage], running: AveragingOptions
     ) -> None:
         """Ask this worker to end when p2pd is worth starting again."""
         reason = ""
         while not reason:
-            await trio.sleep(RESTART_LOOK_SECONDS)
+            await trio.sleep(RESTART_CHECK_SECONDS)
             if self._held_back and not self._requests.has_rounds:
                 reason = self._held_back
                 break
-            reason = self._restart_policy.look(
+            reason = self._restart_policy.restart_reason(
                 trio.current_time(),
                 differs=self._options != running,
                 misses_relay=self._misses_relay(running),
@@ -383,7 +388,7 @@ class AveragingWorker:
         with contextlib.suppress(LinkClosed):
             await self._requests.send(child, Shutdown())
 
-    async def _end_when_hung(self, child: Child[WorkerMessage]) -> None:
+    async def _end_when_hung(self, child: ChildProcess[WorkerMessage]) -> None:
         """A worker that is frozen would let every round that it is asked for run out of time."""
         self._pings = 0
         with contextlib.suppress(LinkClosed):
@@ -397,15 +402,15 @@ class AveragingWorker:
 
     def _misses_relay(self, running: AveragingOptions) -> bool:
         known = self._started.addresses if self._started is not None else ()
-        return any(address not in known for address in through_relays(running.trusted_relays))
+        return any(address not in known for address in relayed_addresses(running.trusted_relays))
 
     def _deliver(self, message: WorkerMessage) -> None:
         match message:
-            case RoundDone() | RoundFailureMessage():
+            case RoundDone() | RoundFailureReport():
                 self._requests.answered(message.round_id, message)
-            case Published() | Found() | Bootstrapped() | RequestFailed():
+            case Published() | Found() | Bootstrapped() | DirectoryRequestFailed():
                 self._requests.answered(message.request, message)
-            case Moved():
+            case AddressesChanged():
                 if self._started is not None:
                     moved = {"addresses": message.addresses}
                     self._started = self._started.model_copy(update=moved)
@@ -415,7 +420,7 @@ class AveragingWorker:
             case _:
                 raise AssertionError(f"the worker said {message.kind} in the middle of its life")
 
-    def _gone(self) -> None:
+    def _child_ended(self) -> None:
         self._child = None
         self._started, self._listens = None, False
         # Streams break before their p2pd is found dead, and the worker ends after that.

@@ -14,7 +14,7 @@ MAX_LOG_BYTES = 4 * 2**20
 _MAX_FOLDER_CHARACTERS = 70
 
 
-def shorten(log_path: Path) -> None:
+def rotate_log(log_path: Path) -> None:
     """Put a long log aside, and the one that was put aside before away."""
     with contextlib.suppress(FileNotFoundError):
         if log_path.stat().st_size > MAX_LOG_BYTES:

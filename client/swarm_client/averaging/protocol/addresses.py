@@ -11,11 +11,11 @@ def is_relayed(address: str) -> bool:
     return _CIRCUIT in address
 
 
-def without_owner(address: str, owner: str) -> str:
+def without_peer_id(address: str, owner: str) -> str:
     """Without the peer ID of the one it belongs to, which may stand at its end."""
     return address.removesuffix(f"/p2p/{owner}")
 
 
-def through_relays(relays: Sequence[str]) -> list[str]:
+def relayed_addresses(relays: Sequence[str]) -> list[str]:
     """Where a p2pd can be reached that holds a slot at each of these relays (…/p2p/ID)."""
     return [f"{relay}{_CIRCUIT}" for relay in relays]

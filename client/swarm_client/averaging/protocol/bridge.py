@@ -2,10 +2,11 @@
 
 Each stream of the daemon's libp2p host that the worker uses is a unix connection of its own. The
 worker connects to the daemon to have one opened; the daemon connects to the worker to hand over
-one that has come. Behind the head both carry the stream's bytes, and nothing else.
+one that has come. Behind the head both pipe the stream's bytes, and nothing else.
 
-    worker → daemon   OpenStream          daemon → worker   Opened | NotOpened, then the stream
-    daemon → worker   Arrival, then the stream, whose greeting comes first
+    worker → daemon   OpenStream          daemon → worker   StreamOpened | StreamNotOpened, then
+    the stream
+    daemon → worker   StreamArrived, then the stream, whose greeting comes first
 
 A head is a little-endian u32 length and so much JSON.
 """
@@ -34,17 +35,17 @@ class OpenStream(FrozenModel):
     """Whether a relayed connection will do."""
 
 
-class Opened(FrozenModel):
+class StreamOpened(FrozenModel):
     kind: Literal["opened"] = "opened"
     route: Route
 
 
-class NotOpened(FrozenModel):
+class StreamNotOpened(FrozenModel):
     kind: Literal["not_opened"] = "not_opened"
     reason: Annotated[str, Field(max_length=1000)]
 
 
-class Arrival(FrozenModel):
+class StreamArrived(FrozenModel):
     """`sender` is authenticated by the host's connection and admitted by the daemon."""
 
     kind: Literal["arrival"] = "arrival"
@@ -52,10 +53,10 @@ class Arrival(FrozenModel):
     route: Route
 
 
-OpenAnswer = Annotated[Opened | NotOpened, Field(discriminator="kind")]
+OpenAnswer = Annotated[StreamOpened | StreamNotOpened, Field(discriminator="kind")]
 open_requests: TypeAdapter[OpenStream] = TypeAdapter(OpenStream)
-open_answers: TypeAdapter[Opened | NotOpened] = TypeAdapter(OpenAnswer)
-arrivals: TypeAdapter[Arrival] = TypeAdapter(Arrival)
+open_answers: TypeAdapter[StreamOpened | StreamNotOpened] = TypeAdapter(OpenAnswer)
+arrivals: TypeAdapter[StreamArrived] = TypeAdapter(StreamArrived)
 
 
 def encode_head(message: FrozenModel) -> bytes:

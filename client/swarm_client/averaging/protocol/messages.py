@@ -2,9 +2,11 @@
 
 Frames are those of swarm_client.ipc.child_process: a little-endian u32 length, then JSON. The
 first message
-is Configure; the answer is Started or Unavailable. A round ends with RoundDone or RoundFailure
-under its id; Publish, Lookup and Bootstrap are answered under their request number. Admit,
-ShowMembership and Elsewhere have no answer; Moved comes whenever it is true.
+is ConfigureAveraging; the answer is Started or Unavailable. A round ends with RoundDone or
+RoundFailureReport
+under its id; Publish, Lookup and Bootstrap are answered under their request number.
+SetAdmittedPeers,
+SetMembership and RoundInDaemon have no answer; AddressesChanged comes whenever it is true.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ Base64 = Annotated[str, Field(max_length=64 * 1024)]
 # --------------------------------------------------------------------------- daemon to worker
 
 
-class Configure(FrozenModel):
+class ConfigureAveraging(FrozenModel):
     kind: Literal["configure"] = "configure"
     identity_path: str
     """p2pd's own key; made when it is missing."""
@@ -80,33 +82,33 @@ class StartRound(FrozenModel):
     join_seconds: Seconds
 
 
-class AbortRound(FrozenModel):
+class CancelRound(FrozenModel):
     """The coordinator's word cuts a round short. No answer of its own."""
 
-    kind: Literal["abort_round"] = "abort_round"
+    kind: Literal["cancel_round"] = "cancel_round"
     round_id: RoundId
     reason: Reason = "the round was called off"
 
 
-class Elsewhere(FrozenModel):
+class RoundInDaemon(FrozenModel):
     """This round runs in the daemon: streams for it that come to the worker are turned away."""
 
-    kind: Literal["elsewhere"] = "elsewhere"
+    kind: Literal["round_in_daemon"] = "round_in_daemon"
     round_id: RoundId
     p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=MAX_MEMBERS)]
 
 
-class Admit(FrozenModel):
+class SetAdmittedPeers(FrozenModel):
     """Whose p2pd may open streams to this one and wait for a round; nobody else's."""
 
     kind: Literal["admit"] = "admit"
     p2pd_peer_ids: Annotated[tuple[P2pdPeerId, ...], Field(max_length=65_536)]
 
 
-class ShowMembership(FrozenModel):
+class SetMembership(FrozenModel):
     """What proves in the directory that this peer belongs to the run, and who does not."""
 
-    kind: Literal["show_membership"] = "show_membership"
+    kind: Literal["set_membership"] = "set_membership"
     run: RunId
     organiser: PeerId
     certificate: Base64Bytes
@@ -162,7 +164,7 @@ class Pong(FrozenModel):
     kind: Literal["pong"] = "pong"
 
 
-class Moved(FrozenModel):
+class AddressesChanged(FrozenModel):
     """p2pd is found at other addresses now: a relay was reached or lost, an interface came."""
 
     kind: Literal["moved"] = "moved"
@@ -202,7 +204,7 @@ class RoundDone(FrozenModel):
     faults: tuple[Fault, ...] = ()
 
 
-class RoundFailure(FrozenModel):
+class RoundFailureReport(FrozenModel):
     kind: Literal["round_failed"] = "round_failed"
     round_id: RoundId
     reason: str
@@ -238,19 +240,19 @@ class Bootstrapped(FrozenModel):
     reached: int
 
 
-class RequestFailed(FrozenModel):
+class DirectoryRequestFailed(FrozenModel):
     kind: Literal["request_failed"] = "request_failed"
     request: Request
     reason: str
 
 
 DaemonMessage = Annotated[
-    Configure
+    ConfigureAveraging
     | StartRound
-    | AbortRound
-    | Elsewhere
-    | Admit
-    | ShowMembership
+    | CancelRound
+    | RoundInDaemon
+    | SetAdmittedPeers
+    | SetMembership
     | Publish
     | Lookup
     | Bootstrap
@@ -261,14 +263,14 @@ DaemonMessage = Annotated[
 WorkerMessage = Annotated[
     Started
     | Unavailable
-    | Moved
+    | AddressesChanged
     | Pong
     | RoundDone
-    | RoundFailure
+    | RoundFailureReport
     | Published
     | Found
     | Bootstrapped
-    | RequestFailed,
+    | DirectoryRequestFailed,
     Field(discriminator="kind"),
 ]
 daemon_messages: TypeAdapter[DaemonMessage] = TypeAdapter(DaemonMessage)

@@ -15,7 +15,7 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from swarm_client.averaging.protocol.messages import ShowMembership
+from swarm_client.averaging.protocol.messages import SetMembership
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError, SignatureError
 from swarm_shared.base.types import PeerId
@@ -44,14 +44,14 @@ class RunAuthorizer:
     def __init__(self, p2pd_key: Identity, clock: Clock = wall) -> None:
         self._key = p2pd_key
         self._clock = clock
-        self._membership: ShowMembership | None = None
+        self._membership: SetMembership | None = None
         self._revoked: frozenset[PeerId] = frozenset()
         self._tokens: OrderedDict[bytes, tuple[PeerId, PeerId, float]] = OrderedDict()
         """Tokens that held: member, its p2pd's peer ID, and when to look again."""
         self._nonces: OrderedDict[bytes, float] = OrderedDict()
         self.refused = 0
 
-    def show(self, membership: ShowMembership) -> None:
+    def set_membership(self, membership: SetMembership) -> None:
         """What this peer shows from now on, and whom it takes for a member."""
         before = self._membership
         if before is None or (before.run, before.organiser) != (
@@ -103,14 +103,14 @@ class RunAuthorizer:
         token.signature = self._membership.certificate
 
     def _check_signed(self, message: Any, token: Any) -> None:
-        member, p2pd = self._holder(token.signature, token.public_key)
+        member, p2pd = self._verify_token(token.signature, token.public_key)
         if member in self._revoked:
             raise AdmissionError(f"{member} is revoked")
         signature = message.auth.signature
         message.auth.signature = b""
         verify(p2pd, _signed_part(message), signature)
 
-    def _holder(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
+    def _verify_token(self, certificate: bytes, binding: bytes) -> tuple[PeerId, PeerId]:
         """The member that the token names, and its p2pd. Raises when it is not one."""
         membership, now = self._membership, self._clock()
         if membership is None:

@@ -27,7 +27,7 @@ MAX_RECORD_BYTES = 48 * 1024
 """Of what others may have stored, as much is handed on."""
 
 
-class Directory:
+class DhtDirectory:
     """Made by `start`."""
 
     def __init__(self, hivemind: Hivemind, node: Any, streams: P2pdStreams) -> None:
@@ -38,7 +38,7 @@ class Directory:
     @classmethod
     async def start(
         cls, hivemind: Hivemind, p2p: Any, streams: P2pdStreams, authorizer: RunAuthorizer
-    ) -> Directory:
+    ) -> DhtDirectory:
         """A node of its own; `bootstrap` joins it to others'."""
         node = await hivemind.DHTNode.create(
             p2p=p2p, ensure_bootstrap_success=False, strict=False, authorizer=authorizer

@@ -2,7 +2,7 @@
 
 `import hivemind` loads torch, scipy and its whole mixture-of-experts and optimizer packages:
 2.3 s of CPU and 290 MB per volunteer, for a process that needs its P2P client and its DHT node
-(0.2 s and 50 MB). `open_door` therefore puts empty packages in place of hivemind's three
+(0.2 s and 50 MB). `load_hivemind` therefore puts empty packages in place of hivemind's three
 `__init__` modules and imports the modules behind them. It is tied to the version that
 pyproject.toml pins; where it does not fit, the ordinary import is used.
 """
@@ -53,7 +53,7 @@ class HivemindMissingError(ImportError):
     """hivemind or its daemon is not installed here; the second carrier serves."""
 
 
-def open_door() -> Hivemind:
+def load_hivemind() -> Hivemind:
     """Import what is needed. HivemindMissingError when hivemind is not installed."""
     spec = importlib.util.find_spec("hivemind")
     if spec is None or not spec.submodule_search_locations:
@@ -65,7 +65,7 @@ def open_door() -> Hivemind:
     version = importlib.metadata.version("hivemind")
     if version in _KNOWN_VERSIONS and "hivemind" not in sys.modules:
         try:
-            _hollow_out(root)
+            _stub_packages(root)
             return _names(version, binary)
         except (ImportError, AttributeError):
             logger.warning("hivemind %s cannot be imported in part", version, exc_info=True)
@@ -74,7 +74,7 @@ def open_door() -> Hivemind:
     return _names(version, binary)
 
 
-def _hollow_out(root: Path) -> None:
+def _stub_packages(root: Path) -> None:
     """Packages without their `__init__`: hivemind, hivemind.utils, hivemind.dht."""
     for name, folder in (
         ("hivemind", root),

@@ -20,9 +20,9 @@ from swarm_client.averaging.protocol.bridge import (
     HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
-    Arrival,
-    Opened,
     OpenStream,
+    StreamArrived,
+    StreamOpened,
     arrivals,
     encode_head,
     open_answers,
@@ -49,7 +49,7 @@ class HostStreams:
 
     async def serve(self) -> asyncio.Server:
         return await asyncio.start_unix_server(
-            self._arrived, self._folder / WORKER_SOCKET, limit=READ_BUFFER_BYTES
+            self._accept, self._folder / WORKER_SOCKET, limit=READ_BUFFER_BYTES
         )
 
     async def open(self, peer: PeerId, *, relayed: bool) -> SocketChannel:
@@ -64,7 +64,7 @@ class HostStreams:
         try:
             writer.write(encode_head(OpenStream(peer=peer, relayed=relayed)))
             answer = await _read_head(reader, open_answers)
-            if not isinstance(answer, Opened):
+            if not isinstance(answer, StreamOpened):
                 raise NetworkError(answer.reason)
             opened = True
         finally:
@@ -72,12 +72,12 @@ class HostStreams:
                 writer.transport.abort()
         return SocketChannel(reader, writer, answer.route)
 
-    async def _arrived(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             with anyio.fail_after(HEAD_SECONDS):
-                arrival: Arrival = await _read_head(reader, arrivals)
+                arrival: StreamArrived = await _read_head(reader, arrivals)
             channel = SocketChannel(reader, writer, arrival.route)
-            await self._hub.accept(host_name(arrival.sender), channel)
+            await self._hub.accept(host_remote_name(arrival.sender), channel)
         except (NetworkError, TimeoutError) as error:
             logger.info("a stream from the daemon came to nothing: %s", error)
             writer.transport.abort()
@@ -86,7 +86,7 @@ class HostStreams:
             writer.transport.abort()
 
 
-def host_name(peer: PeerId) -> str:
+def host_remote_name(peer: PeerId) -> str:
     """A peer's name in the worker's waiting room when it comes over the host; its p2pd's is the
     bare peer ID. Nobody can be taken for somebody else by calling its p2pd like their host."""
     return f"{HOST_PREFIX}{peer}"

@@ -8,20 +8,20 @@ from typing import Any
 
 import anyio
 
-from swarm_client.averaging.protocol.addresses import is_relayed, through_relays
+from swarm_client.averaging.protocol.addresses import is_relayed, relayed_addresses
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_client.averaging.worker.p2pd_carrier import P2pdStreams
 from swarm_shared.base.errors import NetworkError
 
-LOOK_SECONDS = 5.0
-LOOK_SECONDS_AT_START = 0.5
+CHECK_SECONDS = 5.0
+FAST_CHECK_SECONDS = 0.5
 """While a relay that p2pd was told of has not been reached: it takes about a second."""
-STARTING_LOOKS = 20
+FAST_CHECKS = 20
 
 logger = logging.getLogger(__name__)
 
 
-class Location:
+class P2pdLocation:
     """p2pd announces a relay only where it takes the relay's address for a public one, which it
     does not on a local network; so the relays that it is connected to are counted here."""
 
@@ -40,24 +40,22 @@ class Location:
         except self._hivemind.daemon_errors as error:
             raise NetworkError(f"p2pd does not say where it is: {error}") from error
         direct = [text for text in map(str, own) if not is_relayed(text)]
-        return (*direct, *through_relays(await self._reached()))
+        return (*direct, *relayed_addresses(await self._connected_relays()))
 
-    async def _reached(self) -> list[str]:
+    async def _connected_relays(self) -> list[str]:
         if not self._relays:
             return []
         connected = await self._streams.connected()
         return [relay for relay in self._relays if relay.rpartition("/p2p/")[2] in connected]
 
-    async def follow(
-        self, known: tuple[str, ...], moved: Callable[[tuple[str, ...]], None]
-    ) -> None:
+    async def watch(self, known: tuple[str, ...], moved: Callable[[tuple[str, ...]], None]) -> None:
         """Call `moved` whenever the addresses are others than before."""
-        looks = 0
+        checks = 0
         while True:
             waits_for_relay = len(known) == 0 or sum(map(is_relayed, known)) < len(self._relays)
-            early = waits_for_relay and looks < STARTING_LOOKS
-            await anyio.sleep(LOOK_SECONDS_AT_START if early else LOOK_SECONDS)
-            looks += 1
+            early = waits_for_relay and checks < FAST_CHECKS
+            await anyio.sleep(FAST_CHECK_SECONDS if early else CHECK_SECONDS)
+            checks += 1
             try:
                 now = await self.now()
             except NetworkError as error:

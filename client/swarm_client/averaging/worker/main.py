@@ -35,28 +35,28 @@ from swarm_client.averaging.all_reduce.codec import dtype_of
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
 from swarm_client.averaging.all_reduce.reduce import all_reduce
-from swarm_client.averaging.all_reduce.routes import LinkReport, RouteFault
+from swarm_client.averaging.all_reduce.routes import RouteFault, StreamTraffic
 from swarm_client.averaging.protocol.messages import (
-    AbortRound,
-    Admit,
+    AddressesChanged,
     Bootstrap,
     Bootstrapped,
+    CancelRound,
     Carried,
-    Configure,
-    Elsewhere,
+    ConfigureAveraging,
+    DirectoryRequestFailed,
     Fault,
     Found,
     Lookup,
-    Moved,
     Ping,
     Pong,
     Publish,
     Published,
     Record,
-    RequestFailed,
     RoundDone,
-    RoundFailure,
-    ShowMembership,
+    RoundFailureReport,
+    RoundInDaemon,
+    SetAdmittedPeers,
+    SetMembership,
     Shutdown,
     Started,
     StartRound,
@@ -64,10 +64,14 @@ from swarm_client.averaging.protocol.messages import (
 )
 from swarm_client.averaging.worker.authorizer import RunAuthorizer
 from swarm_client.averaging.worker.daemon_link import DaemonLink
-from swarm_client.averaging.worker.dht import Directory
-from swarm_client.averaging.worker.hivemind_imports import Hivemind, HivemindMissingError, open_door
+from swarm_client.averaging.worker.dht import DhtDirectory
+from swarm_client.averaging.worker.hivemind_imports import (
+    Hivemind,
+    HivemindMissingError,
+    load_hivemind,
+)
 from swarm_client.averaging.worker.host_streams import HOST_PREFIX, HostStreams
-from swarm_client.averaging.worker.location import Location
+from swarm_client.averaging.worker.location import P2pdLocation
 from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
 from swarm_client.fault_injection import faults
@@ -88,7 +92,7 @@ class Services:
     hub: IncomingHub
     p2pd: P2pdStreams
     host: HostStreams
-    directory: Directory
+    directory: DhtDirectory
     authorizer: RunAuthorizer
 
 
@@ -100,7 +104,7 @@ class Worker:
         self._services = services
         self._tasks = tasks
         self._rounds: dict[str, anyio.CancelScope] = {}
-        self._called_off: dict[str, str] = {}
+        self._cancel_reasons: dict[str, str] = {}
 
     async def serve(self) -> None:
         """Until the daemon ends or says so."""
@@ -111,19 +115,19 @@ class Worker:
                     return
                 case StartRound():
                     self._tasks.start_soon(self._run_round, message)
-                case AbortRound():
+                case CancelRound():
                     if message.round_id in self._rounds:
-                        self._called_off[message.round_id] = message.reason
+                        self._cancel_reasons[message.round_id] = message.reason
                         self._rounds[message.round_id].cancel()
-                case Elsewhere():
+                case RoundInDaemon():
                     members = {name: PeerId(name) for name in message.p2pd_peer_ids}
                     self._services.hub.finish(round_tag(message.round_id), members, b"")
-                case Admit():
+                case SetAdmittedPeers():
                     admitted = frozenset(message.p2pd_peer_ids)
                     self._services.hub.admits = partial(_is_admitted, admitted)
                     self._services.hub.admission_changed()
-                case ShowMembership():
-                    self._services.authorizer.show(message)
+                case SetMembership():
+                    self._services.authorizer.set_membership(message)
                 case Publish():
                     self._tasks.start_soon(self._answer, message.request, self._publish, message)
                 case Lookup():
@@ -132,7 +136,7 @@ class Worker:
                     self._tasks.start_soon(self._answer, message.request, self._bootstrap, message)
                 case Ping():
                     self._link.send(Pong())
-                case Configure():
+                case ConfigureAveraging():
                     raise AssertionError("a worker is configured once")
 
     async def _run_round(self, message: StartRound) -> None:
@@ -153,7 +157,7 @@ class Worker:
                 self._link.send(_stopped(message.round_id, f"internal error: {error!r}"))
             finally:
                 del self._rounds[message.round_id]
-        reason = self._called_off.pop(message.round_id, "the worker is ending")
+        reason = self._cancel_reasons.pop(message.round_id, "the worker is ending")
         if scope.cancelled_caught:
             self._link.send(_stopped(message.round_id, reason))
         if not done:
@@ -200,7 +204,7 @@ class Worker:
             self._link.send(await work(message))
         except Exception as error:  # a supervisor: hivemind's DHT raises whatever it likes
             logger.exception("a directory request failed")
-            self._link.send(RequestFailed(request=request, reason=f"{error!r}"[:500]))
+            self._link.send(DirectoryRequestFailed(request=request, reason=f"{error!r}"[:500]))
 
     async def _publish(self, message: Publish) -> Published:
         stored = await self._services.directory.publish(
@@ -234,8 +238,8 @@ def _is_admitted(p2pd_peer_ids: frozenset[str], remote: str) -> bool:
 
 def _round_failure(
     round_id: str, failure: errors.RoundFailed, faults: Sequence[RouteFault]
-) -> RoundFailure:
-    return RoundFailure(
+) -> RoundFailureReport:
+    return RoundFailureReport(
         round_id=round_id,
         reason=failure.reason,
         failure=failure.failure,
@@ -247,7 +251,7 @@ def _round_failure(
     )
 
 
-def _carried(links: Sequence[LinkReport]) -> tuple[Carried, ...]:
+def _carried(links: Sequence[StreamTraffic]) -> tuple[Carried, ...]:
     return tuple(
         Carried(
             peer=link.peer,
@@ -263,11 +267,13 @@ def _faults(faults: Sequence[RouteFault]) -> tuple[Fault, ...]:
     return tuple(Fault(peer=f.peer, route=f.route, reason=f.reason[:500]) for f in faults)
 
 
-def _stopped(round_id: str, reason: str) -> RoundFailure:
-    return RoundFailure(round_id=round_id, reason=reason[:500], failure=errors.RoundFailure.STOPPED)
+def _stopped(round_id: str, reason: str) -> RoundFailureReport:
+    return RoundFailureReport(
+        round_id=round_id, reason=reason[:500], failure=errors.RoundFailure.STOPPED
+    )
 
 
-async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> int:
+async def _serve(link: DaemonLink, hivemind: Hivemind, settings: ConfigureAveraging) -> int:
     key = ensure_identity(Path(settings.identity_path))
     async with running_p2pd(hivemind, settings, sys.stderr) as (p2p, process):
         # Until the daemon says otherwise, nobody may wait here.
@@ -277,8 +283,8 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> i
         host = HostStreams(Path(settings.socket_folder), hub)
         await host.serve()
         await p2pd.serve()
-        directory = await Directory.start(hivemind, p2p, p2pd, authorizer)
-        location = Location(hivemind, p2p, p2pd, settings.trusted_relays)
+        directory = await DhtDirectory.start(hivemind, p2p, p2pd, authorizer)
+        location = P2pdLocation(hivemind, p2p, p2pd, settings.trusted_relays)
         addresses = await location.now()
         link.send(
             Started(
@@ -301,10 +307,10 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> i
                 tasks.cancel_scope.cancel()
 
             def moved(now: tuple[str, ...]) -> None:
-                link.send(Moved(addresses=now))
+                link.send(AddressesChanged(addresses=now))
 
             tasks.start_soon(end_with_p2pd)
-            tasks.start_soon(location.follow, addresses, moved)
+            tasks.start_soon(location.watch, addresses, moved)
             await Worker(link, services, tasks).serve()
             tasks.cancel_scope.cancel()
         return status
@@ -312,10 +318,10 @@ async def _serve(link: DaemonLink, hivemind: Hivemind, settings: Configure) -> i
 
 async def _main(link: DaemonLink) -> int:
     settings = await link.receive()
-    if not isinstance(settings, Configure):
+    if not isinstance(settings, ConfigureAveraging):
         return 0
     try:
-        return await _serve(link, open_door(), settings)
+        return await _serve(link, load_hivemind(), settings)
     except HivemindMissingError as error:
         link.send(Unavailable(reason=str(error), permanent=True))
     except ImportError as error:

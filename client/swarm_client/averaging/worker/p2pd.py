@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from swarm_client.averaging.protocol.messages import Configure
+from swarm_client.averaging.protocol.messages import ConfigureAveraging
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
 from swarm_shared.base.errors import NetworkError
@@ -58,7 +58,7 @@ def ensure_identity(path: Path) -> Identity:
     return identity
 
 
-def command_line(binary: Path, socket: Path, settings: Configure) -> list[str]:
+def command_line(binary: Path, socket: Path, settings: ConfigureAveraging) -> list[str]:
     """p2pd's arguments. TCP only: replies get lost over its QUIC."""
     arguments = {
         "listen": f"/unix{socket}",
@@ -89,7 +89,7 @@ def command_line(binary: Path, socket: Path, settings: Configure) -> list[str]:
 
 @asynccontextmanager
 async def running_p2pd(
-    hivemind: Hivemind, settings: Configure, log: TextIO
+    hivemind: Hivemind, settings: ConfigureAveraging, log: TextIO
 ) -> AsyncIterator[tuple[Any, asyncio.subprocess.Process]]:
     """p2pd and hivemind's P2P client to it; both are gone afterwards. NetworkError if it fails."""
     folder = Path(settings.socket_folder)

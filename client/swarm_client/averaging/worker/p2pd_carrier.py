@@ -16,16 +16,16 @@ from typing import Any
 
 import anyio
 
-from swarm_client.averaging.all_reduce.carrier import Arrivals, Channel
+from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStreams
 from swarm_client.averaging.all_reduce.errors import RouteAbsentError
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.plan import RoundSpec
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault
-from swarm_client.averaging.all_reduce.stream_race import Opener, Opening
-from swarm_client.averaging.protocol.addresses import is_relayed, without_owner
+from swarm_client.averaging.all_reduce.stream_race import Opener, StreamRace
+from swarm_client.averaging.protocol.addresses import is_relayed, without_peer_id
 from swarm_client.averaging.protocol.messages import Member
 from swarm_client.averaging.worker.hivemind_imports import Hivemind
-from swarm_client.averaging.worker.host_streams import HostStreams, host_name
+from swarm_client.averaging.worker.host_streams import HostStreams, host_remote_name
 from swarm_client.averaging.worker.packed_address import AddressBytes
 from swarm_client.averaging.worker.socket_channel import SocketChannel
 from swarm_shared.base.errors import LinkTimeout, NetworkError
@@ -33,7 +33,7 @@ from swarm_shared.base.types import PeerId
 
 PROTOCOL = "/swarmtrain/all-reduce/1"
 OPEN_SECONDS = 15.0
-TURN_SECONDS = 0.4
+DIAL_TURN_SECONDS = 0.4
 """How long the other end may take to come, where it is its turn to dial: for its first packet to
 arrive over any line. Longer, and an end whose p2pd is being started again is waited for."""
 _LOOK_SECONDS = 0.05
@@ -66,7 +66,7 @@ class P2pdStreams:
         try:
             peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
             targets = [
-                AddressBytes(self._hivemind, without_owner(text, p2pd_peer_id))
+                AddressBytes(self._hivemind, without_peer_id(text, p2pd_peer_id))
                 for text in addresses
             ]
         except ValueError as error:
@@ -100,7 +100,7 @@ class P2pdStreams:
         if not usable and not await self._is_connected(p2pd_peer_id, relayed=relayed):
             # The other end may be behind a router and still come to us.
             raise RouteAbsentError("p2pd has no address that leads there, and no connection")
-        if usable and (relayed or not await self._has_come(p2pd_peer_id)):
+        if usable and (relayed or not await self._was_dialled(p2pd_peer_id)):
             await self.connect(p2pd_peer_id, usable)
         peer = self._hivemind.PeerID.from_base58(p2pd_peer_id)
         try:
@@ -117,7 +117,7 @@ class P2pdStreams:
             raise RouteAbsentError("p2pd is connected through a relay, and keeps to that")
         return channel
 
-    async def _has_come(self, p2pd_peer_id: str) -> bool:
+    async def _was_dialled(self, p2pd_peer_id: str) -> bool:
         """Whether there is a direct connection, once the other end has had its turn to make one.
 
         Members of a round dial each other at the same moment. Both from the port that they listen
@@ -129,7 +129,7 @@ class P2pdStreams:
             return True
         if self._p2p.peer_id.to_base58() < p2pd_peer_id:
             return False
-        with anyio.move_on_after(TURN_SECONDS):
+        with anyio.move_on_after(DIAL_TURN_SECONDS):
             while not await self._is_connected(p2pd_peer_id, relayed=False):
                 await anyio.sleep(_LOOK_SECONDS)
             return True
@@ -162,7 +162,7 @@ class GroupCarrier:
     async def open(self, peer: PeerId) -> Channel:
         member = self._members[peer]
         openers = [(route, self._opener(member, route)) for route in member.routes]
-        return await Opening(peer, self.faults.append).first(openers)
+        return await StreamRace(peer, self.faults.append).open(openers)
 
     def _opener(self, member: Member, route: Route) -> Opener:
         if not route.over_p2pd:
@@ -171,10 +171,10 @@ class GroupCarrier:
         relayed = route is Route.P2PD_RELAYED
         return partial(self._p2pd.open, member.p2pd_peer_id, member.p2pd_addresses, relayed=relayed)
 
-    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[Arrivals]:
+    def incoming(self, spec: RoundSpec, tag: bytes) -> AbstractContextManager[IncomingStreams]:
         names: dict[str, PeerId] = {}
         for peer in spec.members:
-            names[host_name(peer)] = peer
+            names[host_remote_name(peer)] = peer
             if self._members[peer].p2pd_peer_id:
                 names[self._members[peer].p2pd_peer_id] = peer
         return self._hub.round(tag, names)

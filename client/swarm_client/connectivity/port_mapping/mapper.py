@@ -35,7 +35,7 @@ LONGEST_RENEWAL_SECONDS = 900.0
 SHORTEST_RENEWAL_SECONDS = 0.5
 MAP_SECONDS = 15.0
 """Of a router that answers, however slowly."""
-GIVE_BACK_SECONDS = 1.0
+RELEASE_SECONDS = 1.0
 _PORTS_TRIED = 3
 _OWN_PORTS = range(49_152, 65_536)
 """For private use (RFC 6335)."""
@@ -128,12 +128,12 @@ class PortMapper:
                 await self.release()
 
     async def release(self) -> None:
-        """Gives the mapping back, within GIVE_BACK_SECONDS or not at all: it lapses by itself."""
+        """Gives the mapping back, within RELEASE_SECONDS or not at all: it lapses by itself."""
         mapping, router = self.mapping, self._router
         self._forget()
         if mapping is None or router is None:
             return
-        with trio.move_on_after(GIVE_BACK_SECONDS) as scope:
+        with trio.move_on_after(RELEASE_SECONDS) as scope:
             try:
                 await router.unmap(mapping.internal_port, mapping.external_port)
             except NetworkError as error:
@@ -270,7 +270,7 @@ class _UpnpRouter:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._device: upnp.Device | None = None
+        self._device: upnp.UpnpDevice | None = None
         self.external_address = ipaddress.IPv4Address(0)
 
     async def refresh(self) -> None:
@@ -296,7 +296,7 @@ class _UpnpRouter:
             return external_port, LIFETIME_SECONDS
         raise NetworkError(f"the router has given away each of the {_PORTS_TRIED} ports tried")
 
-    async def _map(self, device: upnp.Device, port: int, external_port: int) -> None:
+    async def _map(self, device: upnp.UpnpDevice, port: int, external_port: int) -> None:
         try:
             await device.map(external_port, port, LIFETIME_SECONDS)
         except upnp.RouterError as error:

@@ -3,7 +3,7 @@
 The search is our own, because miniupnpc's takes whoever on the network answers first. An answer
 counts when it comes from the default gateway and points to the default gateway; miniupnpc then
 reads that router's description and calls its functions. It blocks, so it runs in a thread, and
-who waits for it does so for a limited time (`Device.call`); py-libp2p brings it along.
+who waits for it does so for a limited time (`UpnpDevice.call`); py-libp2p brings it along.
 """
 
 from __future__ import annotations
@@ -89,12 +89,12 @@ def is_at(url: str, gateway: ipaddress.IPv4Address) -> bool:
     return re.fullmatch(rf"http://{host}(:[0-9]{{1,5}})?(/[!-~]*)?", url) is not None
 
 
-async def find(gateway: Gateway) -> Device:
+async def find(gateway: Gateway) -> UpnpDevice:
     """The gateway's UPnP device. NetworkError when it has none, LinkTimeout without an answer."""
     if not AVAILABLE:
         raise NetworkError("UPnP is not available: miniupnpc is not installed")
     url = await _search(gateway)
-    device = Device(gateway.address, url)
+    device = UpnpDevice(gateway.address, url)
     await device.open()
     return device
 
@@ -128,7 +128,7 @@ async def _first_answer(udp: trio.socket.SocketType, gateway: Gateway) -> str:
         logger.info("passed over an answer to the search for a router from %s", sender[0])
 
 
-class Device:
+class UpnpDevice:
     """The router as miniupnpc knows it. One call at a time."""
 
     def __init__(self, gateway: ipaddress.IPv4Address, url: str) -> None:

@@ -13,9 +13,9 @@ from swarm_client.governor.probes.idle import TerminalIdle, display_idle
 from swarm_client.governor.probes.machine import (
     CpuProbe,
     DiskProbe,
-    Family,
     MemoryProbe,
     PowerProbe,
+    ProcessTree,
 )
 from swarm_client.governor.probes.readings import Readings
 from swarm_client.preferences import Preferences
@@ -23,7 +23,7 @@ from swarm_shared.base.clock import Clock, monotonic
 
 CPU_SECONDS = 1.0
 """The share over less says little."""
-UNHURRIED_SECONDS = 10.0
+RELAXED_DISPLAY_SECONDS = 10.0
 """Between two looks for somebody at the display, where nothing stops at once because of them: on
 some systems asking means starting a program."""
 
@@ -39,10 +39,10 @@ class MachineProbes:
         gpus: GpuProbe | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.family = Family(clock=clock)
+        self.process_tree = ProcessTree(clock=clock)
         self._clock = clock
-        self._cpu = CpuProbe(self.family, clock)
-        self._memory = MemoryProbe(self.family, clock)
+        self._cpu = CpuProbe(self.process_tree, clock)
+        self._memory = MemoryProbe(self.process_tree, clock)
         self.disk = DiskProbe(home, clock)
         self._power = PowerProbe(clock)
         self._apps = AppProbe(clock)
@@ -86,13 +86,13 @@ class MachineProbes:
         return self._last
 
     def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:
-        hurried = not all(
+        is_urgent = not all(
             preferences.run_gpu_if_user_active
             if device.startswith("cuda")
             else preferences.run_if_user_active
             for device in devices
         )
-        if not hurried and now - self._display_at < UNHURRIED_SECONDS:
+        if not is_urgent and now - self._display_at < RELAXED_DISPLAY_SECONDS:
             # As the policy remembers it: when somebody was seen, not how long ago.
             self._last = replace(self._last, display_idle_seconds=None)
             return

@@ -9,9 +9,9 @@ import psutil
 
 from swarm_shared.base.clock import Clock, monotonic
 
-YOUNG_SECONDS = 5.0
+NEW_PROCESS_SECONDS = 5.0
 """A new process becomes another program (exec) soon after its start, if at all."""
-ROUND_SECONDS = 10.0
+RECHECK_SECONDS = 10.0
 """Older ones are looked at again once in so long, a part of them at each look."""
 
 LONGEST_SHORT_NAME = 15
@@ -48,12 +48,12 @@ class AppProbe:
             for table in (self._names, self._first_seen, self._read_at):
                 table.pop(gone, None)
         # Those that were there before us are what they are, most of them for hours.
-        born = now if self._first_seen else now - YOUNG_SECONDS
+        born = now if self._first_seen else now - NEW_PROCESS_SECONDS
         for pid in pids:
             first = self._first_seen.setdefault(pid, born)
-            young = now - first < YOUNG_SECONDS
+            young = now - first < NEW_PROCESS_SECONDS
             # By their numbers, so that not all of them are read at the same look.
-            due = now - self._read_at.get(pid, -1e9) >= ROUND_SECONDS + pid % 7
+            due = now - self._read_at.get(pid, -1e9) >= RECHECK_SECONDS + pid % 7
             if young or due:
                 self._read_at[pid] = now
                 self._names[pid] = self._name(pid)

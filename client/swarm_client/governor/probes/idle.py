@@ -145,7 +145,7 @@ class MacIdle:
         return min((int(text) / 1e9 for text in times), default=None)
 
 
-class FirstThatKnows:
+class FirstAvailable:
     """Of several probes for the same thing; one that knew nothing is asked again later."""
 
     def __init__(self, probes: Sequence[IdleProbe], clock: Clock = monotonic) -> None:
@@ -176,4 +176,4 @@ def display_idle(environment: Mapping[str, str] | None = None) -> IdleProbe:
         probes.append(X11Idle(environment))
     if sys.platform.startswith("linux") and shutil.which("loginctl"):
         probes.append(LogindIdle())
-    return FirstThatKnows(probes)
+    return FirstAvailable(probes)

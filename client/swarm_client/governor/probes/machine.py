@@ -11,7 +11,7 @@ import psutil
 from swarm_client.control.gauges import folder_bytes
 from swarm_shared.base.clock import Clock, monotonic
 
-FAMILY_SECONDS = 5.0
+PROCESS_TREE_SECONDS = 5.0
 """Between two looks for new child processes: that reads every process of the machine."""
 DISK_SECONDS = 10.0
 """Between two walks through the home; free space is asked for every time."""
@@ -20,21 +20,21 @@ MEMORY_SECONDS = 5.0
 """Between two readings of each own process's memory, which the kernel has to add up."""
 
 
-class Family:
+class ProcessTree:
     """This process and all that it has started."""
 
     def __init__(self, pid: int | None = None, clock: Clock = monotonic) -> None:
         self._self = psutil.Process(pid)
         self._clock = clock
-        self._looked_at = -FAMILY_SECONDS
+        self._looked_at = -PROCESS_TREE_SECONDS
         self._members: list[psutil.Process] = [self._self]
 
     def members(self) -> list[psutil.Process]:
-        if self._clock() - self._looked_at >= FAMILY_SECONDS:
-            self.look()
+        if self._clock() - self._looked_at >= PROCESS_TREE_SECONDS:
+            self.refresh()
         return self._members
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Now, because something was started."""
         self._looked_at = self._clock()
         known = {member.pid: member for member in self._members}
@@ -53,8 +53,8 @@ def _same(old: psutil.Process | None, new: psutil.Process) -> psutil.Process:
 class CpuProbe:
     """Shares of all cores since the last call; None at the first."""
 
-    def __init__(self, family: Family, clock: Clock = monotonic) -> None:
-        self._family = family
+    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
+        self._process_tree = process_tree
         self._clock = clock
         self._cores = psutil.cpu_count() or 1
         self._all: tuple[float, float] | None = None
@@ -80,7 +80,7 @@ class CpuProbe:
 
     def _own_seconds(self) -> list[tuple[psutil.Process, float]]:
         found: list[tuple[psutil.Process, float]] = []
-        for process in self._family.members():
+        for process in self._process_tree.members():
             try:
                 times = process.cpu_times()
             except psutil.Error:
@@ -89,7 +89,7 @@ class CpuProbe:
         return found
 
 
-class Slowly:
+class CachedReading:
     """Asks again only every so often, and remembers the answer."""
 
     def __init__(self, ask: Callable[[], int | None], seconds: float, clock: Clock) -> None:
@@ -117,9 +117,9 @@ class MemoryReading:
 
 
 class MemoryProbe:
-    def __init__(self, family: Family, clock: Clock = monotonic) -> None:
-        self._family = family
-        self._own = Slowly(self._own_bytes, MEMORY_SECONDS, clock)
+    def __init__(self, process_tree: ProcessTree, clock: Clock = monotonic) -> None:
+        self._process_tree = process_tree
+        self._own = CachedReading(self._own_bytes, MEMORY_SECONDS, clock)
 
     def read(self) -> MemoryReading:
         try:
@@ -131,7 +131,7 @@ class MemoryProbe:
     def _own_bytes(self) -> int:
         """Resident; what processes share (tensors that pass between them) counts once."""
         total, shared = 0, 0
-        for process in self._family.members():
+        for process in self._process_tree.members():
             try:
                 memory = process.memory_info()
             except psutil.Error:
@@ -145,7 +145,7 @@ class MemoryProbe:
 class DiskProbe:
     def __init__(self, folder: Path, clock: Clock = monotonic) -> None:
         self._folder = folder
-        self.used = Slowly(lambda: folder_bytes(folder), DISK_SECONDS, clock)
+        self.used = CachedReading(lambda: folder_bytes(folder), DISK_SECONDS, clock)
 
     def free_bytes(self) -> int | None:
         try:
@@ -156,7 +156,7 @@ class DiskProbe:
 
 class PowerProbe:
     def __init__(self, clock: Clock = monotonic) -> None:
-        self._plugged = Slowly(self._ask, POWER_SECONDS, clock)
+        self._plugged = CachedReading(self._ask, POWER_SECONDS, clock)
 
     def on_batteries(self) -> bool | None:
         """None without a battery, or when nothing says whether it is in use."""

@@ -135,7 +135,8 @@ def _authority(environment: Mapping[str, str]) -> bytes:
 def find_cookie(authority: bytes, number: int) -> bytes:
     """The display's cookie in an Xauthority file; empty when it has none.
 
-    Entries: a family, then address, display, name and data, each after its length, big-endian.
+    Entries: a process_tree, then address, display, name and data, each after its length,
+    big-endian.
     """
     position = 0
     while position + 2 <= len(authority):

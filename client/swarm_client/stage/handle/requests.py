@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import trio
 
-from swarm_client.ipc.child_process import Child
-from swarm_client.stage.handle.liveness import Liveness, Owes
+from swarm_client.ipc.child_process import ChildProcess
+from swarm_client.stage.handle.liveness import Liveness, Outstanding
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_shared.base.errors import FrameError, LinkClosed
@@ -23,7 +23,12 @@ from swarm_shared.base.errors import FrameError, LinkClosed
 EXIT_STATUS_SECONDS = 2.0
 """How long callers wait for the exit status of a worker whose socket has ended."""
 
-_PATIENT = (messages.Configure, messages.SaveState, messages.LoadState, messages.AdoptFresh)
+_PATIENT = (
+    messages.ConfigureStage,
+    messages.SaveStageState,
+    messages.LoadStageState,
+    messages.ReinitialiseStage,
+)
 
 AnswerT = TypeVar("AnswerT", bound=messages.Numbered)
 
@@ -46,7 +51,7 @@ class Exchange:
     """`send_all`, `receive_all` and `watch` run beside the callers while the process lives."""
 
     def __init__(
-        self, child: Child[messages.WorkerAnswer], name: str, on_death: Callable[[], None]
+        self, child: ChildProcess[messages.WorkerAnswer], name: str, on_death: Callable[[], None]
     ) -> None:
         self._child = child
         self._name = name
@@ -149,11 +154,11 @@ class Exchange:
         self._hung = f": it was ended after it had answered nothing for {silent_seconds:.0f} s"
         self._child.kill()
 
-    def _owes(self) -> Owes:
+    def _owes(self) -> Outstanding:
         answers = self._liveness.answers
         if any(w.patient and w.behind != answers for w in self._waiters.values()):
-            return Owes.STORAGE
-        return Owes.COMPUTING if self._waiters else Owes.NOTHING
+            return Outstanding.STORAGE
+        return Outstanding.COMPUTING if self._waiters else Outstanding.NOTHING
 
     def _fail_everybody(self, status: int | None, reason: str) -> None:
         how = "" if status is None else f" with exit status {status}"

@@ -1,6 +1,7 @@
 """Slots of shared memory and what a caller holds of one: the daemon's side, no torch.
 
-Slots come in two pools, one for Forward and Evaluate, one for Backward. A forward's slot stays
+Slots come in two pools, one for RunForward and RunEvaluation, one for RunBackward. A forward's
+slot stays
 with its caller, who keeps the output there until the gradient is back in case it must be sent
 again; if backwards had to wait for the same slots, callers could wait for each other for ever. A
 backward's slot is returned as soon as its gradient is sent upstream, which waits for nothing in

@@ -12,17 +12,18 @@ from pathlib import Path
 
 import trio
 
-from swarm_client.ipc.child_process import Child, start_child
+from swarm_client.ipc.child_process import ChildProcess, start_child
 from swarm_client.stage.protocol import messages
 
 WORKER_MODULE = "swarm_client.stage.worker"
 
-WorkerChild = Child[messages.WorkerAnswer]
+WorkerChild = ChildProcess[messages.WorkerAnswer]
 
 
 @asynccontextmanager
 async def worker_process(threads: int, log_path: Path) -> AsyncIterator[WorkerChild]:
-    """A process that has imported what it needs and waits for its Configure; dead when the block
+    """A process that has imported what it needs and waits for its ConfigureStage; dead when the
+    block
     is left. One that has died at once is handed out, too: whoever asks it for something is told."""
     async with start_child(
         WORKER_MODULE, (), incoming=messages.worker_answers, log_path=log_path,
@@ -32,7 +33,7 @@ async def worker_process(threads: int, log_path: Path) -> AsyncIterator[WorkerCh
         yield child
 
 
-class SpareWorker:
+class WarmWorker:
     """Keeps one process for whoever comes first. Run `run` beside it."""
 
     def __init__(self, threads: int, log_path: Path) -> None:

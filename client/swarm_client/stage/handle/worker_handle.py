@@ -14,19 +14,19 @@ from pathlib import Path
 import trio
 
 from swarm_client.ipc import shared_memory
-from swarm_client.ipc.child_process import Child
+from swarm_client.ipc.child_process import ChildProcess
 from swarm_client.stage.handle.requests import Exchange
 from swarm_client.stage.handle.slots import Buffer, Output, SlotPool
 from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
-from swarm_client.stage.protocol.slot_sizes import StageSizes, stage_sizes
+from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
 from swarm_shared.base.errors import FrameError
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.run.manifest import Manifest
 
 KEPT_BUDGET_BYTES = 512 * 2**20
-"""Host memory for taking microbatches out of the accumulator again; see protocol.Configure."""
+"""Host memory for taking microbatches out of the accumulator again; see protocol.ConfigureStage."""
 
 BACKWARD_SLOTS = 8
 """A forward's slot is held until its gradient is back, a backward's only while that is sent."""
@@ -36,10 +36,10 @@ class StageWorker:
     """Many tasks may call at once. Made by `open_worker`."""
 
     def __init__(
-        self, child: Child[messages.WorkerAnswer], manifest: Manifest, stage: StageIndex
+        self, child: ChildProcess[messages.WorkerAnswer], manifest: Manifest, stage: StageIndex
     ) -> None:
         self.stage = stage
-        self.sizes: StageSizes = stage_sizes(manifest, stage)
+        self.sizes: SlotSizes = slot_sizes(manifest, stage)
         self._tokens = manifest.tokens_per_microbatch
         self._child = child
         self._numbers = itertools.count(1)
@@ -48,13 +48,13 @@ class StageWorker:
         self._forward_slots = SlotPool(range(microbatches))
         self._backward_slots = SlotPool(range(microbatches, self.slot_count))
         self._slots: shared_memory.Segment | None = None
-        self._configured: messages.Configured | None = None
+        self._configured: messages.StageConfigured | None = None
         self._exchange = Exchange(child, f"the compute process of stage {stage}", self._close_slots)
 
     # ---- what it is
 
     @property
-    def configured(self) -> messages.Configured:
+    def configured(self) -> messages.StageConfigured:
         """Names and sizes of the worker's shared memory."""
         assert self._configured is not None
         return self._configured
@@ -94,8 +94,8 @@ class StageWorker:
         Cancelling the call discards the microbatch.
         """
 
-        def build(request: int, slot: int, nbytes: int) -> messages.Forward:
-            return messages.Forward(
+        def build(request: int, slot: int, nbytes: int) -> messages.RunForward:
+            return messages.RunForward(
                 request=request, step=step, microbatch=microbatch, accumulate=accumulate,
                 slot=slot, nbytes=nbytes,
             )  # fmt: skip
@@ -110,8 +110,8 @@ class StageWorker:
         the accumulator, and `accumulated` tells.
         """
 
-        def build(request: int, slot: int, nbytes: int) -> messages.Backward:
-            return messages.Backward(
+        def build(request: int, slot: int, nbytes: int) -> messages.RunBackward:
+            return messages.RunBackward(
                 request=request, forward=handle.request, slot=slot, nbytes=nbytes
             )
 
@@ -122,10 +122,10 @@ class StageWorker:
             raise
 
     async def evaluate(self, parts: Sequence[Buffer]) -> Output:
-        """Forward only; on the last stage the Output has loss_sum and no payload."""
+        """RunForward only; on the last stage the Output has loss_sum and no payload."""
 
-        def build(request: int, slot: int, nbytes: int) -> messages.Evaluate:
-            return messages.Evaluate(request=request, slot=slot, nbytes=nbytes)
+        def build(request: int, slot: int, nbytes: int) -> messages.RunEvaluation:
+            return messages.RunEvaluation(request=request, slot=slot, nbytes=nbytes)
 
         return await self._compute(self._forward_slots, build, parts)
 
@@ -150,49 +150,49 @@ class StageWorker:
 
     async def accumulated(self, step: Step) -> tuple[MicrobatchIndex, ...]:
         """The microbatches in the step's accumulator, sorted."""
-        request = messages.Accumulated(request=self._number(), step=step)
-        return (await self._exchange.call(request, messages.AccumulatedAre)).microbatches
+        request = messages.ListAccumulated(request=self._number(), step=step)
+        return (await self._exchange.call(request, messages.AccumulatedMicrobatches)).microbatches
 
     async def prepare_round(self, step: Step) -> messages.RoundPrepared:
         """Fill the `gradients` segment; says which microbatches are in it."""
         request = messages.PrepareRound(request=self._number(), step=step)
         return await self._exchange.call(request, messages.RoundPrepared)
 
-    async def norm(self, step: Step, step_tokens: int) -> messages.NormDone:
+    async def norm(self, step: Step, step_tokens: int) -> messages.NormComputed:
         """Squared norms of the averaged gradient that is in the `result` segment."""
-        request = messages.Norm(request=self._number(), step=step, step_tokens=step_tokens)
-        return await self._exchange.call(request, messages.NormDone)
+        request = messages.ComputeNorm(request=self._number(), step=step, step_tokens=step_tokens)
+        return await self._exchange.call(request, messages.NormComputed)
 
     async def apply(
         self, step: Step, step_tokens: int, global_norm: float, learning_rate: float
-    ) -> messages.Applied:
+    ) -> messages.UpdateApplied:
         """Clip, step, and empty the step's accumulator; the worker is then at version `step`."""
-        request = messages.Apply(
+        request = messages.ApplyUpdate(
             request=self._number(), step=step, step_tokens=step_tokens,
             global_norm=global_norm, learning_rate=learning_rate,
         )  # fmt: skip
-        return await self._exchange.call(request, messages.Applied)
+        return await self._exchange.call(request, messages.UpdateApplied)
 
     async def save_state(self, path: Path, version: Version) -> int:
         """Write parameters and optimizer state atomically; returns the bytes written."""
-        request = messages.SaveState(request=self._number(), path=str(path), version=version)
-        return (await self._exchange.call(request, messages.StateSaved)).nbytes
+        request = messages.SaveStageState(request=self._number(), path=str(path), version=version)
+        return (await self._exchange.call(request, messages.StageStateSaved)).nbytes
 
-    async def load_state(self, path: Path, version: Version) -> messages.StateLoaded:
-        request = messages.LoadState(request=self._number(), path=str(path), version=version)
-        return await self._exchange.call(request, messages.StateLoaded)
+    async def load_state(self, path: Path, version: Version) -> messages.StageStateLoaded:
+        request = messages.LoadStageState(request=self._number(), path=str(path), version=version)
+        return await self._exchange.call(request, messages.StageStateLoaded)
 
-    async def adopt_fresh(self, version: Version) -> messages.StateLoaded:
+    async def reinitialise(self, version: Version) -> messages.StageStateLoaded:
         """Start again from the manifest's seed."""
-        request = messages.AdoptFresh(request=self._number(), version=version)
-        return await self._exchange.call(request, messages.StateLoaded)
+        request = messages.ReinitialiseStage(request=self._number(), version=version)
+        return await self._exchange.call(request, messages.StageStateLoaded)
 
     async def limit(self, duty_cycle: float, threads: int, vram_bytes: int | None) -> None:
         """How much of its device it may use from now on."""
-        request = messages.Limit(
+        request = messages.SetLimits(
             request=self._number(), duty_cycle=duty_cycle, threads=threads, vram_bytes=vram_bytes
         )
-        await self._exchange.call(request, messages.Limited)
+        await self._exchange.call(request, messages.LimitsSet)
 
     # ---- machinery
 
@@ -276,13 +276,13 @@ class StageWorker:
         self, manifest: Manifest, device: str, threads: int, graph_budget_bytes: int,
         kept_budget_bytes: int, namespace: str,
     ) -> None:  # fmt: skip
-        request = messages.Configure(
+        request = messages.ConfigureStage(
             request=self._number(), manifest_json=manifest.model_dump_json(), stage=self.stage,
             device=device, threads=threads, graph_budget_bytes=graph_budget_bytes,
             kept_budget_bytes=kept_budget_bytes, slot_bytes=self.sizes.slot_bytes,
             slot_count=self.slot_count, namespace=namespace,
         )  # fmt: skip
-        self._configured = await self._exchange.call(request, messages.Configured)
+        self._configured = await self._exchange.call(request, messages.StageConfigured)
 
     def _attach(self, attached: list[shared_memory.Segment]) -> None:
         configured = self.configured

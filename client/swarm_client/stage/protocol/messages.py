@@ -2,27 +2,32 @@
 
 Rules
 -----
-1. The worker says Awake when it has imported what it needs. The first request is Configure; its
+1. The worker says Awake when it has imported what it needs. The first request is ConfigureStage;
+its
    answer carries the names of the shared memory. The end of the daemon's side of the socket ends
    the worker.
 2. Every request but Discard has exactly one answer with the same `request` number:
    the one named after it, or Failed. The worker lives on after a Failed.
 3. **Slots.** One shared segment of `slot_count` slots, owned by the daemon alone. A compute
-   request (Forward, Backward, Evaluate) names one slot with its payload; the worker copies the
+   request (RunForward, RunBackward, RunEvaluation) names one slot with its payload; the worker
+   copies the
    payload out and writes the answer's payload **into the same slot**. The slot is the daemon's
    again with the answer. So the worker never waits for a slot and cannot be part of a dead lock;
    how many requests it holds is bounded by the number of slots.
 4. **Order.** Between two computations the inbox is drained. Control requests are carried out
    there, in the order they came and ahead of queued computations; then one computation: a
-   Backward before any Forward or Evaluate (1F1B: it frees memory soonest), one of an older step
+   RunBackward before any RunForward or RunEvaluation (1F1B: it frees memory soonest), one of an
+   older step
    before one of the next, else in order of arrival. Under a duty cycle a rest goes before that
    computation, and control requests are carried out in it. Who needs a control request after a
    computation awaits the computation's answer first.
 5. **Steps.** A worker at parameter version v computes microbatches of step v + 1 only, or of v + 1
    and v + 2 where the manifest's staleness is 1; each step has an accumulator of its own.
-   PrepareRound, Norm and Apply are of step v + 1, whatever is computed of step v + 2 meanwhile.
-   Apply forgets what is in flight of its step, LoadState and AdoptFresh everything accumulated or
-   in flight; a Backward for it is Failed "unknown_microbatch". Evaluate uses version v.
+   PrepareRound, ComputeNorm and ApplyUpdate are of step v + 1, whatever is computed of step v + 2
+   meanwhile.
+   ApplyUpdate forgets what is in flight of its step, LoadStageState and ReinitialiseStage
+   everything accumulated or
+   in flight; a RunBackward for it is Failed "unknown_microbatch". RunEvaluation uses version v.
 6. **Once.** A microbatch is in the accumulator at most once, `added` says whether this request
    put it there, and what failed left no trace.
 """
@@ -48,7 +53,7 @@ FailureCode = Literal[
     "out_of_memory",
     "bad_input",  # a size, a token id or a number that cannot be, as it came in
     "wrong_step",  # not the step (or version) that this worker is at
-    "unknown_microbatch",  # Backward for what is not (any more) in flight
+    "unknown_microbatch",  # RunBackward for what is not (any more) in flight
     "discarded",  # given up by the daemon before it was computed, or in the middle of that
     "storage",  # a state file that cannot be written or read
     "device",  # the device is not there or does not work
@@ -64,7 +69,7 @@ class Numbered(FrozenModel):
 # ------------------------------------------------------------------------- daemon to worker
 
 
-class Configure(Numbered):
+class ConfigureStage(Numbered):
     """Build the stage from the manifest's seed: version 0."""
 
     kind: Literal["configure"] = "configure"
@@ -83,11 +88,11 @@ class Configure(Numbered):
     """Prefix of the names of the shared memory."""
 
 
-class Forward(Numbered):
+class RunForward(Numbered):
     """One microbatch; the slot holds its input and, on the last stage, its targets after it.
 
     On the last stage the backward pass is done at once and the answer is a BackwardDone; else a
-    ForwardDone with the output activation, and a Backward is to follow.
+    ForwardDone with the output activation, and a RunBackward is to follow.
     """
 
     kind: Literal["forward"] = "forward"
@@ -98,8 +103,8 @@ class Forward(Numbered):
     nbytes: Bytes
 
 
-class Backward(Numbered):
-    """The gradient of the output of the Forward whose request number was `forward`."""
+class RunBackward(Numbered):
+    """The gradient of the output of the RunForward whose request number was `forward`."""
 
     kind: Literal["backward"] = "backward"
     forward: Request
@@ -107,7 +112,7 @@ class Backward(Numbered):
     nbytes: Bytes
 
 
-class Evaluate(Numbered):
+class RunEvaluation(Numbered):
     """A forward pass that nothing follows: ForwardDone, on the last stage EvaluateDone."""
 
     kind: Literal["evaluate"] = "evaluate"
@@ -116,10 +121,10 @@ class Evaluate(Numbered):
 
 
 class Discard(Numbered):
-    """Give up the computation with this number, queued or waiting for its Backward. No answer.
+    """Give up the computation with this number, queued or waiting for its RunBackward. No answer.
 
     A computation that is still queued is answered with Failed "discarded", one that is being
-    carried out ends so at its next layer; one that is done stays done (Accumulated tells).
+    carried out ends so at its next layer; one that is done stays done (ListAccumulated tells).
     """
 
     kind: Literal["discard"] = "discard"
@@ -143,7 +148,7 @@ class ResetAccumulator(Numbered):
     step: Step
 
 
-class Accumulated(Numbered):
+class ListAccumulated(Numbered):
     """Which microbatches are in the step's accumulator."""
 
     kind: Literal["accumulated"] = "accumulated"
@@ -157,7 +162,7 @@ class PrepareRound(Numbered):
     step: Step
 
 
-class Norm(Numbered):
+class ComputeNorm(Numbered):
     """Squared norms of `result` divided by step_tokens."""
 
     kind: Literal["norm"] = "norm"
@@ -165,7 +170,7 @@ class Norm(Numbered):
     step_tokens: int = Field(ge=1)
 
 
-class Apply(Numbered):
+class ApplyUpdate(Numbered):
     """Clip to the whole model's norm, step, empty the step's accumulator: version = step."""
 
     kind: Literal["apply"] = "apply"
@@ -175,42 +180,44 @@ class Apply(Numbered):
     learning_rate: float = Field(ge=0, allow_inf_nan=False)
 
 
-class SaveState(Numbered):
+class SaveStageState(Numbered):
     kind: Literal["save_state"] = "save_state"
     path: str
     version: Version
 
 
-class LoadState(Numbered):
+class LoadStageState(Numbered):
     kind: Literal["load_state"] = "load_state"
     path: str
     version: Version
 
 
-class AdoptFresh(Numbered):
+class ReinitialiseStage(Numbered):
     """Start again from the manifest's seed, and call that `version`."""
 
-    kind: Literal["adopt_fresh"] = "adopt_fresh"
+    kind: Literal["reinitialise"] = "reinitialise"
     version: Version
 
 
-class Limit(Numbered):
+class SetLimits(Numbered):
     """How much of the device may be used from now on; may be said at any time."""
 
     kind: Literal["limit"] = "limit"
     duty_cycle: float = Field(gt=0, le=1)
     """Share of the time that is computed in."""
     threads: int = Field(ge=1, le=1024)
-    """At most those that Configure gave."""
+    """At most those that ConfigureStage gave."""
     vram_bytes: Bytes | None = None
     """What the allocator may take of a GPU's memory; None: all of it."""
 
 
-ComputeRequest = Forward | Backward | Evaluate
+ComputeRequest = RunForward | RunBackward | RunEvaluation
 WorkerRequest = Annotated[
-    Configure | Forward | Backward | Evaluate | Discard | Uncommit | ResetAccumulator
-    | Accumulated | PrepareRound | Norm | Apply | SaveState | LoadState | AdoptFresh
-    | Limit,
+    ConfigureStage | RunForward | RunBackward | RunEvaluation | Discard | Uncommit |
+    ResetAccumulator
+    | ListAccumulated | PrepareRound | ComputeNorm | ApplyUpdate | SaveStageState | LoadStageState
+    | ReinitialiseStage
+    | SetLimits,
     Field(discriminator="kind"),
 ]  # fmt: skip
 
@@ -225,7 +232,7 @@ class Awake(Numbered):
     request: Request = 0
 
 
-class Configured(Numbered):
+class StageConfigured(Numbered):
     """Ready, at version 0."""
 
     kind: Literal["configured"] = "configured"
@@ -277,7 +284,7 @@ class AccumulatorReset(Numbered):
     kind: Literal["accumulator_reset"] = "accumulator_reset"
 
 
-class AccumulatedAre(Numbered):
+class AccumulatedMicrobatches(Numbered):
     """Sorted."""
 
     kind: Literal["accumulated_are"] = "accumulated_are"
@@ -292,7 +299,7 @@ class RoundPrepared(Numbered):
     finite: bool = True
 
 
-class NormDone(Numbered):
+class NormComputed(Numbered):
     """`finite` False: the result must not be applied, and the squares are 0."""
 
     kind: Literal["norm_done"] = "norm_done"
@@ -301,7 +308,7 @@ class NormDone(Numbered):
     finite: bool
 
 
-class Applied(Numbered):
+class UpdateApplied(Numbered):
     kind: Literal["applied"] = "applied"
     version: Version
     digest: str
@@ -309,21 +316,21 @@ class Applied(Numbered):
     """Of the parameters."""
 
 
-class StateSaved(Numbered):
+class StageStateSaved(Numbered):
     kind: Literal["state_saved"] = "state_saved"
     path: str
     nbytes: Bytes
 
 
-class StateLoaded(Numbered):
-    """Answer to LoadState and AdoptFresh."""
+class StageStateLoaded(Numbered):
+    """Answer to LoadStageState and ReinitialiseStage."""
 
     kind: Literal["state_loaded"] = "state_loaded"
     version: Version
     digest: str
 
 
-class Limited(Numbered):
+class LimitsSet(Numbered):
     kind: Literal["limited"] = "limited"
 
 
@@ -334,8 +341,10 @@ class Failed(Numbered):
 
 
 WorkerAnswer = Annotated[
-    Awake | Configured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted | AccumulatorReset
-    | AccumulatedAre | RoundPrepared | NormDone | Applied | StateSaved | StateLoaded | Limited
+    Awake | StageConfigured | ForwardDone | BackwardDone | EvaluateDone | Uncommitted |
+    AccumulatorReset
+    | AccumulatedMicrobatches | RoundPrepared | NormComputed | UpdateApplied | StageStateSaved |
+    StageStateLoaded | LimitsSet
     | Failed,
     Field(discriminator="kind"),
 ]  # fmt: skip

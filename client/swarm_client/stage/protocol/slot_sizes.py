@@ -18,7 +18,7 @@ SLOT_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class StageSizes:
+class SlotSizes:
     """Bytes per microbatch, encoded as the manifest says. B sequences, T positions, D the border's
     width.
 
@@ -38,11 +38,11 @@ class StageSizes:
 
     @property
     def request_bytes(self) -> int:
-        """What a Forward or an Evaluate carries."""
+        """What a RunForward or an RunEvaluation carries."""
         return self.input_bytes + self.target_bytes
 
 
-def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
+def slot_sizes(manifest: Manifest, stage: int) -> SlotSizes:
     """The sizes of one stage's traffic under the manifest."""
     is_first = stage == 0
     is_last = stage == manifest.stage_count - 1
@@ -55,7 +55,7 @@ def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
     largest = max(
         input_bytes + target_bytes, input_gradient_bytes, output_bytes, output_gradient_bytes
     )
-    return StageSizes(
+    return SlotSizes(
         input_bytes=input_bytes,
         target_bytes=target_bytes,
         input_gradient_bytes=input_gradient_bytes,
@@ -63,6 +63,6 @@ def stage_sizes(manifest: Manifest, stage: int) -> StageSizes:
         output_gradient_bytes=output_gradient_bytes,
         slot_bytes=-(-largest // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES,
         tensor_bytes=manifest.tokens_per_microbatch
-        * manifest.model.border_size
+        * manifest.model.boundary_size
         * DTYPE_BYTES[manifest.training.dtype],
     )

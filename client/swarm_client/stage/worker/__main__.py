@@ -6,7 +6,7 @@ import argparse
 import os
 
 from swarm_client.fault_injection import faults
-from swarm_client.ipc.child_process import become_child, inherited_link
+from swarm_client.ipc.child_process import inherited_link, prepare_child_process
 from swarm_client.stage.protocol.messages import worker_requests
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="swarm_client.stage.worker")
     parser.add_argument("--fd", type=int, required=True, help="inherited socket of the daemon")
     arguments = parser.parse_args()
-    become_child()
+    prepare_child_process()
     faults.activate(None, daemon_pid=os.getppid())
     # Only now: importing torch takes seconds, in which the daemon may already have died.
     from swarm_client.stage.worker.compute_loop import serve

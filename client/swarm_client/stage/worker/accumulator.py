@@ -65,7 +65,7 @@ class Accumulator:
             self._add(self._views, gradients)
         self._microbatches[microbatch] = kept
         self._kept_bytes += kept.nbytes
-        self._forget_oldest()
+        self._drop_oldest_kept()
 
     def subtract(
         self, microbatches: Iterable[MicrobatchIndex], gradients: Iterable[Sequence[Tensor]]
@@ -97,7 +97,7 @@ class Accumulator:
         self._microbatches.clear()
         self._kept_bytes = 0
 
-    def _forget_oldest(self) -> None:
+    def _drop_oldest_kept(self) -> None:
         # Those that raced or were hedged came last, and are what has to go out again.
         for microbatch, kept in self._microbatches.items():
             if self._kept_bytes <= self._budget_bytes:

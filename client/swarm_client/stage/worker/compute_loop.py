@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from swarm_client.fault_injection import faults
-from swarm_client.fault_injection.faults import Phase
+from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.ipc.child_process import SyncLink
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
@@ -33,7 +33,12 @@ from swarm_shared.base.types import Step
 from swarm_shared.model.fixed_point_sums import totals_dtype
 from swarm_shared.run.manifest import Manifest
 
-_WORK = (messages.Uncommit, messages.PrepareRound, messages.Norm, messages.Apply)
+_COMPUTING_CONTROLS = (
+    messages.Uncommit,
+    messages.PrepareRound,
+    messages.ComputeNorm,
+    messages.ApplyUpdate,
+)
 """What computes, among the control requests."""
 
 WorkerLink = SyncLink[messages.WorkerRequest]
@@ -58,13 +63,13 @@ class ComputeLoop:
         self._pace = pace_from_environment(cut.work_flops, clock)
         self._duty = DutyCycle(clock)
         self._threads = torch.get_num_threads()
-        self._backwards: deque[messages.Backward] = deque()
-        self._forwards: deque[messages.Forward | messages.Evaluate] = deque()
+        self._backwards: deque[messages.RunBackward] = deque()
+        self._forwards: deque[messages.RunForward | messages.RunEvaluation] = deque()
         self._computing: int | None = None
         """The request that is being computed, which may be given up meanwhile."""
         self._unread: deque[messages.WorkerRequest | None] = deque()
         """What came while computing; None is the end of the link."""
-        runner.between_layers = self._give_up_if_told
+        runner.between_layers = self._stop_if_discarded
         if runner.on_gpu:
             runner.while_computing = self._fetch_next
 
@@ -100,23 +105,23 @@ class ComputeLoop:
             if message is None:
                 return False
             match message:
-                case messages.Backward():
+                case messages.RunBackward():
                     self._backwards.append(message)
-                case messages.Forward() | messages.Evaluate():
+                case messages.RunForward() | messages.RunEvaluation():
                     self._forwards.append(message)
                 case messages.Discard():
                     self._discard(message.request)
                 case _:
                     begun = self._clock()
                     self._link.send(_answer(message, self._control))
-                    if isinstance(message, _WORK):
-                        self._duty.worked(self._clock() - begun)
+                    if isinstance(message, _COMPUTING_CONTROLS):
+                        self._duty.add_work(self._clock() - begun)
         return True
 
     def _has_message(self, wait_seconds: float) -> bool:
         return bool(self._unread) or self._link.has_message(wait_seconds)
 
-    def _give_up_if_told(self) -> None:
+    def _stop_if_discarded(self) -> None:
         """Between two layers: its owner wants the machine, say, and a computation takes seconds."""
         if self._computing is None or (self._unread and self._unread[-1] is None):
             return
@@ -131,7 +136,7 @@ class ComputeLoop:
     def _fetch_next(self) -> None:
         """The next input goes to the device while it computes something else."""
         coming = min(self._forwards, key=self._step_of, default=None)
-        if isinstance(coming, messages.Forward):
+        if isinstance(coming, messages.RunForward):
             with suppress(RequestFailed):  # told when its turn has come
                 payload = self._memory.slot(coming.slot, coming.nbytes)
                 self._runner.prefetch(coming.request, payload)
@@ -160,15 +165,15 @@ class ComputeLoop:
         step = self._step_of(request)
         result: ForwardResult | BackwardResult | float
         match request:
-            case messages.Forward():
-                faults.strike(Phase.FORWARD, request.step)
+            case messages.RunForward():
+                faults.inject(FaultPoint.FORWARD, request.step)
                 result = self._runner.forward(
                     request.request, request.step, request.microbatch, request.accumulate, payload
                 )
-            case messages.Backward():
-                faults.strike(Phase.BACKWARD, step)
+            case messages.RunBackward():
+                faults.inject(FaultPoint.BACKWARD, step)
                 result = self._runner.backward(request.forward, payload)
-            case messages.Evaluate():
+            case messages.RunEvaluation():
                 result = self._runner.evaluate(payload)
         self._pace.keep(started, _share_of(request, result))
         return self._answer_of(request, step, result, started)
@@ -176,11 +181,11 @@ class ComputeLoop:
     def _step_of(self, request: messages.ComputeRequest) -> Step:
         """The older of two goes first: what it lacks holds up its close, and all that follows."""
         match request:
-            case messages.Forward():
+            case messages.RunForward():
                 return request.step
-            case messages.Backward():
+            case messages.RunBackward():
                 return self._runner.step_of(request.forward)
-            case messages.Evaluate():
+            case messages.RunEvaluation():
                 return Step(self._runner.version + 1)
 
     def _answer_of(
@@ -196,7 +201,7 @@ class ComputeLoop:
                 host = self._runner.copier.to_host(result.output)
                 slot = self._memory.slot(request.slot)
                 nbytes = self._runner.codec.write_output(host, slot)
-                self._spoil(Phase.FORWARD, step, request.slot, nbytes)
+                self._corrupt(FaultPoint.FORWARD, step, request.slot, nbytes)
                 return messages.ForwardDone(
                     request=request.request, nbytes=nbytes, seconds=self._seconds(started)
                 )
@@ -206,7 +211,7 @@ class ComputeLoop:
                     host = self._runner.copier.to_host(result.input_gradient)
                     slot = self._memory.slot(request.slot)
                     nbytes = self._runner.codec.write_input_gradient(host, slot)
-                    self._spoil(Phase.BACKWARD, step, request.slot, nbytes)
+                    self._corrupt(FaultPoint.BACKWARD, step, request.slot, nbytes)
                 return messages.BackwardDone(
                     request=request.request, nbytes=nbytes, tokens=tokens, added=result.added,
                     loss_sum=result.loss_sum, seconds=self._seconds(started),
@@ -220,9 +225,9 @@ class ComputeLoop:
     def _seconds(self, started: float) -> float:
         return self._duty.effective_seconds(self._clock() - started)
 
-    def _spoil(self, phase: Phase, step: Step, slot: int, nbytes: int) -> None:
+    def _corrupt(self, phase: FaultPoint, step: Step, slot: int, nbytes: int) -> None:
         if faults.active is not None:
-            faults.spoil(phase, step, self._memory.slot(slot, nbytes))
+            faults.corrupt(phase, step, self._memory.slot(slot, nbytes))
 
     # ---- control
 
@@ -233,72 +238,76 @@ class ComputeLoop:
                 ok = self._runner.uncommit(request.step, request.microbatches)
                 return messages.Uncommitted(request=number, ok=ok)
             case messages.ResetAccumulator():
-                self._runner.open_lane(request.step)
-                self._runner.forget(request.step)
+                self._runner.open_parameter_set(request.step)
+                self._runner.reset_step(request.step)
                 return messages.AccumulatorReset(request=number)
-            case messages.Accumulated():
-                held = self._runner.open_lane(request.step).accumulator.microbatches()
-                return messages.AccumulatedAre(request=number, microbatches=held)
+            case messages.ListAccumulated():
+                held = self._runner.open_parameter_set(request.step).accumulator.microbatches()
+                return messages.AccumulatedMicrobatches(request=number, microbatches=held)
             case messages.PrepareRound():
                 microbatches = self._steps.prepare_round(request.step, self._memory.gradients)
-                self._spoil_totals(
-                    Phase.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer
+                self._corrupt_totals(
+                    FaultPoint.ALL_REDUCE, request.step, self._memory.gradients_segment.buffer
                 )
                 return messages.RoundPrepared(
                     request=number, microbatches=microbatches,
                     finite=is_finite(self._memory.gradients),
                 )  # fmt: skip
-            case messages.Norm():
-                self._strike_result(Phase.NORM, request.step)
+            case messages.ComputeNorm():
+                self._inject_into_result(FaultPoint.NORM, request.step)
                 norms = self._steps.norm(request.step, request.step_tokens, self._memory.result)
-                return messages.NormDone(
+                return messages.NormComputed(
                     request=number, own_squared=norms.own, tied_squared=norms.tied,
                     finite=norms.finite,
                 )  # fmt: skip
-            case messages.Apply():
-                self._strike_result(Phase.APPLY, request.step)
-                print_ = self._steps.apply(
+            case messages.ApplyUpdate():
+                self._inject_into_result(FaultPoint.APPLY, request.step)
+                fingerprint = self._steps.apply(
                     request.step, request.step_tokens, request.global_norm,
                     request.learning_rate, self._memory.result,
                 )  # fmt: skip
-                return messages.Applied(
-                    request=number, version=self._runner.version, digest=print_.digest,
-                    norm=print_.norm,
+                return messages.UpdateApplied(
+                    request=number, version=self._runner.version, digest=fingerprint.digest,
+                    norm=fingerprint.norm,
                 )  # fmt: skip
-            case messages.Limit():
+            case messages.SetLimits():
                 self._limit(request)
-                return messages.Limited(request=number)
+                return messages.LimitsSet(request=number)
             case _:
                 return self._state(number, request)
 
-    def _limit(self, request: messages.Limit) -> None:
+    def _limit(self, request: messages.SetLimits) -> None:
         self._duty.change(request.duty_cycle)
         torch.set_num_threads(min(request.threads, self._threads))
         self._runner.limit_memory(request.vram_bytes)
 
-    def _strike_result(self, phase: Phase, step: int) -> None:
+    def _inject_into_result(self, phase: FaultPoint, step: int) -> None:
         if faults.active is not None:
-            faults.strike(phase, step)
-            self._spoil_totals(phase, step, self._memory.result_segment.buffer)
+            faults.inject(phase, step)
+            self._corrupt_totals(phase, step, self._memory.result_segment.buffer)
 
-    def _spoil_totals(self, phase: Phase, step: int, totals: memoryview) -> None:
-        faults.spoil(phase, step, totals, wide=self._runner.lanes.quantum is not None)
+    def _corrupt_totals(self, phase: FaultPoint, step: int, totals: memoryview) -> None:
+        faults.corrupt(
+            phase, step, totals, as_float64=self._runner.parameter_sets.quantum is not None
+        )
 
     def _state(self, number: int, request: messages.Numbered) -> messages.Numbered:
         match request:
-            case messages.SaveState():
-                faults.strike(Phase.CHECKPOINT, request.version)
+            case messages.SaveStageState():
+                faults.inject(FaultPoint.CHECKPOINT, request.version)
                 nbytes = self._steps.save(Path(request.path), request.version)
-                return messages.StateSaved(request=number, path=request.path, nbytes=nbytes)
-            case messages.LoadState():
+                return messages.StageStateSaved(request=number, path=request.path, nbytes=nbytes)
+            case messages.LoadStageState():
                 digest = self._steps.load(Path(request.path), request.version).digest
-            case messages.AdoptFresh():
-                digest = self._steps.adopt_fresh(request.version).digest
+            case messages.ReinitialiseStage():
+                digest = self._steps.reinitialise(request.version).digest
             case _:
                 raise RequestFailed(
                     "bad_input", f"a worker at work cannot carry out {type(request).__name__}"
                 )
-        return messages.StateLoaded(request=number, version=self._runner.version, digest=digest)
+        return messages.StageStateLoaded(
+            request=number, version=self._runner.version, digest=digest
+        )
 
 
 def _share_of(
@@ -308,7 +317,7 @@ def _share_of(
     if not isinstance(result, BackwardResult):
         return FORWARD_SHARE
     # The last stage goes on with the backward pass at once.
-    return 1.0 if isinstance(request, messages.Forward) else 1.0 - FORWARD_SHARE
+    return 1.0 if isinstance(request, messages.RunForward) else 1.0 - FORWARD_SHARE
 
 
 def _answer(
@@ -355,13 +364,13 @@ def _device(name: str) -> torch.device:
 
 
 def serve(link: WorkerLink) -> None:
-    """The life of a worker: Configure, then work until the daemon closes the link."""
+    """The life of a worker: ConfigureStage, then work until the daemon closes the link."""
     try:
         link.send(messages.Awake())
     except LinkClosed:
         return
     request = link.receive()
-    if not isinstance(request, messages.Configure):
+    if not isinstance(request, messages.ConfigureStage):
         return
     made: list[tuple[ComputeLoop, WorkerMemory]] = []
 
@@ -386,7 +395,7 @@ def serve(link: WorkerLink) -> None:
 
 def _configure(
     link: WorkerLink,
-    request: messages.Configure,
+    request: messages.ConfigureStage,
     made: list[tuple[ComputeLoop, WorkerMemory]],
 ) -> messages.Numbered:
     torch.set_num_threads(request.threads)
@@ -411,10 +420,10 @@ def _configure(
     # Last, so that no signal finds segments that `made` does not name.
     memory = WorkerMemory(
         request.namespace, request.slot_bytes * request.slot_count, request.slot_bytes,
-        runner.layout.count, totals_dtype(runner.lanes.quantum),
+        runner.layout.count, totals_dtype(runner.parameter_sets.quantum),
     )  # fmt: skip
     made.append((ComputeLoop(link, runner, steps, memory), memory))
-    return messages.Configured(
+    return messages.StageConfigured(
         request=request.request,
         version=runner.version,
         digest=digest,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.protocol.slot_sizes import StageSizes
+from swarm_client.stage.protocol.slot_sizes import SlotSizes
 from swarm_shared.base.errors import ProtocolError
 from swarm_shared.codecs.errors import CodecError
 from swarm_shared.codecs.half_precision import is_finite
@@ -53,7 +53,7 @@ def all_finite(tensors: list[Tensor]) -> bool:
 class PayloadCodec:
     """Reads and writes the payloads of one stage."""
 
-    def __init__(self, manifest: Manifest, sizes: StageSizes, is_first: bool, is_last: bool):
+    def __init__(self, manifest: Manifest, sizes: SlotSizes, is_first: bool, is_last: bool):
         self._sizes = sizes
         self._is_first = is_first
         self._is_last = is_last
@@ -62,12 +62,13 @@ class PayloadCodec:
             manifest.training.sequences_per_microbatch,
             manifest.model.sequence_length,
         )
-        self._shape_BTD = (*self._shape_BT, manifest.model.border_size)
+        self._shape_BTD = (*self._shape_BT, manifest.model.boundary_size)
         self._dtype = manifest.training.dtype
         self._codecs = manifest.codecs
 
     def read_input(self, payload: memoryview) -> MicrobatchInput:
-        """A Forward's or Evaluate's payload: the input and, on the last stage, the targets."""
+        """A RunForward's or RunEvaluation's payload: the input and, on the last stage, the
+        targets."""
         self._check_size(payload, self._sizes.request_bytes, "a microbatch")
         inputs = payload[: self._sizes.input_bytes]
         targets_BT = None
@@ -79,7 +80,7 @@ class PayloadCodec:
         return MicrobatchInput(activation_BTD, targets_BT)
 
     def read_gradient(self, payload: memoryview) -> Tensor:
-        """A Backward's payload: the gradient of the output, gradient_BTD in host memory."""
+        """A RunBackward's payload: the gradient of the output, gradient_BTD in host memory."""
         self._check_size(payload, self._sizes.output_gradient_bytes, "an output's gradient")
         return self._decode(self._codecs.gradient, payload, "the gradient of the output")
 

@@ -1,6 +1,7 @@
 """The torch side of a stage worker, without any process around it.
 
-Owns one stage's lanes (`lanes`: parameters and accumulators), the parameter version, and the
+Owns one stage's parameter_sets (`parameter_sets`: parameters and accumulators), the parameter
+version, and the
 microbatches between their forward and backward pass. Does not own slots, messages or order: one
 call is one computation, and the caller (`loop`) says which comes next; nor the optimizer (`steps`).
 
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor
 
 from swarm_client.stage.protocol.errors import RequestFailed
-from swarm_client.stage.protocol.slot_sizes import stage_sizes
+from swarm_client.stage.protocol.slot_sizes import slot_sizes
 from swarm_client.stage.worker.accumulator import Accumulator, KeptMicrobatch
 from swarm_client.stage.worker.compiling import compile_layers
 from swarm_client.stage.worker.device_transfer import device_copier
-from swarm_client.stage.worker.parameter_versions import Lane, Lanes
+from swarm_client.stage.worker.parameter_versions import ParameterSet, ParameterSets
 from swarm_client.stage.worker.payloads import MicrobatchInput, PayloadCodec, all_finite, is_finite
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.model import Stage
@@ -64,7 +65,7 @@ class _Graph:
 
 
 @dataclass(slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """A microbatch between its forward and its backward pass."""
 
     step: Step
@@ -105,9 +106,9 @@ class StageRunner:
         self.manifest = manifest
         self.stage_index = stage_index
         self._device = device
-        self.sizes = stage_sizes(manifest, stage_index)
-        self.lanes = Lanes(manifest, stage_index, device, kept_budget_bytes)
-        self.layout = self.lanes.layout
+        self.sizes = slot_sizes(manifest, stage_index)
+        self.parameter_sets = ParameterSets(manifest, stage_index, device, kept_budget_bytes)
+        self.layout = self.parameter_sets.layout
         self.version = Version(0)
         self.codec = PayloadCodec(manifest, self.sizes, self.stage.is_first, self.stage.is_last)
         largest_bytes = max(self.sizes.slot_bytes, self.sizes.tensor_bytes)
@@ -115,7 +116,7 @@ class StageRunner:
         self.graph_bytes: int | None = None
         """What one kept graph takes; known after the first forward."""
         self._graph_budget_bytes = graph_budget_bytes
-        self._flights: dict[int, _Flight] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._fetched: dict[int, tuple[MicrobatchInput, Tensor]] = {}
         """Inputs of coming forwards that are on the device, or on their way, already."""
         self.while_computing: Callable[[], None] = lambda: None
@@ -123,10 +124,10 @@ class StageRunner:
         self.between_layers: Callable[[], None] = lambda: None
         """Called before every layer, forward and backward; what it raises ends the computation,
         which leaves no trace."""
-        for lane in self.lanes:
+        for parameter_set in self.parameter_sets:
             if compile_backend is not None:
-                compile_layers(lane.stage, compile_backend)
-            for layer in lane.stage.model.layers.values():
+                compile_layers(parameter_set.stage, compile_backend)
+            for layer in parameter_set.stage.model.layers.values():
                 layer.register_forward_pre_hook(lambda *_: self.between_layers())
                 layer.register_forward_hook(self._watch_backward)
 
@@ -137,12 +138,12 @@ class StageRunner:
     @property
     def stage(self) -> Stage:
         """With the newest parameters."""
-        return self.lanes.newest(self.version).stage
+        return self.parameter_sets.newest(self.version).stage
 
     @property
     def accumulator(self) -> Accumulator:
         """Of the step that is applied next."""
-        return self.lanes.of(Step(self.version + 1)).accumulator
+        return self.parameter_sets.of(Step(self.version + 1)).accumulator
 
     @property
     def on_gpu(self) -> bool:
@@ -168,18 +169,18 @@ class StageRunner:
         RequestFailed: wrong_step, bad_input, not_finite; nothing is kept then.
         """
         inputs, entry = self._fetched.pop(request, (None, None))
-        lane = self.open_lane(step)
-        if request in self._flights:
+        parameter_set = self.open_parameter_set(step)
+        if request in self._in_flight:
             raise RequestFailed("bad_input", f"request number {request} is in flight already")
         if inputs is None:
             inputs = self.codec.read_input(payload)
-        if lane.stage.is_last:
-            return self._forward_backward(lane, microbatch, accumulate, inputs, entry)
-        needs_backward = accumulate or not lane.stage.is_first
+        if parameter_set.stage.is_last:
+            return self._forward_backward(parameter_set, microbatch, accumulate, inputs, entry)
+        needs_backward = accumulate or not parameter_set.stage.is_first
         if needs_backward:
-            graph = self._run_within_budget(lane, inputs, entry)
+            graph = self._run_within_budget(parameter_set, inputs, entry)
         else:
-            graph = self._run(lane, inputs, False, entry)
+            graph = self._run(parameter_set, inputs, False, entry)
         output = graph.output.detach()
         self.while_computing()
         if not is_finite(output):
@@ -188,7 +189,7 @@ class StageRunner:
                 f"stage {self.stage_index}'s output for microbatch {microbatch} holds infinities "
                 "or NaNs",
             )
-        self._flights[request] = _Flight(
+        self._in_flight[request] = _InFlight(
             step,
             microbatch,
             accumulate,
@@ -203,21 +204,21 @@ class StageRunner:
         A payload that is refused leaves the microbatch in flight, so that another gradient may
         come; once computing has begun it is in flight no more, whatever happens.
         """
-        flight = self._flights.get(forward_request)
+        flight = self._in_flight.get(forward_request)
         if flight is None:
             raise RequestFailed(
                 "unknown_microbatch",
                 "this microbatch is not in flight any more: it was discarded, or its step is over",
             )
         output_gradient = self.codec.read_gradient(payload)
-        del self._flights[forward_request]
+        del self._in_flight[forward_request]
         if flight.inputs is None:
             return BackwardResult(None, added=False)
-        lane = self.lanes.of(flight.step)
-        graph = flight.graph or self._run(lane, flight.inputs, keep_graph=True)
+        parameter_set = self.parameter_sets.of(flight.step)
+        graph = flight.graph or self._run(parameter_set, flight.inputs, keep_graph=True)
         flight.graph = None
         return self._finish(
-            lane,
+            parameter_set,
             flight.microbatch,
             flight.accumulate,
             graph,
@@ -227,9 +228,9 @@ class StageRunner:
 
     def evaluate(self, payload: memoryview) -> ForwardResult | float:
         """Output activation or, on the last stage, the loss summed over tokens."""
-        lane = self.lanes.newest(self.version)
-        output = self._run(lane, self.codec.read_input(payload), keep_graph=False).output
-        if lane.stage.is_last:
+        parameter_set = self.parameter_sets.newest(self.version)
+        output = self._run(parameter_set, self.codec.read_input(payload), keep_graph=False).output
+        if parameter_set.stage.is_last:
             return self._finite_loss(output)
         if not is_finite(output):
             raise RequestFailed(
@@ -239,20 +240,20 @@ class StageRunner:
 
     def discard(self, forward_request: int) -> None:
         self._fetched.pop(forward_request, None)
-        self._flights.pop(forward_request, None)
+        self._in_flight.pop(forward_request, None)
 
     def step_of(self, forward_request: int) -> Step:
         """Of a microbatch in flight; where it is not any more, the step that is applied next."""
-        flight = self._flights.get(forward_request)
+        flight = self._in_flight.get(forward_request)
         return Step(self.version + 1) if flight is None else flight.step
 
     def uncommit(self, step: Step, microbatches: tuple[MicrobatchIndex, ...]) -> bool:
         """Take microbatches out of the step's accumulator; False, and nothing changed, if one of
         them cannot be computed again. Ones that are not in it are skipped."""
-        if step not in self.lanes.open_steps(self.version):
+        if step not in self.parameter_sets.open_steps(self.version):
             return False
-        lane = self.lanes.of(step)
-        accumulator = lane.accumulator
+        parameter_set = self.parameter_sets.of(step)
+        accumulator = parameter_set.accumulator
         wanted = sorted({index for index in microbatches if index in accumulator})
         kept = [accumulator.kept(index) for index in wanted]
         if not wanted:
@@ -263,20 +264,25 @@ class StageRunner:
         known = [one for one in kept if one is not None]
         if len(known) < len(wanted):
             return False
-        accumulator.subtract(wanted, (self._gradients_again(lane, one) for one in known))
+        accumulator.subtract(
+            wanted, (self._recompute_gradients(parameter_set, one) for one in known)
+        )
         return True
 
-    def forget(self, step: Step) -> None:
-        """Empty the step's accumulator and forget what is in flight of it; other steps go on."""
-        self.lanes.of(step).accumulator.reset()
-        self._flights = {n: flight for n, flight in self._flights.items() if flight.step != step}
+    def reset_step(self, step: Step) -> None:
+        """Empty the step's accumulator and reset_step what is in flight of it; other steps go
+        on."""
+        self.parameter_sets.of(step).accumulator.reset()
+        self._in_flight = {
+            n: flight for n, flight in self._in_flight.items() if flight.step != step
+        }
         self._fetched.clear()
 
     def reset(self) -> None:
-        """Empty all accumulators and forget everything in flight."""
-        for lane in self.lanes:
-            lane.accumulator.reset()
-        self._flights.clear()
+        """Empty all accumulators and reset_step everything in flight."""
+        for parameter_set in self.parameter_sets:
+            parameter_set.accumulator.reset()
+        self._in_flight.clear()
         self._fetched.clear()
 
     def limit_memory(self, vram_bytes: int | None) -> None:
@@ -286,34 +292,38 @@ class StageRunner:
             share = 1.0 if vram_bytes is None else min(1.0, vram_bytes / total)
             torch.cuda.set_per_process_memory_fraction(share, self._device)
 
-    def open_lane(self, step: Step) -> Lane:
-        """The lane of a step that can be worked on; RequestFailed: wrong_step."""
-        steps = self.lanes.open_steps(self.version)
+    def open_parameter_set(self, step: Step) -> ParameterSet:
+        """The parameter_set of a step that can be worked on; RequestFailed: wrong_step."""
+        steps = self.parameter_sets.open_steps(self.version)
         if step not in steps:
             raise RequestFailed(
                 "wrong_step",
                 f"this worker has parameters of version {self.version} and works on step "
                 f"{' and '.join(map(str, steps))}, not {step}",
             )
-        return self.lanes.of(step)
+        return self.parameter_sets.of(step)
 
-    def closing_lane(self, step: Step) -> Lane:
-        """The lane of the step that is applied next, which alone can close."""
+    def closing_parameter_set(self, step: Step) -> ParameterSet:
+        """The parameter_set of the step that is applied next, which alone can close."""
         if step != self.version + 1:
             raise RequestFailed(
                 "wrong_step",
                 f"this worker has parameters of version {self.version} and can close step "
                 f"{self.version + 1}, not {step}",
             )
-        return self.lanes.of(step)
+        return self.parameter_sets.of(step)
 
     # ---- one pass
 
     def _run(
-        self, lane: Lane, inputs: MicrobatchInput, keep_graph: bool, entry: Tensor | None = None
+        self,
+        parameter_set: ParameterSet,
+        inputs: MicrobatchInput,
+        keep_graph: bool,
+        entry: Tensor | None = None,
     ) -> _Graph:
         """`entry`: the input on the device, where it is there already."""
-        stage = lane.stage
+        stage = parameter_set.stage
         if entry is None:
             entry = self.copier.to_device(inputs.inputs)
         targets_BT = inputs.targets_BT
@@ -329,43 +339,45 @@ class StageRunner:
         return _Graph(entry, stage(entry, targets_BT), kept=True)
 
     def _run_within_budget(
-        self, lane: Lane, inputs: MicrobatchInput, entry: Tensor | None
+        self, parameter_set: ParameterSet, inputs: MicrobatchInput, entry: Tensor | None
     ) -> _Graph:
         if self.graph_bytes is None:
-            saved = _SavedBytes(lane.parameters)
+            saved = _SavedBytes(parameter_set.parameters)
             with saved:
-                graph = self._run(lane, inputs, True, entry)
+                graph = self._run(parameter_set, inputs, True, entry)
             self.graph_bytes = saved.total
             if saved.total > self._graph_budget_bytes:
                 graph = _Graph(None, graph.output.detach(), kept=False)
             return graph
-        graphs = 1 + sum(flight.graph is not None for flight in self._flights.values())
+        graphs = 1 + sum(flight.graph is not None for flight in self._in_flight.values())
         fits = graphs * self.graph_bytes <= self._graph_budget_bytes
-        return self._run(lane, inputs, fits, entry)
+        return self._run(parameter_set, inputs, fits, entry)
 
     def _forward_backward(
-        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, inputs: MicrobatchInput,
+        self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, inputs:
+        MicrobatchInput,
         entry: Tensor | None,
     ) -> BackwardResult:  # fmt: skip
-        needs_backward = not lane.stage.is_first or accumulate
-        graph = self._run(lane, inputs, needs_backward, entry)
+        needs_backward = not parameter_set.stage.is_first or accumulate
+        graph = self._run(parameter_set, inputs, needs_backward, entry)
         loss_sum = self._finite_loss(graph.output)
         if not needs_backward:
             return BackwardResult(None, False, loss_sum)
         kept = KeptMicrobatch(inputs, None)
-        result = self._finish(lane, microbatch, accumulate, graph, None, kept)
+        result = self._finish(parameter_set, microbatch, accumulate, graph, None, kept)
         return BackwardResult(result.input_gradient, result.added, loss_sum)
 
     def _finish(
-        self, lane: Lane, microbatch: MicrobatchIndex, accumulate: bool, graph: _Graph,
+        self, parameter_set: ParameterSet, microbatch: MicrobatchIndex, accumulate: bool, graph:
+        _Graph,
         output_gradient: Tensor | None, kept: KeptMicrobatch,
     ) -> BackwardResult:  # fmt: skip
-        add = accumulate and microbatch not in lane.accumulator
+        add = accumulate and microbatch not in parameter_set.accumulator
         input_gradient, gradients = self._differentiate(
-            graph, output_gradient, lane.parameters if add else []
+            graph, output_gradient, parameter_set.parameters if add else []
         )
         if add:
-            lane.accumulator.add(microbatch, gradients, kept)
+            parameter_set.accumulator.add(microbatch, gradients, kept)
         return BackwardResult(input_gradient, add)
 
     def _differentiate(
@@ -388,12 +400,14 @@ class StageRunner:
             return None, gradients
         return gradients[0], gradients[1:]
 
-    def _gradients_again(self, lane: Lane, kept: KeptMicrobatch) -> list[Tensor]:
-        graph = self._run(lane, kept.inputs, keep_graph=True)
+    def _recompute_gradients(
+        self, parameter_set: ParameterSet, kept: KeptMicrobatch
+    ) -> list[Tensor]:
+        graph = self._run(parameter_set, kept.inputs, keep_graph=True)
         output_gradient = None
         if kept.output_gradient is not None:
             output_gradient = self.copier.to_device(kept.output_gradient)
-        gradients = torch.autograd.grad(graph.output, lane.parameters, output_gradient)
+        gradients = torch.autograd.grad(graph.output, parameter_set.parameters, output_gradient)
         return list(gradients)
 
     def _finite_loss(self, loss: Tensor) -> float:

@@ -3,9 +3,10 @@ and the state that survives it.
 
 Owns the optimizer and the parameter version. Does not own the all-reduce, which reads
 `gradients` and writes `result` in shared host memory, nor computing gradients (`compute`).
-Nothing here touches parameters but `apply`, `load` and `adopt_fresh`; until then a failed round
+Nothing here touches parameters but `apply`, `load` and `reinitialise`; until then a failed round
 leaves the accumulator as it was. With staleness the step after the one that closes is computed
-meanwhile, in a lane of its own (`lanes`), which nothing here but `load` and `adopt_fresh` disturbs.
+meanwhile, in a parameter_set of its own (`parameter_sets`), which nothing here but `load` and
+`reinitialise` disturbs.
 """
 
 from __future__ import annotations
@@ -58,16 +59,16 @@ class StepRunner:
 
     def prepare_round(self, step: Step, gradients: Tensor) -> tuple[MicrobatchIndex, ...]:
         """Copy the accumulated sums out; late microbatches cannot disturb the copy."""
-        accumulator = self._runner.closing_lane(step).accumulator
+        accumulator = self._runner.closing_parameter_set(step).accumulator
         gradients.copy_(accumulator.flat)
         return accumulator.microbatches()
 
     def norm(self, step: Step, step_tokens: int, result: Tensor) -> SquaredNorms:
-        self._runner.closing_lane(step)
+        self._runner.closing_parameter_set(step)
         if not is_finite(result):
             return SquaredNorms(0.0, 0.0, finite=False)
         # On the host, whatever the device: the same operations in the same order everywhere.
-        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
+        mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
         own_count = self._runner.layout.own_count
         return SquaredNorms(
             own=float(ordered_sum_of_squares(mean[:own_count])),
@@ -80,7 +81,7 @@ class StepRunner:
         result: Tensor,
     ) -> Fingerprint:  # fmt: skip
         """Take the step. All that can be refused is refused before the first change."""
-        lane = self._runner.closing_lane(step)
+        parameter_set = self._runner.closing_parameter_set(step)
         if not is_finite(result):
             raise RequestFailed(
                 "not_finite",
@@ -88,14 +89,14 @@ class StepRunner:
                 "applied",
             )
         factor = clip_factor(global_norm, self._runner.manifest.optimizer.clip_norm)
-        mean = mean_gradient(result, step_tokens, self._runner.lanes.quantum)
+        mean = mean_gradient(result, step_tokens, self._runner.parameter_sets.quantum)
         mean = mean.to(self._runner.stage.device)
-        newest = self._runner.lanes.newest(self._runner.version)
-        if lane is not newest:
-            lane.take_parameters(newest)
-        self._optimizer.parameters = lane.parameters
+        newest = self._runner.parameter_sets.newest(self._runner.version)
+        if parameter_set is not newest:
+            parameter_set.take_parameters(newest)
+        self._optimizer.parameters = parameter_set.parameters
         apply_step(self._optimizer, self._runner.layout, mean, learning_rate, factor)
-        self._runner.forget(step)
+        self._runner.reset_step(step)
         self._runner.version = Version(step)
         return self.fingerprint()
 
@@ -126,7 +127,7 @@ class StepRunner:
                 "state of this stage and version",
             )
         try:
-            newest = self._runner.lanes.newest(version).stage
+            newest = self._runner.parameter_sets.newest(version).stage
             load_state(newest, self._optimizer, stored.tensors, self._previous(version))
         except ProtocolError as error:
             raise RequestFailed("bad_input", str(error)) from error
@@ -134,13 +135,13 @@ class StepRunner:
         self._runner.version = version
         return self.fingerprint()
 
-    def adopt_fresh(self, version: Version) -> Fingerprint:
+    def reinitialise(self, version: Version) -> Fingerprint:
         """Start again from the manifest's seed."""
-        newest = self._runner.lanes.newest(version)
+        newest = self._runner.parameter_sets.newest(version)
         initialise(newest.stage, self._runner.manifest.training.seed)
-        for lane in self._runner.lanes:
-            if lane is not newest:
-                lane.take_parameters(newest)
+        for parameter_set in self._runner.parameter_sets:
+            if parameter_set is not newest:
+                parameter_set.take_parameters(newest)
         self._optimizer = make_optimizer(self._runner.stage, self._runner.manifest.optimizer)
         self._runner.reset()
         self._runner.version = version
@@ -148,8 +149,8 @@ class StepRunner:
 
     def _previous(self, version: Version) -> Stage | None:
         """What holds, or is to hold, the version before; None where it is no part of the state."""
-        lane = self._runner.lanes.previous(version)
-        return None if lane is None else lane.stage
+        parameter_set = self._runner.parameter_sets.previous(version)
+        return None if parameter_set is None else parameter_set.stage
 
     def _check_version(self, version: Version) -> None:
         if version != self._runner.version:

@@ -17,10 +17,10 @@ from swarm_coordinator.core.state.run import (
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import SaveSnapshot, SnapshotReady
 
-CHECKPOINT_SECONDS = 600.0
+CHECKPOINT_TIMEOUT_SECONDS = 600.0
 """A checkpoint that is not stored by then is given up; the next one is tried as usual."""
 
-RETRY_SECONDS = 5.0
+CHECKPOINT_RETRY_SECONDS = 5.0
 MAXIMUM_FAILURES = 3
 """So often is a checkpoint tried that somebody waits for who wants to leave."""
 MAXIMUM_FAILURES_AT_END = 60
@@ -128,7 +128,7 @@ def store_failed(run: RunState, version: Version, reason: str, now: float) -> No
     run.pending_checkpoint = None
     failed_version, failures, _ = run.checkpoint_failed
     failures = failures + 1 if failed_version == version else 1
-    run.checkpoint_failed = (version, failures, now + RETRY_SECONDS)
+    run.checkpoint_failed = (version, failures, now + CHECKPOINT_RETRY_SECONDS)
     run.note(f"the checkpoint of step {version} could not be stored: {reason}")
 
 
@@ -137,7 +137,7 @@ def check(run: RunState, now: float) -> None:
     pending = run.pending_checkpoint
     if pending is None:
         return
-    if now - pending.asked_at > CHECKPOINT_SECONDS:
+    if now - pending.asked_at > CHECKPOINT_TIMEOUT_SECONDS:
         store_failed(run, pending.version, "it took too long", now)
         return
     for stage, holder in list(pending.holders.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import checkpoints, membership, stage_recovery
 from swarm_coordinator.core.state.run import PeerPhase, PeerState, RunPhase, RunState
 
-LEAVE_SECONDS = 120.0
+LEAVE_TIMEOUT_SECONDS = 120.0
 """A step that has not ended by then goes on without the leaver's part of it."""
 
 
@@ -41,7 +41,7 @@ def _is_last(run: RunState, peer: PeerState) -> bool:
 def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
     """Whether this step should end first. Between steps nothing depends on anybody, unless the
     next one has begun already."""
-    if now - peer.leaving_since > LEAVE_SECONDS or not run.staffed():
+    if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.has_complete_pipeline():
         return False
     closing = run.step.closing if run.step is not None else None
     if closing is not None and peer.peer in closing.members:

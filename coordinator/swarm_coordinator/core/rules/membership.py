@@ -52,7 +52,7 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
             certificate=event.certificate,
             manifest=run.manifest_envelope,
             stages=run.stage_rows(),
-            directory=_directory(run, peer),
+            directory=_dht_entry_points(run, peer),
             keep=current or must_apply,
             heartbeat_seconds=roster.heartbeat_seconds(run),
         ),
@@ -85,7 +85,7 @@ def _still_current(run: RunState, event: PeerAttached) -> bool:
         and 0 <= hello.stage < run.manifest.stage_count
         and hello.version == run.version
         # After a roll-back the same number can mean the state of the history that was given up.
-        and (not run.rolled_back or event.peer in run.on_branch)
+        and (not run.rolled_back or event.peer in run.on_current_history)
     )
 
 
@@ -109,8 +109,8 @@ def _send_missed_apply(
     assert last is not None
     assert stage is not None
     peer.stage, peer.version, peer.phase = stage, Version(run.version - 1), PeerPhase.SYNCING
-    peer.source_asked, peer.catching_up, peer.asked_at = True, last.step, now
-    state_transfer.hold(run, peer, now)
+    peer.source_assigned, peer.missed_apply, peer.asked_at = True, last.step, now
+    state_transfer.delay_close(run, peer, now)
     run.send(
         peer.peer,
         Apply(
@@ -123,7 +123,7 @@ def _send_missed_apply(
     run.note(f"{display(peer)} is back and still has to apply step {last.step}", peer.peer)
 
 
-def _directory(run: RunState, newcomer: PeerState) -> tuple[str, ...]:
+def _dht_entry_points(run: RunState, newcomer: PeerState) -> tuple[str, ...]:
     """p2pd addresses of some other peers, through which a newcomer enters hivemind's DHT."""
     found: list[str] = []
     for peer in run.peers.with_carrier.values():
@@ -192,10 +192,10 @@ def assign(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: 
 def give(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
     """The stage is the peer's; where its state comes from is settled by `syncing`."""
     peer.stage, peer.phase, peer.version = stage, PeerPhase.SYNCING, Version(0)
-    peer.source_asked, peer.catching_up, peer.holds = False, None, 0
+    peer.source_assigned, peer.missed_apply, peer.close_delays = False, None, 0
     peer.moving = None
     peer.early_receipts.clear()
-    state_transfer.hold(run, peer, now)
+    state_transfer.delay_close(run, peer, now)
     run.note(f"{display(peer)} takes stage {stage}: {reason}", peer.peer)
 
 
@@ -223,13 +223,14 @@ def resync(run: RunState, peer: PeerState, reason: str, now: float) -> None:
 
 
 def replace_state(run: RunState, peer: PeerState, reason: str, now: float) -> bool:
-    """Mark a peer that computes wrongly and sync it anew; False when it is its stage's last.
+    """SuspicionFlags a peer that computes wrongly and sync it anew; False when it is its stage's
+    last.
 
     The last one's state is all there is: what it counted is cleared by the caller, and it tries
     again.
     """
     assert peer.stage is not None
-    run.mark(peer, Rejection.NOT_FINITE, reason)
+    run.flag(peer, Rejection.NOT_FINITE, reason)
     if all(p is peer for p in run.ready_peers(peer.stage)):
         return False
     resync(run, peer, reason, now)

@@ -32,20 +32,20 @@ from swarm_shared.protocol import Heartbeat, Lease, LeasedMicrobatch
 EXTRA_IN_FLIGHT = 2
 """Microbatches in flight per pipeline beyond one per stage, to hide the links' latency."""
 
-RELEASE_BACKOFF_SECONDS = 0.5
+LEASE_RETRY_SECONDS = 0.5
 """Pause before a failed microbatch is leased again: its cause rarely passes sooner."""
 
-RATE_WEIGHT = 0.3
+RATE_SMOOTHING = 0.3
 """Of the newest word about a peer's rate: about the last five count, which takes a few seconds."""
 
 _STEPPING = frozenset({RunPhase.COLLECT, RunPhase.CLOSING, RunPhase.APPLYING})
 """Phases in which a stage that does nothing is idle."""
 
-LARGEST_LOSS = 1e290
+MAX_LOSS_SUM = 1e290
 """Far above any real one, and the sum over a step still fits a float."""
 
 
-def heard(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
+def record_heartbeat(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
     """How fast a peer is, how much it has to do, and whether it pauses."""
     if peer.paused != message.paused:
         # Senders are to know before anything else is sent to it.
@@ -53,29 +53,29 @@ def heard(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> Non
         run.roster_dirty = True
     computed, up = message.microbatches_per_second, message.up_bytes_per_second
     if computed is None:
-        computed = peer.told_microbatches_per_second
-    elif computed != peer.told_microbatches_per_second:
-        peer.told_microbatches_per_second = computed
+        computed = peer.reported_microbatches_per_second
+    elif computed != peer.reported_microbatches_per_second:
+        peer.reported_microbatches_per_second = computed
     up_bytes_per_second = peer.up_bytes_per_second if up is None else up or math.inf
     sent, flops_per_second = math.inf, peer.flops_per_second
-    line_flops_per_second = peer.line_flops_per_second
+    uplink_flops_per_second = peer.uplink_flops_per_second
     if peer.phase is PeerPhase.READY and peer.stage is not None:
         stage = run.rebalancing.stages[peer.stage]
         if stage.sent_bytes:
             sent = up_bytes_per_second / stage.sent_bytes
-        line_flops_per_second = sent * stage.work_flops
+        uplink_flops_per_second = sent * stage.work_flops
         if computed > 0:
             told = computed * stage.work_flops
             known = flops_per_second or told
-            flops_per_second = known + RATE_WEIGHT * (told - known)
-    peer.beat(
+            flops_per_second = known + RATE_SMOOTHING * (told - known)
+    peer.record_heartbeat(
         now, message.queued, min(computed, sent), flops_per_second, up_bytes_per_second,
-        line_flops_per_second,
+        uplink_flops_per_second,
     )  # fmt: skip
-    _figure(run, peer, message, now)
+    _record_utilisation(run, peer, message, now)
 
 
-def _figure(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
+def _record_utilisation(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> None:
     """Count how long it computed, if it had something to do."""
     counts = (
         run.phase in _STEPPING
@@ -85,22 +85,22 @@ def _figure(run: RunState, peer: PeerState, message: Heartbeat, now: float) -> N
     )
     if counts and peer.stage is not None and message.busy_seconds is not None:
         most = run.manifest.training.microbatches_per_step
-        run.figures.heard(
-            peer.last_beat, peer.stage, message.busy_seconds, min(message.computed, most), now
+        run.utilisation.record(
+            peer.last_heartbeat, peer.stage, message.busy_seconds, min(message.computed, most), now
         )
     else:
-        peer.last_beat.stage = None
+        peer.last_heartbeat.stage = None
 
 
 def begin_step(run: RunState, now: float) -> None:
     """Open the next step and lease all of its microbatches to the trainers."""
     run.phase = RunPhase.COLLECT
     run.step, run.ahead = run.ahead or _new_step(run, Step(run.version + 1), now), None
-    run.step.in_front_at = now
+    run.step.previous_applied_at = now
     run.training_began = True
     run.waiting_reason = ""
     for peer in run.peers.values():
-        commit_early(run, peer)
+        commit_early_receipts(run, peer)
     lease_open_microbatches(run, run.step, now)
 
 
@@ -120,11 +120,11 @@ def begin_ahead(run: RunState, now: float) -> None:
         return
     run.ahead = _new_step(run, Step(step.step + 1), now)
     for peer in run.peers.values():
-        commit_early(run, peer)
+        commit_early_receipts(run, peer)
     lease_open_microbatches(run, run.ahead, now)
 
 
-def commit_early(run: RunState, peer: PeerState) -> None:
+def commit_early_receipts(run: RunState, peer: PeerState) -> None:
     """Enter what a peer told of steps before they began; what they have not yet is kept."""
     told, peer.early_receipts = peer.early_receipts, {}
     for receipt in told.values():
@@ -139,10 +139,10 @@ def begin_evaluation(run: RunState, now: float) -> None:
 
 def _new_step(run: RunState, step: Step, now: float) -> StepState:
     microbatches = {MicrobatchIndex(index) for index in range(microbatch_count(run))}
-    return StepState(step=step, began_at=now, in_front_at=now, unsettled=microbatches)
+    return StepState(step=step, began_at=now, previous_applied_at=now, unsettled=microbatches)
 
 
-def windows(run: RunState, trainers: int) -> tuple[int, int]:
+def inflight_windows(run: RunState, trainers: int) -> tuple[int, int]:
     """Microbatches one trainer keeps in flight, at least and at most: every stage is to have work,
     whatever the links' delays, and none is to overflow."""
     pipelines = max(1, len(run.working_peers(0)))
@@ -179,7 +179,7 @@ def complete(run: RunState) -> bool:
 def commit(run: RunState, receipt: Receipt) -> bool:
     """Enter one verified receipt; False when it does not count (stale, unknown, a duplicate)."""
     step, peer = run.step_numbered(receipt.step), run.peers.get(receipt.peer)
-    wrong = _wrong(run, peer, receipt)
+    wrong = _rejection_of(run, peer, receipt)
     if peer is None or wrong is not None:
         if int(receipt.step) != int(
             run.version
@@ -205,7 +205,7 @@ def commit(run: RunState, receipt: Receipt) -> bool:
     return True
 
 
-def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
+def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
     """Why this is no receipt of a step at hand by a peer that can have earned it; None: it is."""
     last = run.version + 1 + run.manifest.training.staleness
     if not run.version < receipt.step <= last or receipt.generation > run.generation:
@@ -218,7 +218,7 @@ def _wrong(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection
         0 <= receipt.microbatch < run.manifest.training.microbatches_per_step
         and receipt.tokens == run.manifest.tokens_per_microbatch
         and (receipt.stage == run.last_stage) == (receipt.loss_sum is not None)
-        and abs(receipt.loss_sum or 0.0) <= LARGEST_LOSS
+        and abs(receipt.loss_sum or 0.0) <= MAX_LOSS_SUM
     )
     return None if possible else Rejection.IMPOSSIBLE
 
@@ -244,10 +244,10 @@ def clear_counted(run: RunState, step: StepState, peer: PeerId, stages: Collecti
 
 
 def _free_leases(run: RunState, step: StepState, peer: PeerId, now: float) -> None:
-    for microbatch in [m for m, hedge in step.hedges.items() if hedge.trainer == peer]:
-        del step.hedges[microbatch]
+    for microbatch in [m for m, hedge in step.speculative_leases.items() if hedge.trainer == peer]:
+        del step.speculative_leases[microbatch]
     for microbatch in sorted(step.leases.of(peer)):
-        if not _second_is_first(run, step, microbatch):
+        if not _promote_speculative_lease(run, step, microbatch):
             del step.leases[microbatch]
             step.unsettled.add(microbatch)
     # Survivors report what they hold within one receipt interval; masks made sooner would let
@@ -263,16 +263,16 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         return
     for receipt in event.receipts:
         commit(run, receipt)
-    lease, hedge = step.leases.get(event.microbatch), step.hedges.get(event.microbatch)
+    lease, hedge = step.leases.get(event.microbatch), step.speculative_leases.get(event.microbatch)
     if hedge is not None and (hedge.lease, hedge.trainer) == (event.lease, event.peer):
-        del step.hedges[event.microbatch]
-        _take_evaluation(run, step, event)
+        del step.speculative_leases[event.microbatch]
+        _record_evaluation(run, step, event)
         return  # the first one is still on its way, and what becomes of it decides
     if lease is None or (lease.lease, lease.trainer) != (event.lease, event.peer):
         return
-    if _take_evaluation(run, step, event):
+    if _record_evaluation(run, step, event):
         return
-    if not event.ok and _second_is_first(run, step, event.microbatch):
+    if not event.ok and _promote_speculative_lease(run, step, event.microbatch):
         return
     _resolve(run, step, event.microbatch, lease, now)
     trainer = run.peers.get(event.peer)
@@ -288,20 +288,20 @@ def lease_resolved(run: RunState, event: LeaseResolved, now: float) -> None:
         )
 
 
-def _take_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
+def _record_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> bool:
     """Enter what a held-out microbatch gave, if it is that and gave something."""
     loss_sum = event.evaluation_loss_sum
     if run.phase is not RunPhase.EVALUATING or not event.ok or loss_sum is None:
         return False
-    if abs(loss_sum) > LARGEST_LOSS or event.evaluation_tokens <= 0:
+    if abs(loss_sum) > MAX_LOSS_SUM or event.evaluation_tokens <= 0:
         return False
     step.evaluations[event.microbatch] = (loss_sum, event.evaluation_tokens)
     return True
 
 
-def _second_is_first(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
+def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
     """The first lease has come to nothing: if there is a second one, that is the lease now."""
-    hedge = step.hedges.pop(microbatch, None)
+    hedge = step.speculative_leases.pop(microbatch, None)
     if hedge is None:
         return False
     step.leases[microbatch] = hedge
@@ -323,7 +323,7 @@ def lease_open_microbatches(run: RunState, step: StepState, now: float) -> None:
         step.table.reopened.clear()
     while step.lease_alarms and step.lease_alarms[0][0] <= now:
         step.unsettled.add(heapq.heappop(step.lease_alarms)[1])
-    if not step.unsettled or now < step.close_not_before or not run.staffed():
+    if not step.unsettled or now < step.close_not_before or not run.has_complete_pipeline():
         return
     open_microbatches: list[MicrobatchIndex] = []
     for microbatch in sorted(step.unsettled):
@@ -351,13 +351,13 @@ def _due_at(run: RunState, lease: LeaseState) -> float:
     delivers one after the other has not forgotten the rest, however long its step takes."""
     limits = run.manifest.limits
     if lease.resolved_at is not None:
-        return lease.resolved_at + max(RELEASE_BACKOFF_SECONDS, 2 * limits.receipt_interval_seconds)
+        return lease.resolved_at + max(LEASE_RETRY_SECONDS, 2 * limits.receipt_interval_seconds)
     trainer = run.peers.get(lease.trainer)
     delivered_at = -math.inf if trainer is None else trainer.delivered_at
     return max(lease.granted_at, delivered_at) + limits.lease_seconds
 
 
-def loads(
+def trainer_loads(
     run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
 ) -> list[tuple[int, int, PeerId]]:
     """A heap of trainers by the microbatches that each is driving; ties in the roster's order."""
@@ -377,7 +377,7 @@ def loads(
 
 def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], now: float) -> None:
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
-    driving = loads(run, step, microbatches)
+    driving = trainer_loads(run, step, microbatches)
     for microbatch in microbatches:
         load, place, trainer = driving[0]
         heapq.heapreplace(driving, (load + 1, place, trainer))
@@ -386,7 +386,7 @@ def _grant(run: RunState, step: StepState, microbatches: list[MicrobatchIndex], 
         lease = grant(run, step, trainer, granted, len(driving))
         for microbatch in granted:
             step.leases[microbatch] = lease_of = LeaseState(lease, trainer, now)
-            step.hedges.pop(microbatch, None)
+            step.speculative_leases.pop(microbatch, None)
             heapq.heappush(step.lease_alarms, (_due_at(run, lease_of), microbatch))
 
 
@@ -396,7 +396,7 @@ def grant(
 ) -> int:  # fmt: skip
     """Tell a trainer to drive these; the number of its lease."""
     evaluating = run.phase is RunPhase.EVALUATING
-    least, most = windows(run, trainers)
+    least, most = inflight_windows(run, trainers)
     run.lease_counter += 1
     run.send(
         trainer,
@@ -405,7 +405,7 @@ def grant(
             lease=run.lease_counter,
             mode="evaluate" if evaluating else "train",
             window=least,
-            largest_window=most,
+            max_window=most,
             microbatches=tuple(
                 LeasedMicrobatch(
                     microbatch=microbatch,

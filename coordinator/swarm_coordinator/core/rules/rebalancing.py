@@ -21,13 +21,13 @@ from dataclasses import replace
 from swarm_coordinator.core.rules import membership, microbatches, state_transfer
 from swarm_coordinator.core.state.moves import (
     DecisionNote,
-    Moving,
-    Rebalancing,
     RebalancingRule,
     RebalancingSettings,
+    RebalancingState,
+    StageMove,
 )
 from swarm_coordinator.core.state.run import (
-    Closing,
+    CloseState,
     PeerPhase,
     PeerState,
     RunPhase,
@@ -37,8 +37,8 @@ from swarm_coordinator.core.state.run import (
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import (
-    Decision,
     Move,
+    MoveDecision,
     MovePolicy,
     PeerLoad,
     StageLoad,
@@ -47,18 +47,18 @@ from swarm_shared.scheduling.placement import (
 )
 from swarm_shared.scheduling.placement.stage_sizes import stage_sizes
 
-MOVE_SECONDS = 900.0
+MOVE_TIMEOUT_SECONDS = 900.0
 """A move that has not come about by then is given up; the fleet has changed since."""
 
 
 PEERS_PER_LOSS = 256
 """Fewer losses than one in so many change the fleet too little to look at it out of turn."""
 
-REACTION_SECONDS = 2.0
+LOSS_REACTION_SECONDS = 2.0
 """After a loss. Those that go together are noticed within a second or two of each other."""
 
 
-def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalancing:
+def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> RebalancingState:
     stages = tuple(
         StageLoad(
             stage=StageIndex(index),
@@ -71,10 +71,10 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
             zip(manifest.stages, stage_sizes(manifest), strict=True)
         )
     )
-    return Rebalancing(settings, stages)
+    return RebalancingState(settings, stages)
 
 
-def told(run: RunState, now: float) -> dict[str, object]:
+def status_section(run: RunState, now: float) -> dict[str, object]:
     """What `status` shows of it: plain JSON values only."""
     rebalancing = run.rebalancing
     return {
@@ -109,7 +109,7 @@ def consider(run: RunState, now: float) -> None:
         # The fleet is another one: no reason to wait for the period, only for the others that are
         # lost together with this one. Each stage rests for its period all the same.
         rebalancing.losses_seen = run.peers.losses
-        rebalancing.due_at = min(rebalancing.due_at, now + REACTION_SECONDS)
+        rebalancing.due_at = min(rebalancing.due_at, now + LOSS_REACTION_SECONDS)
     if now < rebalancing.due_at:
         return
     rebalancing.due_at = now + settings.policy.period_seconds
@@ -131,7 +131,7 @@ def _has_lost_many(run: RunState) -> bool:
     return lost >= max(1, len(run.peers) // PEERS_PER_LOSS)
 
 
-def _decide(run: RunState, now: float) -> Decision | None:
+def _decide(run: RunState, now: float) -> MoveDecision | None:
     rebalancing = run.rebalancing
     policy = _within_a_step(run, rebalancing.settings.policy)
     peers = _loads(run, policy)
@@ -141,7 +141,7 @@ def _decide(run: RunState, now: float) -> Decision | None:
         return choose_swarm_moves(rebalancing.stages, peers, policy)
     resting = {
         stage
-        for stage, since in rebalancing.took_part.items()
+        for stage, since in rebalancing.last_involved.items()
         if now - since < policy.period_seconds
     }
     return choose_moves(rebalancing.stages, peers, policy, resting)
@@ -174,7 +174,7 @@ def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
         if not peer.leaving and not peer.paused
     ]
     told = [
-        min(peer.flops_per_second, peer.line_flops_per_second)
+        min(peer.flops_per_second, peer.uplink_flops_per_second)
         for peer, _ in counted
         if peer.flops_per_second > 0
     ]
@@ -203,18 +203,18 @@ def _may_move(run: RunState, peer: PeerState) -> bool:
 def _begin(run: RunState, move: Move, now: float) -> None:
     rebalancing = run.rebalancing
     peer = run.peers[move.peer]
-    gap = move.gap or _shares_the_table(run, move.source, move.destination)
-    if gap and move.partner is not None:
+    release_first = move.release_first or _are_tied_ends(run, move.source, move.destination)
+    if release_first and move.partner is not None:
         return  # neither stage can be without both of them
-    peer.moving = Moving(move.destination, gap, now, move.partner)
-    rebalancing.took_part[move.source] = rebalancing.took_part[move.destination] = now
+    peer.moving = StageMove(move.destination, release_first, now, move.partner)
+    rebalancing.last_involved[move.source] = rebalancing.last_involved[move.destination] = now
     rebalancing.decided += 1
     text = move.sentence(display(peer))
     rebalancing.decisions.append(DecisionNote(now, peer.peer, text))
     run.note(text, peer.peer)
 
 
-def _shares_the_table(run: RunState, one: StageIndex, other: StageIndex) -> bool:
+def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
     """Both ends of a tied model: a peer would take part in the same all-reduce twice."""
     return run.manifest.model.tie_embeddings and {one, other} == {StageIndex(0), run.last_stage}
 
@@ -222,7 +222,7 @@ def _shares_the_table(run: RunState, one: StageIndex, other: StageIndex) -> bool
 # ---------------------------------------------------------------- carrying it out
 
 
-def look_after(run: RunState, now: float) -> None:
+def abandon_stale_moves(run: RunState, now: float) -> None:
     """Give up moves that cannot or should not come about any more."""
     for peer in list(run.peers.movers.values()):
         moving = peer.moving
@@ -233,29 +233,29 @@ def look_after(run: RunState, now: float) -> None:
             state_transfer.drop_move(run, peer, "it has lost the stage that it held")
         elif run.step is not None and peer.peer in run.step.excluded:
             state_transfer.drop_move(run, peer, "it sits this step out")
-        elif moving.holds > state_transfer.MAXIMUM_HOLDS:
+        elif moving.close_delays > state_transfer.MAX_CLOSE_DELAYS:
             # Not even so fast, then; it is not asked again before it has shown that it is faster.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
             peer.download_bytes_per_second = tried_bytes / max(1.0, now - moving.asked_at)
             state_transfer.drop_move(run, peer, "its downloads take longer than a step")
-        elif now - moving.begun_at > MOVE_SECONDS:
+        elif now - moving.begun_at > MOVE_TIMEOUT_SECONDS:
             state_transfer.drop_move(run, peer, "it took too long")
-        elif moving.partner is not None and not _comes(run, moving.partner, peer):
+        elif moving.partner is not None and not _partner_moves(run, moving.partner, peer):
             state_transfer.drop_move(run, peer, "nobody comes in its place any more")
 
 
-def _comes(run: RunState, partner: PeerId, peer: PeerState) -> bool:
+def _partner_moves(run: RunState, partner: PeerId, peer: PeerState) -> bool:
     """Whether the other one of an exchange is still on its way."""
     other = run.peers.get(partner)
     return other is not None and other.moving is not None and other.moving.partner == peer.peer
 
 
-def holds_the_close(run: RunState, now: float) -> bool:
+def mover_delays_close(run: RunState, now: float) -> bool:
     """A mover that had to start over is waited for like a newcomer, for a bounded time."""
     return any(
         peer.moving is not None
         and not peer.moving.ready
-        and now < peer.moving.hold_until
+        and now < peer.moving.close_delayed_until
         and run.round_of(peer.stage) is None
         and run.round_of(peer.moving.stage) is None
         for peer in run.peers.movers.values()
@@ -265,7 +265,7 @@ def holds_the_close(run: RunState, now: float) -> bool:
 def switching(run: RunState) -> dict[PeerId, StageIndex]:
     """Who has the state of its next stage and can be spared where it is, in a close that begins.
     A stage that has averaged already takes nobody, and lets nobody go."""
-    ready: dict[PeerId, Moving] = {}
+    ready: dict[PeerId, StageMove] = {}
     for peer in sorted(run.peers.movers.values(), key=lambda mover: mover.peer):
         moving = peer.moving
         assert moving is not None
@@ -277,7 +277,7 @@ def switching(run: RunState) -> dict[PeerId, StageIndex]:
     for peer_id, moving in ready.items():
         peer = run.peers[peer_id]
         if moving.partner is not None:
-            if moving.partner in ready and _comes(run, moving.partner, peer):
+            if moving.partner in ready and _partner_moves(run, moving.partner, peer):
                 found[peer_id] = moving.stage
         elif _can_be_spared(run, peer, found):
             found[peer_id] = moving.stage
@@ -297,12 +297,12 @@ def _can_be_spared(run: RunState, peer: PeerState, going: Iterable[PeerId]) -> b
     return len(others) >= minimum
 
 
-def switch(run: RunState, closing: Closing) -> None:
+def apply_switches(run: RunState, closing: CloseState) -> None:
     """The step is decided: with its Apply these hold their next stage."""
     going = [each for found in closing.each_round() for each in found.switching.items()]
     for peer_id, stage in going:
         peer = run.peers[peer_id]
-        closing.goes_over(peer_id, stage)
+        closing.switch_stage(peer_id, stage)
         run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
         peer.moving = None
         peer.stage = stage
@@ -317,7 +317,7 @@ def move_between_steps(run: RunState, now: float) -> None:
     for peer in list(run.peers.movers.values()):
         moving = peer.moving
         assert moving is not None
-        if not moving.gap or not run.holds_current(peer):
+        if not moving.release_first or not run.holds_current(peer):
             continue
         if not _can_be_spared(run, peer, ()):
             state_transfer.drop_move(run, peer, f"stage {peer.stage} needs it")

@@ -19,23 +19,23 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.core.state.run import PeerState, RunPhase, RunState, short
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import (
+    AddressUpdate,
     CertificateRenewed,
     Close,
     PeerRecord,
     Refused,
     Roster,
     RosterChange,
-    Whereabouts,
 )
 
-MOVED_ROSTER_SECONDS = 1.0
+ADDRESS_ROSTER_SECONDS = 1.0
 """Rosters that only follow somebody's addresses are so far apart at least: everybody gets them,
 so that a peer whose network flickers would cost all the others their line."""
 
 RENEWED_ROSTER_SECONDS = 60.0
 """The same for newer certificates, which nobody needs before the older ones expire."""
 
-SMALL_RUN = 256
+SMALL_RUN_PEERS = 256
 """Up to so many peers everybody is told of every change at once."""
 
 SPACING_PER_PEER_SECONDS = 5e-4
@@ -43,23 +43,23 @@ SPACING_PER_PEER_SECONDS = 5e-4
 of them goes to everybody, and somebody comes or goes several times a second. Who sends to a peer
 that is gone notices by itself."""
 
-MANY_PEERS = 1000
+SLOW_HEARTBEAT_PEERS = 1000
 """Who comes to a run of more is asked to beat more slowly."""
 
-BEATS_BEFORE_DEATH = 2.25
+HEARTBEATS_BEFORE_DEATH = 2.25
 """Of silence: two beats, and some time on the way."""
 
 MAXIMUM_REVOKED = 65_536
 """What a roster can carry."""
 
 
-def moved(run: RunState, peer: PeerState, message: Whereabouts, now: float) -> None:
+def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now: float) -> None:
     """It is found elsewhere now, or says something else about how it can be reached."""
     told = (message.addresses, message.carrier, message.reachability, message.offers_relay)
     if told == (peer.addresses, peer.carrier, peer.reachability, peer.offers_relay):
         return
     peer.addresses, peer.carrier, peer.reachability, peer.offers_relay = told
-    _publish_within(run, peer, MOVED_ROSTER_SECONDS, now)
+    _publish_within(run, peer, ADDRESS_ROSTER_SECONDS, now)
 
 
 def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
@@ -102,7 +102,7 @@ def reinstate(run: RunState, peer: PeerId) -> None:
         run.revoked_dirty = True
 
 
-def forget_revoked(run: RunState, now: float) -> None:
+def drop_expired_revocations(run: RunState, now: float) -> None:
     """Certificates that have expired are refused by everybody without being told."""
     if run.revoked:
         run.revoked = {peer: until for peer, until in run.revoked.items() if until > now}
@@ -111,9 +111,9 @@ def forget_revoked(run: RunState, now: float) -> None:
 def heartbeat_seconds(run: RunState) -> float:
     """Of a newcomer: in a large run as slowly as still tells a dead peer in time."""
     limits = run.manifest.limits
-    if len(run.peers) <= MANY_PEERS:
+    if len(run.peers) <= SLOW_HEARTBEAT_PEERS:
         return limits.heartbeat_seconds
-    return max(limits.heartbeat_seconds, limits.dead_after_seconds / BEATS_BEFORE_DEATH)
+    return max(limits.heartbeat_seconds, limits.dead_after_seconds / HEARTBEATS_BEFORE_DEATH)
 
 
 def _publish_within(run: RunState, peer: PeerState, seconds: float, now: float) -> None:
@@ -146,7 +146,7 @@ def publish(run: RunState, now: float) -> bool:
 
 def _can_wait(run: RunState, now: float) -> bool:
     """Whether a large run's roster was sent just now, and nobody is told to average by this one."""
-    if len(run.peers) <= SMALL_RUN:
+    if len(run.peers) <= SMALL_RUN_PEERS:
         return False
     return now - run.published_at < SPACING_PER_PEER_SECONDS * len(run.peers) and not any(
         isinstance(command, Send | Broadcast) and isinstance(command.message, Close)
@@ -165,20 +165,24 @@ def _send(run: RunState, stages: tuple[tuple[PeerRecord, ...], ...], now: float)
     )
     run.published, run.published_stages = whole, stages
     run.published_at, run.revoked_dirty = now, False
-    if before is None or len(run.peers) <= SMALL_RUN:
+    if before is None or len(run.peers) <= SMALL_RUN_PEERS:
         for peer in run.peers:
             run.send(peer, whole)
     else:
-        told = tuple(peer for peer in run.peers if peer not in run.peers.untold)
-        changed, gone = _difference(stages_before, stages)
+        told = tuple(peer for peer in run.peers if peer not in run.peers.awaiting_roster)
+        changed, removed = _difference(stages_before, stages)
         revoked = None if whole.revoked == before.revoked else whole.revoked
         change = RosterChange.model_construct(
-            serial=whole.serial, since=before.serial, changed=changed, gone=gone, revoked=revoked
+            serial=whole.serial,
+            since=before.serial,
+            changed=changed,
+            removed=removed,
+            revoked=revoked,
         )
         run.commands.append(Broadcast(told, change))
-        for peer in run.peers.untold:
+        for peer in run.peers.awaiting_roster:
             run.send(peer, whole)
-    run.peers.untold.clear()
+    run.peers.awaiting_roster.clear()
 
 
 def _difference(

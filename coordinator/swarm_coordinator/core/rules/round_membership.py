@@ -36,8 +36,8 @@ def leave(run: RunState, peer: PeerId, reason: str, now: float) -> None:
     left, stage = closing.round_of(peer), closing.members[peer]
     assert left is not None
     decided = run.phase is RunPhase.APPLYING
-    if decided or left.is_done_without((peer,)):
-        closing.take_out(peer)
+    if decided or left.completes_without((peer,)):
+        closing.remove_member(peer)
         left.kept[peer] = stage
     else:
         abort(run, left, reason, now, of_loss=True)
@@ -53,11 +53,11 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
         AbortRound(step=step.step, attempt=ended.attempt, reason=reason[:500]),
     )
     if not of_loss:
-        state_transfer.not_switched(run, ended.switching)
+        state_transfer.drop_failed_moves(run, ended.switching)
         pause = ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5)
         until = now + min(ABORT_BACKOFF_MAXIMUM_SECONDS, pause)
         step.close_not_before = max(step.close_not_before, until)
-    step.closing.give_up(ended)
+    step.closing.discard_round(ended)
     for peer, stage in ended.kept.items():
         microbatches.clear_counted(run, step, peer, (stage,))
     if not step.closing.rounds:
@@ -98,7 +98,7 @@ def readmit(run: RunState) -> None:
             step.excluded.discard(peer_id)
         elif peer.stage is not None and not run.ready_peers(peer.stage):
             step.excluded.discard(peer_id)
-            step.blame.pop(peer_id, None)
+            step.failure_counts.pop(peer_id, None)
             run.roster_dirty = True
 
 
@@ -109,4 +109,4 @@ def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int
     if closing is None or found is None or run.phase is RunPhase.APPLYING:
         return
     if found.attempt == averaged_attempt and found.kept.get(peer) == stage:
-        closing.take_back(peer, stage)
+        closing.restore_member(peer, stage)

@@ -17,39 +17,39 @@ from swarm_coordinator.core.rules import microbatches as progress
 from swarm_coordinator.core.state.run import LeaseState, RunPhase, RunState, StepState, short
 from swarm_shared.base.types import MicrobatchIndex, PeerId
 
-MOST = 0.75
+SPECULATION_START_FRACTION = 0.75
 """Of the table's cells; before that, nobody is idle and a second copy would cost others time."""
 
-TIMES = 1.5
+SLOWDOWN_FACTOR = 1.5
 
-LEAST_SECONDS = 2.0
+MIN_LAG_SECONDS = 2.0
 """Several reporting intervals: a step that takes a second has no stragglers worth a copy."""
 
-LOOK_SECONDS = 0.5
+CHECK_INTERVAL_SECONDS = 0.5
 """Between two looks at the microbatches that are still open."""
 
 
-def hedge(run: RunState, now: float) -> None:
+def lease_stragglers(run: RunState, now: float) -> None:
     """Lease what lags a second time. At most one second lease for each microbatch."""
     step = run.step
-    if step is None or now < step.hedge_not_before or not _mostly_done(run, step):
+    if step is None or now < step.speculation_not_before or not _mostly_done(run, step):
         return
     if step.mostly_done_at is None:
         step.mostly_done_at = now
     most_seconds = step.mostly_done_at - step.began_at
-    late_at = step.began_at + max(TIMES * most_seconds, most_seconds + LEAST_SECONDS)
+    late_at = step.began_at + max(SLOWDOWN_FACTOR * most_seconds, most_seconds + MIN_LAG_SECONDS)
     if now < late_at:
         return
-    step.hedge_not_before = now + LOOK_SECONDS
-    if now < step.close_not_before or not run.staffed():
+    step.speculation_not_before = now + CHECK_INTERVAL_SECONDS
+    if now < step.close_not_before or not run.has_complete_pipeline():
         return
-    since = now - max(LEAST_SECONDS, (TIMES - 1.0) * most_seconds)
+    since = now - max(MIN_LAG_SECONDS, (SLOWDOWN_FACTOR - 1.0) * most_seconds)
     late = [
         microbatch
         for microbatch, lease in step.leases.items()
         if lease.resolved_at is None
         and lease.granted_at <= since
-        and microbatch not in step.hedges
+        and microbatch not in step.speculative_leases
         and not progress.is_done(run, step, microbatch)
     ]
     if late:
@@ -59,21 +59,21 @@ def hedge(run: RunState, now: float) -> None:
 def _mostly_done(run: RunState, step: StepState) -> bool:
     total = progress.microbatch_count(run)
     if run.phase is RunPhase.EVALUATING:
-        return len(step.evaluations) >= MOST * total
-    return len(step.table) >= MOST * total * run.manifest.stage_count
+        return len(step.evaluations) >= SPECULATION_START_FRACTION * total
+    return len(step.table) >= SPECULATION_START_FRACTION * total * run.manifest.stage_count
 
 
 def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
-    driving = progress.loads(run, step, ())
+    driving = progress.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
-        trainer = _least_busy_but(driving, step.leases[microbatch].trainer)
+        trainer = _least_loaded_except(driving, step.leases[microbatch].trainer)
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
     for trainer, microbatches in grants.items():
         number = progress.grant(run, step, trainer, microbatches, len(driving))
         for microbatch in microbatches:
-            step.hedges[microbatch] = LeaseState(number, trainer, now)
+            step.speculative_leases[microbatch] = LeaseState(number, trainer, now)
     if grants:
         run.note(
             f"{sum(map(len, grants.values()))} microbatch(es) of step {step.step} lag: "
@@ -81,7 +81,7 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
         )
 
 
-def _least_busy_but(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
+def _least_loaded_except(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
     """Another trainer than the first one, with one microbatch more from now on; None: no other."""
     aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
     found: PeerId | None = None

@@ -102,7 +102,7 @@ def _holds(run: RunState, peer: PeerState) -> bool:
 
 def _catches_up(run: RunState, peer: PeerState) -> bool:
     """Whether it is back with the averaged step that leads to the run's version."""
-    return peer.catching_up == Step(run.version)
+    return peer.missed_apply == Step(run.version)
 
 
 def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
@@ -118,13 +118,13 @@ def _roll_back(run: RunState, lost: list[StageIndex], now: float) -> None:
     run.heldout_loss = None
     run.step = run.ahead = None
     run.snapshots.clear()
-    run.prints.clear()
+    run.fingerprints.clear()
     run.pending_checkpoint = None
     run.checkpoint_overdue = False
     run.checkpoint_failed = (version, 0, 0.0)
     run.lost_since.clear()
     run.rolled_back = True
-    run.on_branch.clear()
+    run.on_current_history.clear()
     run.phase = RunPhase.WAITING
     run.roster_dirty = True
     for peer in list(run.peers.values()):

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from typing import Literal
 
 from swarm_coordinator.core.state.run import (
-    Moving,
     PeerPhase,
     PeerState,
     RunPhase,
     RunState,
-    Snapshots,
+    StageMove,
+    StageSnapshots,
     display,
 )
 from swarm_coordinator.core.state.utilisation import Rejection
@@ -33,22 +33,22 @@ from swarm_shared.protocol import (
 SNAPSHOT_HOLDERS = 3
 """Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
 
-MOST_SNAPSHOT_HOLDERS = 32
+MAX_SNAPSHOT_HOLDERS = 32
 """When many want the same stage, there are as many holders as of them, up to so many."""
 
-MAXIMUM_HOLDS = 3
+MAX_CLOSE_DELAYS = 3
 """Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
 
-GATHER_SECONDS = 2.0
+SNAPSHOT_GATHER_SECONDS = 2.0
 """After the first snapshot the others, which are as large, take about as long. Who is told of one
 source only has nothing but that one's line."""
 
-ASK_AGAIN_SECONDS = 15.0
+SNAPSHOT_RETRY_SECONDS = 15.0
 """Holders that have not saved a snapshot by then are asked again, or others are."""
 
 SYNC_RETRY_SECONDS = 1.0
 
-TELLING_BYTES = 1_000_000
+MIN_BANDWIDTH_SAMPLE_BYTES = 1_000_000
 """Downloads below this say more about waiting than about the line."""
 
 _JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
@@ -60,26 +60,26 @@ def can_join(run: RunState, stage: StageIndex | None) -> bool:
     return run.phase in _JOINING_PHASES and run.round_of(stage) is None
 
 
-def hold(run: RunState, way: PeerState | Moving, now: float) -> None:
+def delay_close(run: RunState, way: PeerState | StageMove, now: float) -> None:
     """Let the close wait for this newcomer, a few times at most: it may never manage."""
-    way.holds += 1
-    if way.holds <= MAXIMUM_HOLDS:
-        way.hold_until = now + run.manifest.limits.join_hold_seconds
+    way.close_delays += 1
+    if way.close_delays <= MAX_CLOSE_DELAYS:
+        way.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
     """Tell all who are to get a stage where to get it from, as soon as that is known."""
-    queue = _Queue(run)
+    queue = _SourceQueue(run)
     # Who has begun before and was not done in time goes behind those who have not: it may never be.
-    for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.holds):
+    for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.close_delays):
         _find_source(run, peer, peer, now, queue)
     for peer in run.peers.movers.values():
         moving = peer.moving
-        if moving is not None and not moving.gap and not moving.source_asked:
+        if moving is not None and not moving.release_first and not moving.source_assigned:
             _find_source(run, peer, moving, now, queue)
 
 
-class _Queue:
+class _SourceQueue:
     """Who is not told of sources yet because others are before it.
 
     A stage's state is got by as many at once as there are who serve it. State is exact within one
@@ -95,7 +95,7 @@ class _Queue:
     def is_full(self, stage: StageIndex) -> bool:
         return stage in self._full
 
-    def turn(self, stage: StageIndex, sources: int) -> bool:
+    def try_start(self, stage: StageIndex, sources: int) -> bool:
         """Whether one more may begin; if so it has."""
         if self._begun is None:
             self._begun = self._count()
@@ -107,17 +107,17 @@ class _Queue:
 
     def _count(self) -> Counter[StageIndex]:
         peers, version = self._run.peers, self._run.version
-        ways: list[PeerState | Moving] = list(peers.syncing.values())
+        ways: list[PeerState | StageMove] = list(peers.syncing.values())
         ways += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
         return Counter(
             way.stage
             for way in ways
-            if way.source_asked and way.version == version and way.stage is not None
+            if way.source_assigned and way.version == version and way.stage is not None
         )
 
 
 def _find_source(
-    run: RunState, peer: PeerState, way: PeerState | Moving, now: float, queue: _Queue
+    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
 ) -> None:
     """`way` is the peer itself, for the stage that is its own, or its way to another one."""
     if now < way.ask_not_before or not can_join(run, way.stage):
@@ -131,14 +131,14 @@ def _find_source(
 def _assign_from(
     run: RunState,
     peer: PeerState,
-    way: PeerState | Moving,
+    way: PeerState | StageMove,
     source: Literal["fresh", "snapshot"],
     holders: tuple[PeerRecord, ...],
     item: tuple[str, int, str],
     now: float,
 ) -> None:
     assert way.stage is not None
-    way.source_asked, way.version, way.asked_at = True, run.version, now
+    way.source_assigned, way.version, way.asked_at = True, run.version, now
     if way is not peer:
         run.rebalancing.bytes_moved += item[1]
     run.send(
@@ -156,7 +156,9 @@ def _assign_from(
     )
 
 
-def _from_checkpoint(run: RunState, peer: PeerState, way: PeerState | Moving, now: float) -> bool:
+def _from_checkpoint(
+    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float
+) -> bool:
     checkpoint = run.checkpoint
     if checkpoint is None or checkpoint.version != run.version:
         return False
@@ -169,7 +171,7 @@ def _from_checkpoint(run: RunState, peer: PeerState, way: PeerState | Moving, no
 
 
 def _from_replicas(
-    run: RunState, peer: PeerState, way: PeerState | Moving, now: float, queue: _Queue
+    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
 ) -> None:
     stage = way.stage
     assert stage is not None
@@ -183,21 +185,21 @@ def _from_replicas(
         snapshots is None
         or snapshots.version != run.version
         or not (snapshots.asked & {p.peer for p in holders})
-        or (not snapshots.ready and now - snapshots.asked_at > ASK_AGAIN_SECONDS)
+        or (not snapshots.ready and now - snapshots.asked_at > SNAPSHOT_RETRY_SECONDS)
     ):
-        snapshots = run.snapshots[stage] = Snapshots(run.version, now)
+        snapshots = run.snapshots[stage] = StageSnapshots(run.version, now)
         waiting = sum(
             p.phase is PeerPhase.SYNCING or p.moving is not None for p in run.peers.bound_for(stage)
         )
-        for holder in holders[: min(MOST_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
+        for holder in holders[: min(MAX_SNAPSHOT_HOLDERS, max(SNAPSHOT_HOLDERS, waiting))]:
             snapshots.asked.add(holder.peer)
             run.send(holder.peer, SaveSnapshot(version=run.version, stage=stage))
         return
     present = {h.peer: h for h in holders if h.peer in snapshots.ready}
     outstanding = snapshots.asked & {h.peer for h in holders} - present.keys()
-    if not present or (outstanding and now < snapshots.first_at + GATHER_SECONDS):
+    if not present or (outstanding and now < snapshots.first_at + SNAPSHOT_GATHER_SECONDS):
         return
-    if not queue.turn(stage, len(present)):
+    if not queue.try_start(stage, len(present)):
         return
     # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
@@ -218,13 +220,13 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
         find_sources(run, now)
 
 
-def _differs(run: RunState, peer: PeerState, message: Ready) -> bool:
+def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
     """Whether a newcomer holds something else than the stage's holders do, after all checks."""
-    known = run.prints.get(message.stage)
+    known = run.fingerprints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
     reason = f"what it holds of stage {message.stage} is not what the others hold"
-    run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
+    run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 
 
@@ -232,8 +234,8 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
     """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
     stage, version = message.stage, message.version
     moving = peer.moving
-    if moving is not None and moving.stage == stage and _prepared(moving, version):
-        if _differs(run, peer, message):
+    if moving is not None and moving.stage == stage and _answers_move(moving, version):
+        if _has_wrong_fingerprint(run, peer, message):
             start_over(run, moving, now)
             moving.ask_not_before = now + SYNC_RETRY_SECONDS
         elif version == run.version and can_join(run, stage):
@@ -242,22 +244,22 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
         else:
             start_over(run, moving, now)
         return
-    if peer.stage != stage or not _awaited(peer, version):
+    if peer.stage != stage or not _answers_assignment(peer, version):
         return
     if version != run.version or not can_join(run, stage):
-        peer.source_asked = False
-        hold(run, peer, now)
+        peer.source_assigned = False
+        delay_close(run, peer, now)
         find_sources(run, now)
         return
-    if _differs(run, peer, message):
-        peer.source_asked = False
+    if _has_wrong_fingerprint(run, peer, message):
+        peer.source_assigned = False
         peer.ask_not_before = now + SYNC_RETRY_SECONDS
         run.snapshots.pop(stage, None)
         return
     if version > 0:
         _note_download(peer, peer, run.rebalancing.stages[stage].state_bytes, now)
     peer.phase = PeerPhase.READY
-    run.on_branch.add(peer.peer)
+    run.on_current_history.add(peer.peer)
     run.roster_dirty = True
     run.note(f"{display(peer)} holds stage {stage} at version {version} and takes work", peer.peer)
 
@@ -266,23 +268,23 @@ def version_changed(run: RunState, now: float) -> None:
     """What is being downloaded is of the version before: all start over at once, with most of the
     new version's time before them."""
     for peer in run.peers.syncing.values():
-        if peer.source_asked and peer.catching_up is None and peer.version != run.version:
-            peer.source_asked = False
-            hold(run, peer, now)
+        if peer.source_assigned and peer.missed_apply is None and peer.version != run.version:
+            peer.source_assigned = False
+            delay_close(run, peer, now)
     for peer in run.peers.movers.values():
-        if peer.moving is not None and peer.moving.source_asked:
+        if peer.moving is not None and peer.moving.source_assigned:
             start_over(run, peer.moving, now)
 
 
-def _prepared(moving: Moving, version: Version) -> bool:
+def _answers_move(moving: StageMove, version: Version) -> bool:
     """Whether this is the answer to the latest word on where to get the next stage from."""
-    return moving.source_asked and not moving.ready and moving.version == version
+    return moving.source_assigned and not moving.ready and moving.version == version
 
 
-def start_over(run: RunState, moving: Moving, now: float) -> None:
+def start_over(run: RunState, moving: StageMove, now: float) -> None:
     """The run has gone on to another version: the next stage's state is to be had anew."""
-    moving.source_asked = moving.ready = False
-    hold(run, moving, now)
+    moving.source_assigned = moving.ready = False
+    delay_close(run, moving, now)
 
 
 def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
@@ -293,7 +295,7 @@ def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
     run.rebalancing.dropped += 1
 
 
-def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
+def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
     """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
     for peer_id in peers:
         peer = run.peers.get(peer_id)
@@ -301,18 +303,20 @@ def not_switched(run: RunState, peers: Iterable[PeerId]) -> None:
             drop_move(run, peer, "an attempt to close the step with it failed")
 
 
-def _note_download(peer: PeerState, way: PeerState | Moving, state_bytes: int, now: float) -> None:
+def _note_download(
+    peer: PeerState, way: PeerState | StageMove, state_bytes: int, now: float
+) -> None:
     """How fast a stage's state came, all in all: what the next one will take follows from it."""
-    if state_bytes >= TELLING_BYTES and now > way.asked_at:
+    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > way.asked_at:
         peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
 
 
-def _awaited(peer: PeerState, version: Version) -> bool:
+def _answers_assignment(peer: PeerState, version: Version) -> bool:
     """Whether this is the answer to the latest assignment, not to one that was taken back."""
     return (
         peer.phase is PeerPhase.SYNCING
-        and peer.source_asked
-        and peer.catching_up is None
+        and peer.source_assigned
+        and peer.missed_apply is None
         and peer.version == version
     )
 
@@ -321,15 +325,15 @@ def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float)
     """Another source is named, after a pause: most causes take a moment to pass."""
     moving = peer.moving
     if moving is not None and moving.stage == message.stage:
-        if _prepared(moving, message.version):
+        if _answers_move(moving, message.version):
             run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
             start_over(run, moving, now)
             moving.ask_not_before = now + SYNC_RETRY_SECONDS
             run.snapshots.pop(message.stage, None)
         return
-    if peer.stage != message.stage or not _awaited(peer, message.version):
+    if peer.stage != message.stage or not _answers_assignment(peer, message.version):
         return
     run.note(f"stage {message.stage} could not be fetched: {message.reason}", peer.peer)
-    peer.source_asked = False
+    peer.source_assigned = False
     peer.ask_not_before = now + SYNC_RETRY_SECONDS
     run.snapshots.pop(message.stage, None)

@@ -51,8 +51,8 @@ def status_but_peers(run: RunState, now: float) -> dict[str, object]:
             }
             for row in run.stage_rows()
         ],
-        "figures": utilisation.told(run.figures),
-        "rebalancing": rebalancing.told(run, now),
+        "figures": utilisation.status_section(run.utilisation),
+        "rebalancing": rebalancing.status_section(run, now),
     }
 
 
@@ -73,15 +73,15 @@ def peer_rows(run: RunState, peers: Sequence[PeerState], now: float) -> list[dic
             "microbatches_per_second": peer.microbatches_per_second,
             "queued": peer.queued,
             "silent_seconds": round(now - peer.last_heard, 1),
-            **_mark_of(run, peer),
+            **_flags_of(run, peer),
         }
         for peer in peers
     ]
 
 
-def _mark_of(run: RunState, peer: PeerState) -> dict[str, object]:
-    mark = run.marks.get(peer.peer)
-    return {} if mark is None else {"marked_times": mark.times, "marked": mark.reason}
+def _flags_of(run: RunState, peer: PeerState) -> dict[str, object]:
+    mark = run.flags.get(peer.peer)
+    return {} if mark is None else {"flagged_times": mark.times, "flagged_reason": mark.reason}
 
 
 def waiting_for(run: RunState) -> str:

@@ -19,7 +19,7 @@ from swarm_coordinator.core.rules import (
     round_membership,
     state_transfer,
 )
-from swarm_coordinator.core.state.close import Closing, Round
+from swarm_coordinator.core.state.close import CloseState, Round
 from swarm_coordinator.core.state.run import (
     PeerPhase,
     PeerState,
@@ -32,12 +32,12 @@ from swarm_coordinator.core.state.utilisation import Rejection
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.run.schedule import learning_rate
-from swarm_shared.scheduling.placement import summing_weights
+from swarm_shared.scheduling.placement import reduce_weights
 
-MAXIMUM_BLAME = 3
+MAX_FAILED_ATTEMPTS = 3
 """Failed attempts of one step after which the step closes without the peer that is blamed."""
 
-MAXIMUM_EXCUSES = 4
+MAX_CARRIER_FAILURES = 4
 """Attempts of one step that may fail through a carrier before somebody is blamed for the next."""
 
 NORM_TOLERANCE = 1e-6
@@ -63,11 +63,11 @@ def start_close(run: RunState, now: float) -> None:
         for stage in opened
     }
     reductions = {stage: _reductions(run, groups, stage) for stage in opened}
-    step.closing = step.closing or Closing()
+    step.closing = step.closing or CloseState()
     pairs = [(stage, switching[p]) for stage in opened for p in members[stage] if p in switching]
     if run.tied_stages().intersection(opened):
         pairs.append((StageIndex(0), run.last_stage))
-    for stages in _together(opened, pairs):
+    for stages in _connected_stages(opened, pairs):
         step.attempts.update(dict.fromkeys(stages, step.attempt))
         step.closing.open(
             Round(
@@ -80,10 +80,10 @@ def start_close(run: RunState, now: float) -> None:
         )
     run.phase = RunPhase.CLOSING
     for stage in opened:
-        _tell_to_close(run, step, stage, reductions, switching)
+        _send_close(run, step, stage, reductions, switching)
 
 
-def _together(
+def _connected_stages(
     stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
 ) -> list[frozenset[StageIndex]]:
     """Stages that some pair connects, whether directly or through others, form one round."""
@@ -94,7 +94,7 @@ def _together(
     return list(dict.fromkeys(found.values()))
 
 
-def _tell_to_close(
+def _send_close(
     run: RunState, step: StepState, stage: StageIndex,
     reductions: dict[StageIndex, tuple[Reduction, ...]], switching: dict[PeerId, StageIndex],
 ) -> None:  # fmt: skip
@@ -136,12 +136,12 @@ def _reductions(
 
 def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
     """Thin lines sum less: what a member sums it sends to all the others."""
-    return summing_weights([run.peers[peer].up_bytes_per_second for peer in members])
+    return reduce_weights([run.peers[peer].up_bytes_per_second for peer in members])
 
 
 def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     step = run.step
-    if peer.catching_up == message.step and not message.ok:
+    if peer.missed_apply == message.step and not message.ok:
         _cannot_apply(run, peer, message, now)
         return
     if step is None or peer.stage is None or message.step != step.step:
@@ -154,21 +154,21 @@ def report(run: RunState, peer: PeerState, message: RoundReport, now: float) -> 
         # Another member's failure has ended this attempt already. What a failed one says about
         # itself counts all the same, unless its part is in an average that stands.
         if not message.ok and run.round_of(peer.stage) is None:
-            _take_back(run, peer, message)
+            _clear_unaccumulated(run, peer, message)
     elif run.phase is RunPhase.APPLYING:
         if not message.ok:
             _cannot_apply(run, peer, message, now)
     elif not message.ok:
-        _take_back(run, peer, message)
+        _clear_unaccumulated(run, peer, message)
         _attempt_failed(run, found, peer, message, now)
     else:
         found.reports[peer.peer] = (message.own_squared, message.tied_squared)
         found.awaited.discard(peer.peer)
         if not found.awaited:
-            go_on(run, now)
+            advance_close(run, now)
 
 
-def go_on(run: RunState, now: float) -> None:
+def advance_close(run: RunState, now: float) -> None:
     """Do what follows from the last answer that somebody waited for, or from his going who would
     have given it."""
     closing = run.step.closing if run.step is not None else None
@@ -179,7 +179,7 @@ def go_on(run: RunState, now: float) -> None:
         return
     for found in closing.each_round():
         if not found.awaited and not found.averaged:
-            _settle(run, found, now)
+            _check_agreement(run, found, now)
     if run.phase is RunPhase.CLOSING and all(r.averaged for r in closing.each_round()):
         _decide(run, closing, now)
 
@@ -187,12 +187,12 @@ def go_on(run: RunState, now: float) -> None:
 def _cannot_apply(run: RunState, peer: PeerState, message: RoundReport, now: float) -> None:
     """The step is decided and this member cannot take it: the others go on, it is synced anew."""
     reason = f"it could not apply step {message.step}"
-    run.mark(peer, Rejection.NOT_APPLIED, f"{reason}: {message.reason}")
+    run.flag(peer, Rejection.NOT_APPLIED, f"{reason}: {message.reason}")
     membership.resync(run, peer, reason, now)
-    go_on(run, now)
+    advance_close(run, now)
 
 
-def _take_back(run: RunState, peer: PeerState, message: RoundReport) -> None:
+def _clear_unaccumulated(run: RunState, peer: PeerState, message: RoundReport) -> None:
     """What a failed member says about itself counts, whoever was the first to fail."""
     step, stage = run.step, peer.stage
     assert step is not None
@@ -218,21 +218,21 @@ def _attempt_failed(
     )
     # A carrier that fails is nobody's fault, and its members go around it in the next attempt. But
     # who cries so again and again keeps the step from closing, whatever the truth of it.
-    excused = message.carrier_failed and step.excuses < MAXIMUM_EXCUSES
-    step.excuses += excused
+    excused = message.carrier_failed and step.carrier_failures < MAX_CARRIER_FAILURES
+    step.carrier_failures += excused
     if message.not_finite and message.reset:
         own = "the sum of its gradients was not finite"
         if membership.replace_state(run, peer, own, now):
             return
     elif message.not_finite:
-        run.mark(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
+        run.flag(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
     if excused:
         return
-    if message.culprit is None or not _blame(run, failed, message.culprit, 1, now):
-        _blame(run, failed, peer.peer, 1, now)
+    if message.culprit is None or not _count_failure(run, failed, message.culprit, 1, now):
+        _count_failure(run, failed, peer.peer, 1, now)
 
 
-def _blame(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
+def _count_failure(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -> bool:
     """Who keeps failing the step, or is named for it, in the end sits it out.
 
     False when it cannot be the peer's fault, or nothing can be done about it.
@@ -241,8 +241,10 @@ def _blame(run: RunState, failed: Round, peer: PeerId, count: int, now: float) -
     assert step is not None
     if peer not in failed.members:
         return False
-    step.blame[peer] = step.blame.get(peer, 0) + count
-    return step.blame[peer] < MAXIMUM_BLAME or round_membership.exclude(run, peer, now)
+    step.failure_counts[peer] = step.failure_counts.get(peer, 0) + count
+    return step.failure_counts[peer] < MAX_FAILED_ATTEMPTS or round_membership.exclude(
+        run, peer, now
+    )
 
 
 def time_out(run: RunState, now: float) -> None:
@@ -255,39 +257,39 @@ def time_out(run: RunState, now: float) -> None:
         if now - closing.decided_at > limit:
             for peer in sorted(closing.members.keys() - closing.applied.keys()):
                 run.note(f"{short(peer)} did not apply step {step.step} in time", peer)
-                closing.take_out(peer)
+                closing.remove_member(peer)
         return
     # Large states over slow links take long: the next attempt is given more time.
     longest = limit * 2 ** min(step.timeouts, 5)
     late = [r for r in closing.each_round() if r.awaited and now - r.began_at > longest]
     step.timeouts += bool(late)
     for found in late:
-        _go_on_without_the_silent(run, found, now)
+        _proceed_without_silent(run, found, now)
 
 
 def give_up_catching_up(run: RunState, now: float) -> None:
     """Sync a peer anew that has not applied a missed step within the time of an ordinary apply."""
     limit = run.manifest.limits.lease_seconds
     for peer in list(run.peers.syncing.values()):
-        if peer.catching_up is not None and now - peer.asked_at > limit:
-            membership.resync(run, peer, f"it did not apply step {peer.catching_up} in time", now)
+        if peer.missed_apply is not None and now - peer.asked_at > limit:
+            membership.resync(run, peer, f"it did not apply step {peer.missed_apply} in time", now)
 
 
-def _go_on_without_the_silent(run: RunState, late: Round, now: float) -> None:
+def _proceed_without_silent(run: RunState, late: Round, now: float) -> None:
     """A whole stage that is silent is slow; one that is silent beside others is stuck."""
     done = {stage for peer, stage in late.members.items() if peer not in late.awaited}
     silent = sorted(peer for peer in late.awaited if late.members[peer] in done)
-    if late.is_done_without(silent):
+    if late.completes_without(silent):
         late.awaited.difference_update(silent)
         for peer in silent:
             round_membership.exclude(run, peer, now)
         return
     round_membership.abort(run, late, "it took too long", now)
     for peer in silent:
-        _blame(run, late, peer, MAXIMUM_BLAME, now)
+        _count_failure(run, late, peer, MAX_FAILED_ATTEMPTS, now)
 
 
-def _settle(run: RunState, found: Round, now: float) -> None:
+def _check_agreement(run: RunState, found: Round, now: float) -> None:
     """Everybody has averaged: to the same, or the round is given up."""
     of_stage: dict[StageIndex, dict[PeerId, tuple[float, float]]] = {}
     for peer, squares in found.reports.items():
@@ -296,15 +298,15 @@ def _settle(run: RunState, found: Round, now: float) -> None:
             of_stage.setdefault(stage, {})[peer] = squares
     for stage, reported in sorted(of_stage.items()):
         own, tied = max(reported.values())
-        if not all(_close(own, s[0]) and _close(tied, s[1]) for s in reported.values()):
-            _mark_the_odd(run, reported)
+        if not all(_norms_agree(own, s[0]) and _norms_agree(tied, s[1]) for s in reported.values()):
+            _flag_minority_norms(run, reported)
             reason = f"replicas of stage {stage} averaged to different gradients"
             round_membership.abort(run, found, reason, now)
             return
     found.squares = {stage: max(reported.values()) for stage, reported in of_stage.items()}
 
 
-def _decide(run: RunState, closing: Closing, now: float) -> None:
+def _decide(run: RunState, closing: CloseState, now: float) -> None:
     """All have averaged: make the step durable, then tell everybody to apply it."""
     step = run.step
     assert step is not None
@@ -321,10 +323,10 @@ def _decide(run: RunState, closing: Closing, now: float) -> None:
     run.commands.append(Persist(applied))
     run.version = Version(step.step)
     run.last_applied = applied
-    run.prints.clear()
+    run.fingerprints.clear()
     run.phase = RunPhase.APPLYING
     closing.decided_at = now
-    rebalancing.switch(run, closing)
+    rebalancing.apply_switches(run, closing)
     for found in closing.each_round():
         run.broadcast(
             found.members,
@@ -337,21 +339,21 @@ def _decide(run: RunState, closing: Closing, now: float) -> None:
         )
 
 
-def _mark_the_odd(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
+def _flag_minority_norms(run: RunState, squares: dict[PeerId, tuple[float, float]]) -> None:
     """Those that averaged to something else than most of their stage."""
     usual, count = Counter(squares.values()).most_common(1)[0]
     for peer_id, own in squares.items():
         peer = run.peers.get(peer_id)
         if peer is not None and own != usual and 2 * count > len(squares):
             reason = "it averaged to another gradient than the others of its stage"
-            run.mark(peer, Rejection.OTHER_AVERAGE, reason)
+            run.flag(peer, Rejection.OTHER_AVERAGE, reason)
 
 
-def _close(one: float, other: float) -> bool:
+def _norms_agree(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=NORM_TOLERANCE, abs_tol=1e-30)
 
 
-def _applied_step(run: RunState, closing: Closing, norm: float, now: float) -> AppliedStep:
+def _applied_step(run: RunState, closing: CloseState, norm: float, now: float) -> AppliedStep:
     step = run.step
     assert step is not None
     last = run.last_stage
@@ -366,7 +368,7 @@ def _applied_step(run: RunState, closing: Closing, norm: float, now: float) -> A
         # fsum: the mean must not depend on the order in which receipts arrived.
         loss=math.fsum(cell.loss_sum or 0.0 for cell in losses) / tokens,
         tokens=tokens,
-        seconds=now - step.in_front_at,
+        seconds=now - step.previous_applied_at,
         global_norm=norm,
         learning_rate=learning_rate(run.manifest.optimizer, run.manifest.training.steps, step.step),
         shares=tuple(
@@ -378,10 +380,10 @@ def _applied_step(run: RunState, closing: Closing, norm: float, now: float) -> A
 
 
 def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> None:
-    late, peer.catching_up = peer.catching_up == message.step, None
+    late, peer.missed_apply = peer.missed_apply == message.step, None
     if Version(message.step) != run.version:
         if late:
-            peer.source_asked = False  # it caught up with a step that is already history
+            peer.source_assigned = False  # it caught up with a step that is already history
         return
     step = run.step
     closing = step.closing if step is not None else None
@@ -392,12 +394,12 @@ def applied(run: RunState, peer: PeerState, message: Applied, now: float) -> Non
     elif late:
         # It had missed the word to apply while the coordinator was away.
         peer.version, peer.phase = Version(message.step), PeerPhase.READY
-        microbatches.commit_early(run, peer)
-        run.on_branch.add(peer.peer)
+        microbatches.commit_early_receipts(run, peer)
+        run.on_current_history.add(peer.peer)
         run.roster_dirty = True
 
 
-def _finish_when_applied(run: RunState, closing: Closing, now: float) -> None:
+def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None:
     """When every living member has applied, compare replicas and open the way to the next step."""
     if not closing.members.keys() <= closing.applied.keys():
         return  # who applied and died since is in neither
@@ -405,11 +407,11 @@ def _finish_when_applied(run: RunState, closing: Closing, now: float) -> None:
     run.phase = RunPhase.WAITING
     run.snapshots.clear()
     run.roster_dirty = True
-    prints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
+    fingerprints: dict[StageIndex, dict[PeerId, tuple[str, float]]] = {}
     for member, stage in closing.members.items():
-        prints.setdefault(stage, {})[member] = closing.applied[member]
-    run.prints.clear()
-    for stage, of_stage in sorted(prints.items()):
+        fingerprints.setdefault(stage, {})[member] = closing.applied[member]
+    run.fingerprints.clear()
+    for stage, of_stage in sorted(fingerprints.items()):
         _compare_replicas(run, stage, of_stage, now)
     state_transfer.version_changed(run, now)
     for peer in list(run.peers.values()):
@@ -419,28 +421,28 @@ def _finish_when_applied(run: RunState, closing: Closing, now: float) -> None:
 
 
 def _compare_replicas(
-    run: RunState, stage: StageIndex, prints: dict[PeerId, tuple[str, float]], now: float
+    run: RunState, stage: StageIndex, fingerprints: dict[PeerId, tuple[str, float]], now: float
 ) -> None:
     """Replicas on like devices are equal to the bit, on unlike ones within rounding.
 
     Which devices are alike, nobody can tell from their names. Who has agreed with the majority
     before is like them, so that a later difference is a fault of its own.
     """
-    digest_of_most, count = Counter(digest for digest, _ in prints.values()).most_common(1)[0]
-    majority = digest_of_most if 2 * count > len(prints) and count > 1 else None
-    (_, majority_norm), _ = Counter(prints.values()).most_common(1)[0]
+    digest_of_most, count = Counter(digest for digest, _ in fingerprints.values()).most_common(1)[0]
+    majority = digest_of_most if 2 * count > len(fingerprints) and count > 1 else None
+    (_, majority_norm), _ = Counter(fingerprints.values()).most_common(1)[0]
     agreed: set[str] = set()
-    for peer_id, (digest, norm) in prints.items():
+    for peer_id, (digest, norm) in fingerprints.items():
         peer = run.peers.get(peer_id)
         if peer is None:
             continue
         near = math.isclose(norm, majority_norm, rel_tol=FINGERPRINT_NORM_TOLERANCE)
         if digest == majority:
-            peer.like_the_majority = True
-        elif not near or (majority is not None and peer.like_the_majority):
+            peer.matched_majority = True
+        elif not near or (majority is not None and peer.matched_majority):
             reason = f"its parameters of stage {stage} differed from the majority's"
-            run.mark(peer, Rejection.OTHER_PARAMETERS, reason)
+            run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
             membership.resync(run, peer, "its parameters differed from the majority's", now)
             continue
         agreed.add(digest)
-    run.prints[stage] = frozenset(agreed)
+    run.fingerprints[stage] = frozenset(agreed)

@@ -15,11 +15,11 @@ from swarm_coordinator.core.state.run import PeerState, RunState
 from swarm_shared.base.types import StageIndex
 
 
-def lacking(run: RunState, now: float) -> str:
+def unmet_requirement(run: RunState, now: float) -> str:
     """What the run waits for, in words; empty when a step can begin."""
     wanted = peers_wanted(run, now)
-    short_of = sorted(run.unheld()) if wanted == 1 else _short_of(run, wanted)
-    if not short_of and run.staffed():
+    short_of = sorted(run.unheld()) if wanted == 1 else _stages_below(run, wanted)
+    if not short_of and run.has_complete_pipeline():
         return ""
     if paused := paused_reason(run):
         return paused
@@ -27,19 +27,19 @@ def lacking(run: RunState, now: float) -> str:
         return "no trainer"
     names = ", ".join(str(stage) for stage in short_of)
     needs = f"stage {names} needs {wanted} peer(s)"
-    if wanted > 1 and _goes_on(run):
+    if wanted > 1 and _is_resumed(run):
         return f"{needs}; it goes on with fewer in {_grace_left(run, now):.0f} s"
     return needs
 
 
 def peers_wanted(run: RunState, now: float) -> int:
     """How many every stage is to have before a step begins."""
-    if run.training_began or (_goes_on(run) and _grace_left(run, now) <= 0):
+    if run.training_began or (_is_resumed(run) and _grace_left(run, now) <= 0):
         return 1
     return run.manifest.limits.starting_peers_per_stage
 
 
-def _goes_on(run: RunState) -> bool:
+def _is_resumed(run: RunState) -> bool:
     """Whether an earlier start of the coordinator has trained already."""
     return run.version > 0 or run.rolled_back
 
@@ -48,12 +48,12 @@ def _grace_left(run: RunState, now: float) -> float:
     return run.started_at + REATTACH_GRACE_SECONDS - now
 
 
-def _short_of(run: RunState, wanted: int) -> list[StageIndex]:
+def _stages_below(run: RunState, wanted: int) -> list[StageIndex]:
     stages = (StageIndex(stage) for stage in run.stage_indices)
     return [stage for stage in stages if len(run.working_peers(stage)) < wanted]
 
 
-def spread(run: RunState, now: float) -> None:
+def balance_stages(run: RunState, now: float) -> None:
     """Before the first step: who is one too many in a stage goes to one that is short of peers.
 
     Newcomers choose well, but who comes back with a stage it held finds one in its place. Nothing
@@ -65,16 +65,16 @@ def spread(run: RunState, now: float) -> None:
     # Asked after every word while a large run gathers: the cheap question first.
     if all(len(run.working_peers(stage)) <= wanted for stage in run.stage_indices):
         return
-    for stage in _short_of(run, wanted):
+    for stage in _stages_below(run, wanted):
         bound = sum(not p.leaving and not p.paused for p in run.peers.bound_for(stage))
         for _ in range(wanted - bound):
-            peer = _one_too_many(run, stage, wanted)
+            peer = _surplus_peer(run, stage, wanted)
             if peer is None:
                 break  # nobody fits here; one that is short, too, may need less memory
             membership.move(run, peer, stage, "the run cannot begin without it there", now)
 
 
-def _one_too_many(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
+def _surplus_peer(run: RunState, stage: StageIndex, wanted: int) -> PeerState | None:
     """Of the stage that has most of those that can be spared."""
     needed_bytes = run.manifest.stages[stage].memory_bytes
     spare: list[tuple[int, str, PeerState]] = []

@@ -39,7 +39,7 @@ class Round:
     def averaged(self) -> bool:
         return bool(self.squares)
 
-    def is_done_without(self, gone: Collection[PeerId]) -> bool:
+    def completes_without(self, gone: Collection[PeerId]) -> bool:
         """Whether the sums are complete if these are not waited for, and each stage has somebody
         who can apply its own: now, and after those that switch have done so."""
         if not self.awaited.issubset(gone):
@@ -51,7 +51,7 @@ class Round:
 
 
 @dataclass(slots=True)
-class Closing:
+class CloseState:
     """What of a step is being closed. Only its methods change who is in it."""
 
     rounds: dict[StageIndex, Round] = field(default_factory=dict)
@@ -73,13 +73,13 @@ class Closing:
         self.rounds.update(dict.fromkeys(opened.stages, opened))
         self.members.update(opened.members)
 
-    def give_up(self, ended: Round) -> None:
+    def discard_round(self, ended: Round) -> None:
         for stage in ended.stages:
             del self.rounds[stage]
         for peer in ended.members:
             del self.members[peer]
 
-    def take_out(self, peer: PeerId) -> None:
+    def remove_member(self, peer: PeerId) -> None:
         """It is no member any more; what it has reported stays."""
         found = self.round_of(peer)
         del self.members[peer]
@@ -88,13 +88,13 @@ class Closing:
             found.switching.pop(peer, None)
             found.awaited.discard(peer)
 
-    def take_back(self, peer: PeerId, stage: StageIndex) -> None:
+    def restore_member(self, peer: PeerId, stage: StageIndex) -> None:
         """One whose part was kept has come back with the same average."""
         found = self.rounds[stage]
         del found.kept[peer]
         self.members[peer] = found.members[peer] = stage
 
-    def goes_over(self, peer: PeerId, stage: StageIndex) -> None:
+    def switch_stage(self, peer: PeerId, stage: StageIndex) -> None:
         """It holds another stage of its round from now on."""
         found = self.round_of(peer)
         assert found is not None

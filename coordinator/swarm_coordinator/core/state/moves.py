@@ -37,22 +37,22 @@ class RebalancingSettings:
 
 
 @dataclass(slots=True)
-class Moving:
+class StageMove:
     """A peer's way to another stage; several fields are those of a newcomer's way to its own."""
 
     stage: StageIndex
     """Where it goes."""
-    gap: bool
+    release_first: bool
     """It cannot hold both, so that it gives the old one up between two steps and then downloads."""
     begun_at: float
     partner: PeerId | None = None
     """Who goes the other way, in the same close."""
     version: Version = NO_VERSION
     """Of the state that it was told to get."""
-    source_asked: bool = False
+    source_assigned: bool = False
     ask_not_before: float = 0.0
-    hold_until: float = 0.0
-    holds: int = 0
+    close_delayed_until: float = 0.0
+    close_delays: int = 0
     asked_at: float = 0.0
     ready: bool = False
     """It holds the new stage at `version`, beside the old one that it serves."""
@@ -66,14 +66,14 @@ class DecisionNote:
 
 
 @dataclass(slots=True)
-class Rebalancing:
+class RebalancingState:
     settings: RebalancingSettings
     stages: tuple[StageLoad, ...]
     due_at: float | None = None
     """None until training has begun."""
     losses_seen: int = 0
     """How many peers had been lost when that was last thought about."""
-    took_part: dict[StageIndex, float] = field(default_factory=dict)
+    last_involved: dict[StageIndex, float] = field(default_factory=dict)
     """When each stage was last part of a decision to move somebody."""
     decisions: deque[DecisionNote] = field(default_factory=lambda: deque(maxlen=KEPT_DECISIONS))
     reason: str = ""

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from swarm_coordinator.core.events import Session
-from swarm_coordinator.core.state.moves import NO_VERSION, Moving
-from swarm_coordinator.core.state.utilisation import LastBeat
+from swarm_coordinator.core.events import SessionNumber
+from swarm_coordinator.core.state.moves import NO_VERSION, StageMove
+from swarm_coordinator.core.state.utilisation import LastHeartbeat
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import CarrierAddress, PeerRecord, Reachability
@@ -30,17 +30,17 @@ class PeerPhase(StrEnum):
     """Holds its stage at the run's version."""
 
 
-_PLACED = frozenset({"stage", "moving"})
-_INDEXED = frozenset({"phase", "version", "leaving", "paused", "source_asked", "carrier"})
+_STAGE_FIELDS = frozenset({"stage", "moving"})
+_INDEXED_FIELDS = frozenset({"phase", "version", "leaving", "paused", "source_assigned", "carrier"})
 """Fields of a peer that its table answers questions about, besides its place and rate."""
 
-_RECORDED = frozenset(
+_RECORD_FIELDS = frozenset(
     {"stage", "addresses", "certificate", "carrier", "reachability", "offers_relay"}
 )
 """Fields of a peer that others are told of, besides its rate and whether it leaves."""
 
 
-_MEASURED = frozenset({"flops_per_second", "line_flops_per_second"})
+_RATE_FIELDS = frozenset({"flops_per_second", "uplink_flops_per_second"})
 
 RATE_TOLERANCE = 0.1
 """Others are told of a peer's rate again when it has changed by more than this share."""
@@ -53,7 +53,7 @@ def rates_alike(told: float, rate: float) -> bool:
 @dataclass(slots=True)
 class PeerState:
     peer: PeerId
-    session: Session
+    session: SessionNumber
     certificate: str
     name: str | None
     addresses: tuple[str, ...]
@@ -74,17 +74,17 @@ class PeerState:
     one."""
     up_bytes_per_second: float = math.inf
     """What its line takes; without an end until the line has held it up."""
-    line_flops_per_second: float = math.inf
+    uplink_flops_per_second: float = math.inf
     """That as microbatches of the stage where it was told, times the stage's work."""
     queued: int = 0
     leaving: bool = False
     leaving_since: float = 0.0
     paused: bool = False
     """It gets no new work for now, and closes steps with the others."""
-    hold_until: float = 0.0
+    close_delayed_until: float = 0.0
     """While it downloads, the close of the step waits for it until then."""
-    holds: int = 0
-    source_asked: bool = False
+    close_delays: int = 0
+    source_assigned: bool = False
     """Whether the peer has been told where to get its state from."""
     ask_not_before: float = 0.0
     """A source that failed is not named again sooner."""
@@ -92,18 +92,18 @@ class PeerState:
     """When it was told where to get its state from."""
     download_bytes_per_second: float = 0.0
     """As it was when it last got a stage's state; 0 until then."""
-    catching_up: Step | None = None
+    missed_apply: Step | None = None
     """The step it has averaged and still has to apply, since it missed the word to do so."""
     delivered_at: float = -math.inf
     """When the last microbatch that it drives was found done in every stage."""
     early_receipts: dict[tuple[Step, MicrobatchIndex], Receipt] = field(default_factory=dict)
     """Told after a restart of the coordinator, before the step that they belong to began."""
-    like_the_majority: bool = False
+    matched_majority: bool = False
     """Its parameters were once equal, to the bit, to those of most replicas of its stage."""
-    moving: Moving | None = None
-    told_microbatches_per_second: float = 0.0
+    moving: StageMove | None = None
+    reported_microbatches_per_second: float = 0.0
     """What it computes, as it said last; a heartbeat says it again only when it has changed."""
-    last_beat: LastBeat = field(default_factory=LastBeat)
+    last_heartbeat: LastHeartbeat = field(default_factory=LastHeartbeat)
     record: PeerRecord | None = field(default=None, repr=False, compare=False)
     """As it was published last, unless something in it has changed since."""
     table: PeerTable | None = field(default=None, repr=False, compare=False)
@@ -113,26 +113,26 @@ class PeerState:
         if table is None:
             object.__setattr__(self, name, value)
             return
-        if name in _RECORDED:
+        if name in _RECORD_FIELDS:
             object.__setattr__(self, "record", None)
-            table.unrecorded(self)
-        if name in _PLACED:
-            table.leave(self)
+            table.record_changed(self)
+        if name in _STAGE_FIELDS:
+            table.unindex(self)
         object.__setattr__(self, name, value)
-        if name in _PLACED or name in _INDEXED:
-            table.enter(self)
-        elif name in _MEASURED:
-            table.measured(self)
+        if name in _STAGE_FIELDS or name in _INDEXED_FIELDS:
+            table.index(self)
+        elif name in _RATE_FIELDS:
+            table.rate_changed(self)
         elif (
             name == "microbatches_per_second"
             and self.record is not None
             and not rates_alike(self.record.microbatches_per_second, self.microbatches_per_second)
         ):
-            table.unrecorded(self)
+            table.record_changed(self)
 
-    def beat(
+    def record_heartbeat(
         self, now: float, queued: int, microbatches_per_second: float, flops_per_second: float,
-        up_bytes_per_second: float, line_flops_per_second: float,
+        up_bytes_per_second: float, uplink_flops_per_second: float,
     ) -> None:  # fmt: skip
         """All that a heartbeat changes of it, thousands of times a second: past the look at each
         field by itself, and the table hears of the whole once."""
@@ -142,24 +142,24 @@ class PeerState:
         put(self, "up_bytes_per_second", up_bytes_per_second)
         measured = (
             flops_per_second != self.flops_per_second
-            or line_flops_per_second != self.line_flops_per_second
+            or uplink_flops_per_second != self.uplink_flops_per_second
         )
         put(self, "flops_per_second", flops_per_second)
-        put(self, "line_flops_per_second", line_flops_per_second)
+        put(self, "uplink_flops_per_second", uplink_flops_per_second)
         put(self, "microbatches_per_second", microbatches_per_second)
         table, record = self.table, self.record
         if table is None:
             return
         if measured:
-            table.measured(self)
+            table.rate_changed(self)
         if record is not None and not rates_alike(
             record.microbatches_per_second, microbatches_per_second
         ):
-            table.unrecorded(self)
+            table.record_changed(self)
 
 
 @dataclass(frozen=True, slots=True)
-class StageView:
+class StagePeers:
     """Who holds a stage at the run's version, in the order in which they came to it."""
 
     ready: tuple[PeerState, ...]
@@ -171,7 +171,7 @@ class StageView:
 
 
 @dataclass(frozen=True, slots=True)
-class StageTally:
+class StageCapacity:
     """Who is to be counted on at a stage: those on their way to it as well, who leaves or pauses
     not."""
 
@@ -196,19 +196,19 @@ class PeerTable(dict[PeerId, PeerState]):
         self.with_carrier: dict[PeerId, PeerState] = {}
         self.losses = 0
         """How many have gone, ever, that held a stage."""
-        self.untold: dict[PeerId, PeerState] = {}
+        self.awaiting_roster: dict[PeerId, PeerState] = {}
         """They have got no roster yet; whoever sends one says so here."""
         self.records: dict[StageIndex, tuple[PeerRecord, ...]] = {}
         """What is to be said of each stage's ready peers, for as long as it is true."""
         self._by_stage: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._bound_for: dict[StageIndex, dict[PeerId, PeerState]] = {}
         self._stages = tuple(StageIndex(stage) for stage in range(stages))
-        self._views: dict[StageIndex, StageView] = {}
+        self._views: dict[StageIndex, StagePeers] = {}
         self._unheld: set[StageIndex] = set()
         self._idle: set[StageIndex] = set()
-        self._unseen: set[StageIndex] = set(self._stages)
+        self._stale_stages: set[StageIndex] = set(self._stages)
         """Stages whose peers have changed since `_unheld` and `_idle` were true of them."""
-        self._tallies: dict[StageIndex, StageTally] = {}
+        self._capacities: dict[StageIndex, StageCapacity] = {}
         self._version = NO_VERSION
         self._carriers: dict[str, set[PeerId]] = {}
         """Whose p2pd has this ID. Nobody proves that it is theirs: there may be several."""
@@ -216,42 +216,42 @@ class PeerTable(dict[PeerId, PeerState]):
 
     # ---- questions
 
-    def view(self, stage: StageIndex, version: Version) -> StageView:
-        self._turn_to(version)
+    def view(self, stage: StageIndex, version: Version) -> StagePeers:
+        self._invalidate_for(version)
         found = self._views.get(stage)
         if found is None:
-            found = self._views[stage] = self._look(stage, version)
+            found = self._views[stage] = self._compute_view(stage, version)
         return found
 
     def unheld(self, version: Version) -> set[StageIndex]:
         """Stages that nobody holds at the version. Not to be changed by the caller."""
-        self._look_again(version)
+        self._refresh_unheld(version)
         return self._unheld
 
     def idle(self, version: Version) -> set[StageIndex]:
         """Stages that nobody holds at the version who works. Not to be changed by the caller."""
-        self._look_again(version)
+        self._refresh_unheld(version)
         return self._idle
 
-    def _look_again(self, version: Version) -> None:
-        self._turn_to(version)
-        for stage in self._unseen:
+    def _refresh_unheld(self, version: Version) -> None:
+        self._invalidate_for(version)
+        for stage in self._stale_stages:
             view = self.view(stage, version)
             for stages, lacking in ((self._unheld, not view.ready), (self._idle, not view.working)):
                 if lacking:
                     stages.add(stage)
                 else:
                     stages.discard(stage)
-        self._unseen.clear()
+        self._stale_stages.clear()
 
-    def _turn_to(self, version: Version) -> None:
+    def _invalidate_for(self, version: Version) -> None:
         if version != self._version:
             self._version = version
             self._views.clear()
             self.records.clear()
-            self._unseen.update(self._stages)
+            self._stale_stages.update(self._stages)
 
-    def _look(self, stage: StageIndex, version: Version) -> StageView:
+    def _compute_view(self, stage: StageIndex, version: Version) -> StagePeers:
         ready = tuple(
             peer
             for peer in self._by_stage.get(stage, {}).values()
@@ -259,18 +259,18 @@ class PeerTable(dict[PeerId, PeerState]):
         )
         active = tuple(peer for peer in ready if not peer.paused)
         staying = tuple(peer for peer in active if not peer.leaving)
-        return StageView(ready, staying or active, tuple(p for p in staying if p.trainer))
+        return StagePeers(ready, staying or active, tuple(p for p in staying if p.trainer))
 
-    def tally(self, stage: StageIndex) -> StageTally:
-        found = self._tallies.get(stage)
+    def capacity(self, stage: StageIndex) -> StageCapacity:
+        found = self._capacities.get(stage)
         if found is None:
             counted = [p for p in self.bound_for(stage) if not p.leaving and not p.paused]
             rates = [
-                min(p.flops_per_second, p.line_flops_per_second)
+                min(p.flops_per_second, p.uplink_flops_per_second)
                 for p in counted
                 if p.flops_per_second > 0
             ]
-            found = self._tallies[stage] = StageTally(len(counted), len(rates), sum(rates))
+            found = self._capacities[stage] = StageCapacity(len(counted), len(rates), sum(rates))
         return found
 
     def bound_for(self, stage: StageIndex) -> Iterable[PeerState]:
@@ -287,48 +287,48 @@ class PeerTable(dict[PeerId, PeerState]):
         if key in self:
             del self[key]
         super().__setitem__(key, peer)
-        self.untold[key] = peer
+        self.awaiting_roster[key] = peer
         peer.table = self
-        self.enter(peer)
+        self.index(peer)
 
     def __delitem__(self, key: PeerId) -> None:
         peer = self[key]
         super().__delitem__(key)
         self.losses += peer.stage is not None
-        self.leave(peer)
+        self.unindex(peer)
         peer.table = None
         for some in (
             self.syncing, self.unsourced, self.movers, self.leavers, self.with_carrier,
-            self.untold,
+            self.awaiting_roster,
         ):  # fmt: skip
             some.pop(key, None)
-        self._carried_by(key, None)
+        self._index_carrier(key, None)
 
     def clear(self) -> None:
         for key in list(self):
             del self[key]
 
-    def enter(self, peer: PeerState) -> None:
+    def index(self, peer: PeerState) -> None:
         """A peer has come, or has changed."""
         moving, stage = peer.moving, peer.stage
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
             self._views.pop(stage, None)
             self.records.pop(stage, None)
-            self._unseen.add(stage)
+            self._stale_stages.add(stage)
             self._by_stage.setdefault(stage, {})[peer.peer] = peer
         if goes_to is not None:
-            self._tallies.pop(goes_to, None)
+            self._capacities.pop(goes_to, None)
             self._bound_for.setdefault(goes_to, {})[peer.peer] = peer
         syncing = peer.phase is PeerPhase.SYNCING
-        _keep(self.syncing, peer, syncing)
-        _keep(self.unsourced, peer, syncing and not peer.source_asked)
-        _keep(self.movers, peer, moving is not None)
-        _keep(self.leavers, peer, peer.leaving)
-        _keep(self.with_carrier, peer, peer.carrier is not None)
-        self._carried_by(peer.peer, None if peer.carrier is None else peer.carrier.peer)
+        _update_index(self.syncing, peer, syncing)
+        _update_index(self.unsourced, peer, syncing and not peer.source_assigned)
+        _update_index(self.movers, peer, moving is not None)
+        _update_index(self.leavers, peer, peer.leaving)
+        _update_index(self.with_carrier, peer, peer.carrier is not None)
+        self._index_carrier(peer.peer, None if peer.carrier is None else peer.carrier.peer)
 
-    def _carried_by(self, member: PeerId, carrier: str | None) -> None:
+    def _index_carrier(self, member: PeerId, carrier: str | None) -> None:
         before = self._carrier_of.get(member)
         if carrier == before:
             return
@@ -341,32 +341,32 @@ class PeerTable(dict[PeerId, PeerState]):
             self._carrier_of[member] = carrier
             self._carriers.setdefault(carrier, set()).add(member)
 
-    def leave(self, peer: PeerState) -> None:
+    def unindex(self, peer: PeerState) -> None:
         """A peer goes, or is about to go to another stage."""
         moving, stage = peer.moving, peer.stage
         goes_to = stage if moving is None else moving.stage
         if stage is not None:
             self._views.pop(stage, None)
             self.records.pop(stage, None)
-            self._unseen.add(stage)
+            self._stale_stages.add(stage)
             self._by_stage[stage].pop(peer.peer)
         if goes_to is not None:
-            self._tallies.pop(goes_to, None)
+            self._capacities.pop(goes_to, None)
             self._bound_for[goes_to].pop(peer.peer)
 
-    def unrecorded(self, peer: PeerState) -> None:
+    def record_changed(self, peer: PeerState) -> None:
         """Something else is to be said of a peer."""
         if peer.stage is not None:
             self.records.pop(peer.stage, None)
 
-    def measured(self, peer: PeerState) -> None:
+    def rate_changed(self, peer: PeerState) -> None:
         """A peer has told another rate."""
         goes_to = peer.stage if peer.moving is None else peer.moving.stage
         if goes_to is not None:
-            self._tallies.pop(goes_to, None)
+            self._capacities.pop(goes_to, None)
 
 
-def _keep(those: dict[PeerId, PeerState], peer: PeerState, belongs: bool) -> None:
+def _update_index(those: dict[PeerId, PeerState], peer: PeerState, belongs: bool) -> None:
     if belongs:
         those[peer.peer] = peer
     else:

@@ -19,20 +19,20 @@ from swarm_coordinator.core.events import (
     Command,
     Note,
     Send,
-    Session,
+    SessionNumber,
 )
-from swarm_coordinator.core.state.close import Closing, Round
+from swarm_coordinator.core.state.close import CloseState, Round
 from swarm_coordinator.core.state.leases import LeaseBook, LeaseState
-from swarm_coordinator.core.state.moves import Moving, Rebalancing
+from swarm_coordinator.core.state.moves import RebalancingState, StageMove
 from swarm_coordinator.core.state.peers import (
     PeerPhase,
     PeerState,
     PeerTable,
-    StageTally,
+    StageCapacity,
     rates_alike,
 )
 from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
-from swarm_coordinator.core.state.utilisation import Figures, Rejection
+from swarm_coordinator.core.state.utilisation import Rejection, UtilisationStats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Reduction, Roster, StageRow
 from swarm_shared.run.manifest import Manifest
@@ -40,7 +40,7 @@ from swarm_shared.run.manifest import Manifest
 INITIAL = Version(0)
 
 
-MAXIMUM_MARKS = 10_000
+MAX_FLAGGED_PEERS = 10_000
 """Peers that something is remembered against; the oldest are forgotten first."""
 
 
@@ -60,7 +60,7 @@ class RunPhase(StrEnum):
 class StepState:
     step: Step
     began_at: float
-    in_front_at: float
+    previous_applied_at: float
     """When the step before it was applied. What was done of it before then took no time of its
     own."""
     attempt: int = 0
@@ -69,28 +69,28 @@ class StepState:
     """The latest one of each stage."""
     closes: int = 0
     timeouts: int = 0
-    blame: dict[PeerId, int] = field(default_factory=dict)
+    failure_counts: dict[PeerId, int] = field(default_factory=dict)
     """How many attempts of this step have failed because of each peer."""
-    excuses: int = 0
+    carrier_failures: int = 0
     """How many of its attempts have failed through a carrier, for which nobody was blamed."""
     excluded: set[PeerId] = field(default_factory=set)
     """Sit this step out and are synced anew after it: they kept it from closing."""
     table: StepTable = field(default_factory=StepTable)
     leases: LeaseBook = field(default_factory=LeaseBook)
-    hedges: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
+    speculative_leases: dict[MicrobatchIndex, LeaseState] = field(default_factory=dict)
     """Second leases of microbatches that lag at the end of the step (`hedging`)."""
     duplicates: set[tuple[CellKey, PeerId]] = field(default_factory=set)
     """Cells that somebody has counted besides the one whose cell it is."""
     mostly_done_at: float | None = None
     """When most of the table was filled for the first time."""
-    hedge_not_before: float = 0.0
+    speculation_not_before: float = 0.0
     unsettled: set[MicrobatchIndex] = field(default_factory=set)
     """To be looked at: they may have to be leased. All others are done, or somebody drives them."""
     lease_alarms: list[tuple[float, MicrobatchIndex]] = field(default_factory=list)
     """A heap: when a lease may have run out, or a failed one has paused for long enough."""
     not_finite: dict[tuple[MicrobatchIndex, StageIndex], PeerId] = field(default_factory=dict)
     """At whom a microbatch first gave no numbers."""
-    closing: Closing | None = None
+    closing: CloseState | None = None
     """From the first close on until the step ends, or no stage has a round any more."""
     close_not_before: float = 0.0
     complete_at: float | None = None
@@ -109,7 +109,7 @@ class PendingMask:
 
 
 @dataclass(slots=True)
-class Snapshots:
+class StageSnapshots:
     """Holders that were asked for a snapshot of one stage, for newcomers."""
 
     version: Version
@@ -126,14 +126,14 @@ class PendingCheckpoint:
     version: Version
     asked_at: float
     holders: dict[StageIndex, PeerId] = field(default_factory=dict)
-    sessions: dict[StageIndex, Session] = field(default_factory=dict)
+    sessions: dict[StageIndex, SessionNumber] = field(default_factory=dict)
     """In which attachment each holder was asked: the word is lost with it."""
     fetched: dict[StageIndex, str] = field(default_factory=dict)
     """stage → sha256 of the snapshot that the shell was told to fetch."""
 
 
 @dataclass(slots=True)
-class Mark:
+class SuspicionFlags:
     """What a peer has got wrong so far, whatever the cause; shown by `status`."""
 
     times: int
@@ -142,7 +142,7 @@ class Mark:
 
 
 @dataclass(slots=True)
-class WorkDone:
+class WorkCounters:
     """Microbatches times stages since this start of the coordinator: what faults have cost."""
 
     counted: int = 0
@@ -165,14 +165,14 @@ class RunState:
     last_applied: AppliedStep | None
     checkpoint: CheckpointRecord | None
     heldout_loss: float | None
-    rebalancing: Rebalancing
+    rebalancing: RebalancingState
     phase: RunPhase = RunPhase.WAITING
     peers: PeerTable = field(init=False)
-    figures: Figures = field(init=False)
+    utilisation: UtilisationStats = field(init=False)
     step: StepState | None = None
     ahead: StepState | None = None
     """The step after it, where the manifest lets that be worked on before this one is applied."""
-    snapshots: dict[StageIndex, Snapshots] = field(default_factory=dict)
+    snapshots: dict[StageIndex, StageSnapshots] = field(default_factory=dict)
     pending_checkpoint: PendingCheckpoint | None = None
     checkpoint_failed: tuple[Version, int, float] = (INITIAL, 0, 0.0)
     """The version whose checkpoint failed last, how often, and when it may be tried again."""
@@ -183,7 +183,7 @@ class RunState:
     checkpoint_overdue: bool = False
     """At the start there was none, or none that is not older than the manifest allows."""
     rolled_back: bool = False
-    on_branch: set[PeerId] = field(default_factory=set)
+    on_current_history: set[PeerId] = field(default_factory=set)
     """Since a roll-back: whose state is known to belong to the history that went on from it."""
     lease_counter: int = 0
     attempt_counter: int = 0
@@ -200,17 +200,17 @@ class RunState:
     revoked_dirty: bool = False
     """Somebody was revoked or reinstated since the last roster."""
     waiting_reason: str = ""
-    work: WorkDone = field(default_factory=WorkDone)
-    marks: dict[PeerId, Mark] = field(default_factory=dict)
+    work: WorkCounters = field(default_factory=WorkCounters)
+    flags: dict[PeerId, SuspicionFlags] = field(default_factory=dict)
     """Kept when a peer goes: it comes back as what it was."""
-    prints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
+    fingerprints: dict[StageIndex, frozenset[str]] = field(default_factory=dict)
     """Digests that holders of each stage told of the run's version, as far as they are known."""
     commands: list[Command] = field(default_factory=list)
     _rows: dict[StageIndex, StageRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.peers = PeerTable(self.manifest.stage_count)
-        self.figures = Figures(self.manifest.stage_count)
+        self.utilisation = UtilisationStats(self.manifest.stage_count)
 
     # ---- what the other modules of the core say through
 
@@ -226,16 +226,16 @@ class RunState:
 
     def reject(self, kind: Rejection) -> None:
         """Count what did not count."""
-        self.figures.rejected[kind] += 1
+        self.utilisation.rejected[kind] += 1
 
-    def mark(self, peer: PeerState, kind: Rejection, reason: str) -> None:
+    def flag(self, peer: PeerState, kind: Rejection, reason: str) -> None:
         """Remember against a peer what it got wrong, and say so."""
         self.reject(kind)
-        mark = self.marks.pop(peer.peer, None) or Mark(0, reason)
+        mark = self.flags.pop(peer.peer, None) or SuspicionFlags(0, reason)
         mark.times, mark.reason = mark.times + 1, reason
-        self.marks[peer.peer] = mark
-        if len(self.marks) > MAXIMUM_MARKS:
-            del self.marks[next(iter(self.marks))]
+        self.flags[peer.peer] = mark
+        if len(self.flags) > MAX_FLAGGED_PEERS:
+            del self.flags[next(iter(self.flags))]
         self.note(f"{display(peer)} is marked: {reason}", peer.peer)
 
     # ---- derived facts
@@ -294,7 +294,7 @@ class RunState:
             return [peer for peer in ready if peer.peer not in self.step.excluded]
         return ready
 
-    def staffed(self) -> bool:
+    def has_complete_pipeline(self) -> bool:
         """Whether microbatches can get through: every stage has a peer that works, and there is a
         trainer."""
         return not self.idle() and any(
@@ -337,22 +337,23 @@ class RunState:
 
     def stage_rows(self) -> tuple[StageRow, ...]:
         """How well each stage is served. Who has told no rate yet counts like the others' mean."""
-        tallies = [self.peers.tally(StageIndex(stage)) for stage in self.stage_indices]
-        measured = sum(tally.measured for tally in tallies)
-        mean = sum(t.flops_per_second for t in tallies) / measured if measured else 0.0
+        capacities = [self.peers.capacity(StageIndex(stage)) for stage in self.stage_indices]
+        measured = sum(capacity.measured for capacity in capacities)
+        mean = sum(t.flops_per_second for t in capacities) / measured if measured else 0.0
         return tuple(
-            self._row(StageIndex(index), tally, mean) for index, tally in enumerate(tallies)
+            self._row(StageIndex(index), capacity, mean)
+            for index, capacity in enumerate(capacities)
         )
 
-    def _row(self, index: StageIndex, tally: StageTally, mean: float) -> StageRow:
+    def _row(self, index: StageIndex, capacity: StageCapacity, mean: float) -> StageRow:
         stage = self.manifest.stages[index]
-        flops = tally.flops_per_second + mean * (tally.peers - tally.measured)
+        flops = capacity.flops_per_second + mean * (capacity.peers - capacity.measured)
         rate = flops / (stage.work_flops or 1.0)
         known = self._rows.get(index)
-        if known is None or (known.peers, known.microbatches_per_second) != (tally.peers, rate):
+        if known is None or (known.peers, known.microbatches_per_second) != (capacity.peers, rate):
             known = self._rows[index] = StageRow(
                 stage=index,
-                peers=tally.peers,
+                peers=capacity.peers,
                 microbatches_per_second=rate,
                 work_flops=stage.work_flops,
                 memory_bytes=stage.memory_bytes,
@@ -415,10 +416,8 @@ def display(peer: PeerState) -> str:
 
 __all__ = [
     "Cell",
-    "Closing",
+    "CloseState",
     "LeaseState",
-    "Mark",
-    "Moving",
     "PeerPhase",
     "PeerState",
     "PendingCheckpoint",
@@ -427,9 +426,11 @@ __all__ = [
     "Round",
     "RunPhase",
     "RunState",
-    "Snapshots",
+    "StageMove",
+    "StageSnapshots",
     "StepState",
-    "WorkDone",
+    "SuspicionFlags",
+    "WorkCounters",
     "display",
     "short",
 ]

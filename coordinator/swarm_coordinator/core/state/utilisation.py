@@ -18,7 +18,7 @@ from enum import StrEnum
 
 from swarm_shared.base.types import StageIndex
 
-WINDOW_SECONDS = 60.0
+RECENT_WINDOW_SECONDS = 60.0
 """What is shown as recent is of the last one to two of these."""
 
 _PER_OCTAVE = 2
@@ -26,7 +26,7 @@ BOUNDS: tuple[float, ...] = tuple(0.001 * 2 ** (n / _PER_OCTAVE) for n in range(
 """Upper ends of the buckets in seconds, from 1 ms to 17 minutes; longer ones go into one more.
 A quantile out of these is right within a fifth."""
 
-MOST_UNUSED_SECONDS = 3600.0
+MAX_UNREPORTED_SECONDS = 3600.0
 """A microbatch is told when it is done, so that one heartbeat may tell the computing of several
 intervals: of an hour at most."""
 
@@ -48,7 +48,7 @@ class Rejection(StrEnum):
 
 
 @dataclass(slots=True)
-class Tally:
+class StageUtilisation:
     """Of one stage: sums over its peers."""
 
     held_seconds: float = 0.0
@@ -58,11 +58,11 @@ class Tally:
     buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
     """Microbatches, by how long each took."""
 
-    def copy(self) -> Tally:
-        return Tally(self.held_seconds, self.busy_seconds, list(self.buckets))
+    def copy(self) -> StageUtilisation:
+        return StageUtilisation(self.held_seconds, self.busy_seconds, list(self.buckets))
 
-    def since(self, before: Tally) -> Tally:
-        return Tally(
+    def since(self, before: StageUtilisation) -> StageUtilisation:
+        return StageUtilisation(
             self.held_seconds - before.held_seconds,
             self.busy_seconds - before.busy_seconds,
             [now - then for now, then in zip(self.buckets, before.buckets, strict=True)],
@@ -77,55 +77,60 @@ class Tally:
 
 
 @dataclass(slots=True)
-class LastBeat:
+class LastHeartbeat:
     """Of one peer: what its next heartbeat is measured against."""
 
     stage: StageIndex | None = None
     """None: the next one says nothing about a stage."""
     at: float = 0.0
-    unused_seconds: float = 0.0
+    unreported_seconds: float = 0.0
     """Time in which it may have computed what it has not told yet."""
 
 
-class Figures:
+class UtilisationStats:
     """Of one start of the coordinator."""
 
     def __init__(self, stages: int) -> None:
-        self.totals = [Tally() for _ in range(stages)]
+        self.totals = [StageUtilisation() for _ in range(stages)]
         self.rejected: Counter[Rejection] = Counter()
-        self._older = [Tally() for _ in range(stages)]
-        self._newer = [Tally() for _ in range(stages)]
-        self._turn_at = -math.inf
+        self._older = [StageUtilisation() for _ in range(stages)]
+        self._newer = [StageUtilisation() for _ in range(stages)]
+        self._next_window_at = -math.inf
 
-    def heard(
-        self, last: LastBeat, stage: StageIndex, busy_seconds: float, microbatches: int, now: float
+    def record(
+        self,
+        last: LastHeartbeat,
+        stage: StageIndex,
+        busy_seconds: float,
+        microbatches: int,
+        now: float,
     ) -> None:
         """A peer that holds `stage` while steps are made has computed since its last heartbeat."""
         if last.stage != stage:
-            last.stage, last.at, last.unused_seconds = stage, now, 0.0
+            last.stage, last.at, last.unreported_seconds = stage, now, 0.0
             return
-        if now >= self._turn_at:
-            self._turn(now)
+        if now >= self._next_window_at:
+            self._start_window(now)
         interval = max(0.0, now - last.at)
         last.at = now
-        room = min(last.unused_seconds + interval, MOST_UNUSED_SECONDS)
+        room = min(last.unreported_seconds + interval, MAX_UNREPORTED_SECONDS)
         busy = min(busy_seconds, room)
-        last.unused_seconds = room - busy
+        last.unreported_seconds = room - busy
         tally = self.totals[stage]
         tally.held_seconds += interval
         tally.busy_seconds += busy
         if microbatches > 0 and busy > 0:
             tally.buckets[bisect_left(BOUNDS, busy / microbatches)] += microbatches
 
-    def recent(self) -> list[Tally]:
+    def recent(self) -> list[StageUtilisation]:
         """By stage, of the last one to two windows."""
         return [now.since(then) for now, then in zip(self.totals, self._older, strict=True)]
 
-    def _turn(self, now: float) -> None:
-        if self._turn_at > -math.inf:
+    def _start_window(self, now: float) -> None:
+        if self._next_window_at > -math.inf:
             self._older = self._newer
         self._newer = [tally.copy() for tally in self.totals]
-        self._turn_at = now + WINDOW_SECONDS
+        self._next_window_at = now + RECENT_WINDOW_SECONDS
 
 
 def quantile(buckets: Sequence[int], share: float) -> float | None:
@@ -144,10 +149,10 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
     raise AssertionError("a share of at most one lies in one of the buckets")
 
 
-def told(figures: Figures) -> dict[str, object]:
+def status_section(figures: UtilisationStats) -> dict[str, object]:
     """For `status`: plain JSON values."""
     recent = figures.recent()
-    whole = Tally(
+    whole = StageUtilisation(
         sum(tally.held_seconds for tally in recent), sum(tally.busy_seconds for tally in recent)
     )
     return {

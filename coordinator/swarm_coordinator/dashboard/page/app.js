@@ -31,7 +31,7 @@ const share = (value) => (value === null ? "–" : `${number(100 * value, 0)} %`
 const time = (seconds) => (seconds >= 1 ? `${seconds.toPrecision(3)} s` : `${(1000 * seconds).toPrecision(3)} ms`);
 
 function showRun(run) {
-  document.title = `${run.health.word}: ${run.name}`;
+  document.title = `${run.health.state}: ${run.name}`;
   $("name").textContent = run.name;
   showHealth(run.health);
   const progress = $("progress");
@@ -62,9 +62,9 @@ function showRun(run) {
 }
 
 function showHealth(health) {
-  $("health").dataset.word = health.word;
+  $("health").dataset.word = health.state;
   // A screen reader says the line again when it changes, so it changes only when it must.
-  if ($("word").textContent !== health.word) $("word").textContent = health.word;
+  if ($("word").textContent !== health.state) $("word").textContent = health.state;
   if ($("sentence").textContent !== health.sentence) $("sentence").textContent = health.sentence;
 }
 
@@ -104,7 +104,7 @@ function showPipeline() {
   const waiting = peers.filter((peer) => peer.stage === null);
   $("unplaced").textContent = waiting.length ? `Without a stage yet: ${waiting.map(nameOf).join(", ")}` : "";
   const moves = stages.rebalancing.slice(-3).map((text) => element("li", text));
-  if (stages.nobody_moves) moves.push(element("li", `nobody moves now: ${stages.nobody_moves}`));
+  if (stages.no_move_reason) moves.push(element("li", `nobody moves now: ${stages.no_move_reason}`));
   $("moves").replaceChildren(...moves);
 }
 
@@ -247,7 +247,7 @@ function showFullPeers(full) {
     cells(body.insertRow(), [peer.peer, "id"], [peer.name ?? ""], [peer.stage === null ? "–" : String(peer.stage)],
       [peer.leaving ? `${peer.phase}, leaving` : peer.phase], [peer.device], [reached],
       [number(peer.microbatches_per_second, 2), "number"], [`${number(peer.silent_seconds, 0)} s`, "number"],
-      [ways.join("; ")], [peer.marked_times ? `${peer.marked_times}×: ${peer.marked}` : ""]);
+      [ways.join("; ")], [peer.flagged_times ? `${peer.flagged_times}×: ${peer.flagged_reason}` : ""]);
   }
 }
 

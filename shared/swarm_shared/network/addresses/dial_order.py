@@ -22,7 +22,7 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 CIRCUIT = "/p2p-circuit"
 
-MAX_WAY_CHARACTERS = 170
+MAX_RELAY_ADDRESS_CHARACTERS = 170
 """Of a relay's address: with two peer IDs behind it, it must still fit into messages, which carry
 addresses of 300 characters."""
 
@@ -132,7 +132,7 @@ def circuits(addresses: Iterable[str]) -> list[Circuit]:
 def circuit_addresses(relay: PeerId, relay_addresses: Sequence[str], most: int) -> tuple[str, ...]:
     """How somebody is reached through `relay`; public ways alone where there are any."""
     plain = [address.split("/p2p/")[0] for address in relay_addresses if CIRCUIT not in address]
-    plain = [address for address in plain if len(address) <= MAX_WAY_CHARACTERS]
+    plain = [address for address in plain if len(address) <= MAX_RELAY_ADDRESS_CHARACTERS]
     public = [address for address in plain if is_global(address)]
     return tuple(f"{address}/p2p/{relay}{CIRCUIT}" for address in (public or plain)[:most])
 

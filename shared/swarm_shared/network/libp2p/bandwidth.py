@@ -14,7 +14,7 @@ import trio
 
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.rate_limit import RateLimit
-from swarm_shared.network.libp2p.uplink_estimate import LineRate
+from swarm_shared.network.libp2p.uplink_estimate import UplinkEstimate
 
 PIECE_BYTES = 16 * 1024
 """Taken in one turn: 0.25 s at the lowest limit that a volunteer may set."""
@@ -23,13 +23,13 @@ BURST_SECONDS = 0.5
 an event loop that others hold up for a moment."""
 
 
-class Direction:
+class DirectionLimiter:
     """Bytes one way, counted; and held back once there is a limit."""
 
     def __init__(self, clock: Clock = trio.current_time) -> None:
         self.bytes = 0
         """Since the node was made."""
-        self.line = LineRate(clock)
+        self.line = UplinkEstimate(clock)
         self._clock = clock
         self._limit: int | None = None
         self._bucket: RateLimit | None = None
@@ -41,7 +41,7 @@ class Direction:
         return self._limit
 
     @property
-    def most_bytes_per_second(self) -> float:
+    def max_bytes_per_second(self) -> float:
         """What the line or the limit was seen to allow; 0 while neither has held anybody up. Only
         sending is measured."""
         known = self.line.bytes_per_second
@@ -61,10 +61,10 @@ class Direction:
         self._changed = trio.Event()
 
     def piece(self, size: int) -> int:
-        """How much of so many bytes to move before `pass_` is called for them."""
+        """How much of so many bytes to move before `consume` is called for them."""
         return size if self._bucket is None else min(size, PIECE_BYTES)
 
-    async def pass_(self, size: int) -> None:
+    async def consume(self, size: int) -> None:
         """Count these bytes, no more than a piece of them, and wait until they may have moved."""
         self.bytes += size
         if self._bucket is None:
@@ -82,11 +82,11 @@ class Bandwidth:
     """Of one node, or of several that share a line."""
 
     def __init__(self) -> None:
-        self.up = Direction()
-        self.down = Direction()
+        self.up = DirectionLimiter()
+        self.down = DirectionLimiter()
         self.nodes = 0
 
     @property
     def own_up_bytes_per_second(self) -> float:
         """What one of the nodes can count on; 0 while the line has held nobody up."""
-        return self.up.most_bytes_per_second / max(1, self.nodes)
+        return self.up.max_bytes_per_second / max(1, self.nodes)

@@ -59,14 +59,14 @@ MAX_PENDING_PER_ADDRESS = 32
 MAX_CONNECTIONS_PER_ADDRESS = 128
 """From one IPv4 address or one IPv6 /64: a household or a company, not a flood."""
 
-MAX_STRANGERS_PER_ADDRESS = 32
+MAX_UNKNOWN_PER_ADDRESS = 32
 """Connections of remotes that do not belong here (yet), from one address."""
 
-STRANGERS_BURST_BYTES = 16 * 2**20
-STRANGERS_BYTES_PER_SECOND = 4 * 2**20
+UNKNOWN_PEERS_BURST_BYTES = 16 * 2**20
+UNKNOWN_PEERS_BYTES_PER_SECOND = 4 * 2**20
 """What is read from all strangers at one address, handshakes and frames counted as bytes: the
 processor's time is what a flood takes from others."""
-COST_OF_HANDSHAKE = 64 * 1024
+HANDSHAKE_COST_BYTES = 64 * 1024
 
 MAX_CONNECTIONS_PER_PEER = 4
 """Two ends that dial each other at once make two; relayed ones may come on top."""
@@ -168,7 +168,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         self._pending: Counter[str] = Counter()
         self._from_address: Counter[str] = Counter()
         self._strangers: dict[str, set[YamuxConnection]] = {}
-        self._strangers_rate = RateLimit(STRANGERS_BURST_BYTES, STRANGERS_BYTES_PER_SECOND)
+        self._strangers_rate = RateLimit(UNKNOWN_PEERS_BURST_BYTES, UNKNOWN_PEERS_BYTES_PER_SECOND)
         self.knows: Callable[[PeerId], bool] = lambda peer: True
         self.expected_as_initiator: dict[tuple[str, int], ID] = {}
         """Where an accepted connection is one end of a hole that is being punched, and this
@@ -203,7 +203,7 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
             self._from_address[address] >= self.max_connections_per_address
             or self._pending[address] >= MAX_PENDING_PER_ADDRESS
             or self._pending.total() >= MAX_PENDING_HANDSHAKES
-            or self._strangers_rate.take(address, COST_OF_HANDSHAKE)
+            or self._strangers_rate.take(address, HANDSHAKE_COST_BYTES)
         ):
             await read_write_closer.close()
             return
@@ -225,16 +225,16 @@ class NodeSwarm(Swarm):  # type: ignore[misc]
         if self._is_known(muxer):
             return True
         strangers = self._strangers.setdefault(address, set())
-        if len(strangers) >= MAX_STRANGERS_PER_ADDRESS:
+        if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
             strangers -= {one for one in strangers if self._is_known(one)}
-        if len(strangers) >= MAX_STRANGERS_PER_ADDRESS:
+        if len(strangers) >= MAX_UNKNOWN_PER_ADDRESS:
             return False
         strangers.add(muxer)
         muxer.throttle = partial(self._throttle, muxer, address)
         return True
 
     def _throttle(self, muxer: YamuxConnection, address: str, cost: int) -> float:
-        seconds = self._strangers_rate.take(address, min(cost, STRANGERS_BURST_BYTES))
+        seconds = self._strangers_rate.take(address, min(cost, UNKNOWN_PEERS_BURST_BYTES))
         if seconds and self._is_known(muxer):
             muxer.throttle = None
             return 0.0

@@ -14,7 +14,7 @@ from collections import deque
 import trio
 
 from swarm_shared.network.libp2p.noise_channel import MAX_PLAINTEXT_BYTES
-from swarm_shared.network.libp2p.yamux_frames import HEADER_BYTES, Flag, Kind, control_frame
+from swarm_shared.network.libp2p.yamux_frames import HEADER_BYTES, Flag, FrameType, control_frame
 
 MESSAGES_PER_WRITE = 4
 """Encrypted and handed to the socket in one go: four cost a third less CPU time per byte than
@@ -39,12 +39,12 @@ class SendQueue:
         self.queued_bytes += len(frame)
         self._filled.set()
 
-    def put_control(self, kind: Kind, flags: Flag, stream_id: int, value: int) -> bool:
+    def put_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> bool:
         """False, and nothing is queued, when too many wait already."""
         if self._control_frames >= MAX_CONTROL_FRAMES:
             return False
         self._control_frames += 1
-        overtakes = kind == Kind.PING or (kind == Kind.WINDOW_UPDATE and not flags)
+        overtakes = kind == FrameType.PING or (kind == FrameType.WINDOW_UPDATE and not flags)
         (self._urgent if overtakes else self._ordinary).append(
             control_frame(kind, flags, stream_id, value)
         )

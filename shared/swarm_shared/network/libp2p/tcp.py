@@ -98,7 +98,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
             count, written = sum(map(len, turn)), 0
             begun = up.line.begin()
             try:
-                await up.pass_(count)
+                await up.consume(count)
                 await self._send(turn)
                 written = count
             finally:
@@ -154,7 +154,7 @@ class BufferedTcpStream(TrioTCPStream):  # type: ignore[misc]
         except OSError as error:
             raise ConnectionClosedError(f"the connection is lost: {error}") from error
         self._end += received
-        await down.pass_(received)
+        await down.consume(received)
         size = len(self._view)
         if self._end == size and size < _LARGEST_BUFFER_BYTES:
             self._move_to_front(memoryview(bytearray(4 * size)))

@@ -10,18 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-HELD_UP_SECONDS = 0.01
+BLOCKED_WRITE_SECONDS = 0.01
 """A write that takes longer waited for room in its socket, or for the volunteer's own limit."""
-MOST_IDLE = 0.2
+MAX_IDLE_SHARE = 0.2
 """Share of a span in which nobody wrote; beyond it the socket may have run empty."""
 WINDOW_SECONDS = 2.0
 """Spans are put together until they are so long: one alone can be of a few pieces."""
-RISE, FALL = 0.5, 0.1
+RISE_WEIGHT, FALL_WEIGHT = 0.5, 0.1
 """Weights of a window that is above what was known, and of one below it: whoever reads slowly
 at the other end holds us up as well, so that the higher rates are the line's."""
 
 
-class LineRate:
+class UplinkEstimate:
     """One direction of a node, over all of its connections."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -59,13 +59,13 @@ class LineRate:
         if not self._writing:
             self._idle_since = now
         self._bytes += size
-        if size and now - begun >= HELD_UP_SECONDS:
+        if size and now - begun >= BLOCKED_WRITE_SECONDS:
             self._has_room(now)
 
     def _has_room(self, now: float) -> None:
         if self._room_at is not None:
             elapsed = now - self._room_at
-            if self._idle_seconds <= MOST_IDLE * elapsed:
+            if self._idle_seconds <= MAX_IDLE_SHARE * elapsed:
                 self._window_bytes += self._bytes
                 self._window_seconds += elapsed
         self._room_at, self._bytes, self._idle_seconds = now, 0, 0.0
@@ -77,5 +77,5 @@ class LineRate:
         if not self._known:
             self._known = rate
         else:
-            weight = RISE if rate > self._known else FALL
+            weight = RISE_WEIGHT if rate > self._known else FALL_WEIGHT
             self._known += weight * (rate - self._known)

@@ -40,7 +40,7 @@ from swarm_shared.network.libp2p.yamux_frames import (
     RST,
     SYN,
     Flag,
-    Kind,
+    FrameType,
     YamuxViolation,
 )
 from swarm_shared.network.libp2p.yamux_stream import YamuxStream
@@ -159,7 +159,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             await self._shut_down()
             return
         if not self._closing:
-            self.queue_control(Kind.GO_AWAY, Flag.NONE, 0, error_code)
+            self.queue_control(FrameType.GO_AWAY, Flag.NONE, 0, error_code)
             self._closing = True
             with trio.move_on_after(FLUSH_SECONDS):
                 await self._flushed.wait()
@@ -175,7 +175,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
         self._next_stream_id += 2
         self._streams[stream.stream_id] = stream
         self.queue_control(
-            Kind.WINDOW_UPDATE, Flag.SYN, stream.stream_id, stream.grant_first_window()
+            FrameType.WINDOW_UPDATE, Flag.SYN, stream.stream_id, stream.grant_first_window()
         )
         return stream
 
@@ -197,7 +197,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
 
     # What streams ask of their connection. None of these waits for the network.
 
-    def queue_control(self, kind: Kind, flags: Flag, stream_id: int, value: int) -> None:
+    def queue_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> None:
         if not self._closing and not self.queue.put_control(kind, flags, stream_id, value):
             logger.debug("%s asks for answers that it does not read", self.peer_id)
             self._scope.cancel()
@@ -271,23 +271,23 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
 
     def _receive_header(self, header: bytes) -> None:
         version, kind, flags, stream_id, value = HEADER.unpack(header)
-        self._cost += COST_OF_STREAM if flags & SYN and kind != Kind.PING else COST_OF_FRAME
-        if version != 0 or kind > Kind.GO_AWAY:
+        self._cost += COST_OF_STREAM if flags & SYN and kind != FrameType.PING else COST_OF_FRAME
+        if version != 0 or kind > FrameType.GO_AWAY:
             raise YamuxViolation(f"a frame of version {version} and type {kind}")
-        if kind == Kind.PING:
+        if kind == FrameType.PING:
             self._receive_ping(flags, value)
-        elif kind == Kind.GO_AWAY:
+        elif kind == FrameType.GO_AWAY:
             self._closing = True
             self._scope.cancel()
         else:
             stream = self._stream_of_frame(flags, stream_id)
-            if kind == Kind.WINDOW_UPDATE:
+            if kind == FrameType.WINDOW_UPDATE:
                 if stream is not None and value:
                     stream.receive_credit(value)
                 self._receive_flags(stream, flags)
                 return
             if stream is None and not flags & (RST | SYN):
-                self.queue_control(Kind.WINDOW_UPDATE, Flag.RST, stream_id, 0)
+                self.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, stream_id, 0)
             self._receiving, self._receiving_flags, self._missing_bytes = stream, flags, value
             if not value:
                 self._receive_flags(stream, flags)
@@ -315,7 +315,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
 
     def _receive_ping(self, flags: int, value: int) -> None:
         if flags & SYN:
-            self.queue_control(Kind.PING, Flag.ACK, 0, value)
+            self.queue_control(FrameType.PING, Flag.ACK, 0, value)
         elif self._ping_sent_seconds is not None:
             self.measured_rtt_seconds = trio.current_time() - self._ping_sent_seconds
             self.rtt_seconds = max(MIN_RTT_SECONDS, self.measured_rtt_seconds)
@@ -334,12 +334,12 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
                 raise trio.WouldBlock
             self._accept_send.send_nowait(stream)
         except trio.WouldBlock:
-            self.queue_control(Kind.WINDOW_UPDATE, Flag.RST, stream_id, 0)
+            self.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, stream_id, 0)
             return None
         self._streams[stream_id] = stream
         self._remote_streams += 1
         # More than the initial window is granted by whoever serves the stream (`extend_window`).
-        self.queue_control(Kind.WINDOW_UPDATE, Flag.ACK, stream_id, 0)
+        self.queue_control(FrameType.WINDOW_UPDATE, Flag.ACK, stream_id, 0)
         return stream
 
     def _is_remotes(self, stream_id: int) -> bool:
@@ -358,7 +358,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
             if silent_seconds >= KEEPALIVE_SECONDS:
                 self._ping()
 
-    async def prove_alive(self, timeout_seconds: float) -> None:
+    async def check_alive(self, timeout_seconds: float) -> None:
         """Ping, and close the connection when no answer comes: the network may have changed."""
         self._heard = trio.Event()
         self._ping()
@@ -374,7 +374,7 @@ class YamuxConnection(IMuxedConn):  # type: ignore[misc]
 
     def _ping(self) -> None:
         self._ping_sent_seconds = trio.current_time()
-        self.queue_control(Kind.PING, Flag.SYN, 0, 0)
+        self.queue_control(FrameType.PING, Flag.SYN, 0, 0)
 
     async def _shut_down(self) -> None:
         if self.event_closed.is_set():

@@ -21,7 +21,7 @@ MAX_FRAME_PAYLOAD_BYTES = MAX_PLAINTEXT_BYTES - HEADER_BYTES
 """A frame that just fits one Noise message is encrypted and sent in one piece."""
 
 
-class Kind(IntEnum):
+class FrameType(IntEnum):
     DATA = 0
     WINDOW_UPDATE = 1
     PING = 2
@@ -44,7 +44,7 @@ class YamuxViolation(MuxedStreamError):  # type: ignore[misc]
     """The remote broke the protocol's rules."""
 
 
-def control_frame(kind: Kind, flags: Flag, stream_id: int, value: int) -> bytes:
+def control_frame(kind: FrameType, flags: Flag, stream_id: int, value: int) -> bytes:
     return HEADER.pack(0, kind, flags, stream_id, value)
 
 

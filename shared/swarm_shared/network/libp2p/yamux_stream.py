@@ -18,7 +18,7 @@ from libp2p.stream_muxer.exceptions import (
 from swarm_shared.network.libp2p.yamux_frames import (
     MAX_FRAME_PAYLOAD_BYTES,
     Flag,
-    Kind,
+    FrameType,
     YamuxViolation,
     data_header,
 )
@@ -66,7 +66,9 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         """For a stream that the remote has opened, once it is known who may use it."""
         growth = self.grant_first_window()
         if growth and self._error is None:
-            self.connection.queue_control(Kind.WINDOW_UPDATE, Flag.NONE, self.stream_id, growth)
+            self.connection.queue_control(
+                FrameType.WINDOW_UPDATE, Flag.NONE, self.stream_id, growth
+            )
 
     async def read(self, n: int | None = None) -> bytes:
         """At least one and at most `n` bytes. Cancelling it loses nothing.
@@ -119,7 +121,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         if self._fin_sent or self._error is not None:
             return
         self._fin_sent = True
-        self.connection.queue_control(Kind.WINDOW_UPDATE, Flag.FIN, self.stream_id, 0)
+        self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.FIN, self.stream_id, 0)
         self._writable.set()
         if self._fin_received:
             self.connection.forget(self)
@@ -136,7 +138,7 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         """Ends both directions at once; what is queued or unread is dropped."""
         await trio.lowlevel.checkpoint()
         if self._error is None:
-            self.connection.queue_control(Kind.WINDOW_UPDATE, Flag.RST, self.stream_id, 0)
+            self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.RST, self.stream_id, 0)
         self._chunks.clear()
         self.lose(MuxedStreamReset("the stream was reset here"))
         self.connection.forget(self)
@@ -236,4 +238,4 @@ class YamuxStream(IMuxedStream):  # type: ignore[misc]
         self._last_update_seconds = now
         self._unacknowledged = 0
         self._receive_window += credit
-        self.connection.queue_control(Kind.WINDOW_UPDATE, Flag.NONE, self.stream_id, credit)
+        self.connection.queue_control(FrameType.WINDOW_UPDATE, Flag.NONE, self.stream_id, credit)

@@ -38,7 +38,7 @@ PUNCH_SECONDS: Final = 4.0
 """From the moment both dial: the kernel repeats a lost first packet after one and three seconds."""
 RETRY_SECONDS: Final = 0.2
 """After a router has refused a packet that came too early."""
-WAIT_SECONDS: Final = 2.0
+PUNCH_WAIT_SECONDS: Final = 2.0
 """How long the dialler of a relayed connection waits for a better one before it uses this one;
 streams move over when the hole is there later."""
 FIRST_PAUSE_SECONDS: Final = 30.0
@@ -47,12 +47,12 @@ LONGEST_PAUSE_SECONDS: Final = 600.0
 RECENT_SECONDS: Final = 10.0
 """Both ends dial, and more than one connection may come out of it."""
 MAX_ADDRESSES: Final = 8
-INVITED_PAUSE_SECONDS: Final = 5.0
+REMOTE_ATTEMPT_PAUSE_SECONDS: Final = 5.0
 """Between attempts that a remote begins and that come to nothing: what it makes this node dial is
 up to it, and must not become a flood."""
-MAX_INVITED: Final = 32
+MAX_REMOTE_ATTEMPTS: Final = 32
 """Attempts begun by remotes, at once; who comes later tries again."""
-UNILATERAL_SECONDS: Final = 0.3
+PLAIN_DIAL_DELAY_SECONDS: Final = 0.3
 """After the punching has begun: when the other end needs no hole, any port leads there."""
 
 
@@ -121,7 +121,7 @@ class HolePuncher:
         if self._has_direct(peer) or not self.worth_trying(peer):
             return
         attempt = self._attempts.setdefault(peer, _Attempt())
-        with trio.move_on_after(WAIT_SECONDS):
+        with trio.move_on_after(PUNCH_WAIT_SECONDS):
             await attempt.done.wait()
         if not attempt.begun.is_set() and self._attempts.get(peer) is attempt:
             del self._attempts[peer]
@@ -187,10 +187,10 @@ class HolePuncher:
             # Both ends have begun: the one with the lower peer ID goes on.
             attempt.inviting.cancel()
             return True
-        if self._invited >= MAX_INVITED:
+        if self._invited >= MAX_REMOTE_ATTEMPTS:
             return False
         ended = self._ended.get(peer)
-        return ended is None or trio.current_time() - ended >= INVITED_PAUSE_SECONDS
+        return ended is None or trio.current_time() - ended >= REMOTE_ATTEMPT_PAUSE_SECONDS
 
     async def _take_invitation(self, peer: PeerId, stream: YamuxStream) -> None:
         with self._attempt(peer):
@@ -274,7 +274,7 @@ class HolePuncher:
     async def _dial_plainly(self, peer: PeerId, peer_id: ID, address: str) -> None:
         """Once, from any port, as one dials a public address: this end's router may choose
         another port than the other end expects, which then takes this for a stranger's dial."""
-        await trio.sleep(UNILATERAL_SECONDS)
+        await trio.sleep(PLAIN_DIAL_DELAY_SECONDS)
         try:
             with dial_errors(address):
                 await self._swarm.dial_addr(Multiaddr(address), peer_id)

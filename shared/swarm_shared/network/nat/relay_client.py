@@ -66,7 +66,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class _Candidate:
+class _RelayCandidate:
     addresses: tuple[str, ...]
     preferred: bool
     retry_at: float = 0.0
@@ -83,7 +83,7 @@ class RelayClient:
         self._swarm = swarm
         self._connect = connect
         self._open_stream = open_stream
-        self._candidates: dict[PeerId, _Candidate] = {}
+        self._candidates: dict[PeerId, _RelayCandidate] = {}
         self._slots: dict[PeerId, Slot] = {}
         self._wanted = 0
         self._wake = trio.Event()
@@ -117,7 +117,7 @@ class RelayClient:
                 continue
             candidate = known.get(relay)
             if candidate is None or candidate.addresses != tuple(addresses):
-                candidate = _Candidate(tuple(addresses), relay != last)
+                candidate = _RelayCandidate(tuple(addresses), relay != last)
             self._candidates[relay] = candidate
         gone = [relay for relay in self._slots if relay not in self._candidates]
         for relay in gone:

@@ -12,13 +12,13 @@ No clock, no chance, no I/O: the coordinator, its simulator and the tests run th
 
 from swarm_shared.scheduling.placement.joining import covered, most_underserved_stage
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
-from swarm_shared.scheduling.placement.moves import Decision, Move, MovePolicy, choose_moves
-from swarm_shared.scheduling.placement.reduce_shares import round_seconds, summing_weights
+from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy, choose_moves
+from swarm_shared.scheduling.placement.reduce_shares import reduce_weights, round_seconds
 from swarm_shared.scheduling.placement.swarm_rule import choose_swarm_moves
 
 __all__ = [
-    "Decision",
     "Move",
+    "MoveDecision",
     "MovePolicy",
     "PeerLoad",
     "StageLoad",
@@ -26,7 +26,7 @@ __all__ = [
     "choose_swarm_moves",
     "covered",
     "most_underserved_stage",
+    "reduce_weights",
     "round_seconds",
     "stage_rates",
-    "summing_weights",
 ]

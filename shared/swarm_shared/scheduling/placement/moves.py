@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 
-MOVES_AHEAD = 4
+PLANNED_MOVES_PER_STAGE = 4
 """Moves planned per stage of the run. More would be carried out so late that the fleet has changed
 by then; fewer than one would miss what only helps when all stages that tie are helped."""
 
-MOST_MOVES_AHEAD = 256
+MAX_PLANNED_MOVES = 256
 
-EQUALS_COMPARED = 16
+MAX_TIES_COMPARED = 16
 """Of peers equally fast so many are compared by memory, line and download."""
 
-NOISE = 1e-9
+RATE_TOLERANCE = 1e-9
 """Relative; sums of the same rates in another order differ by less."""
 
 
@@ -81,7 +81,7 @@ class Move:
     download_seconds: float
     payback_seconds: float
     """After its downloads the plan has earned what they cost within so long."""
-    gap: bool
+    release_first: bool
     """The peer cannot hold both stages, and serves none while it downloads."""
     partner: PeerId | None = None
     """Who goes the other way. Neither goes without the other."""
@@ -95,7 +95,7 @@ class Move:
         together = f", together with {others} more move{'s' * (others > 1)}" if others else ""
         if self.partner is not None:
             together = f" (in exchange for …{self.partner[-8:]}){together}"
-        meanwhile = "cannot go on" if self.gap else "goes on"
+        meanwhile = "cannot go on" if self.release_first else "goes on"
         return (
             f"{name} moves from stage {self.source} to stage {self.destination}, which makes "
             f"{self.destination_rate:.3g} microbatches/s: it brings the run from "
@@ -107,7 +107,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class MoveDecision:
     """What is done now, and why no more."""
 
     moves: tuple[Move, ...]
@@ -118,7 +118,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _PlannedMove:
     """One move of a plan, and what the pipeline makes after it."""
 
     peer: PeerLoad
@@ -134,7 +134,7 @@ def choose_moves(
     peers: Sequence[PeerLoad],
     policy: MovePolicy,
     resting: Collection[StageIndex] = (),
-) -> Decision:
+) -> MoveDecision:
     """The moves to begin now. `stages` are in order, and every stage has a peer.
 
     `resting` are stages that have taken part in a move within the last period: no other one of
@@ -144,8 +144,8 @@ def choose_moves(
     now_rate = min(rates)
     steps = _plan(stages, peers, policy, list(rates))
     if not steps:
-        return Decision((), now_rate, now_rate, _why_no_plan(rates))
-    chosen, planned_rate, payback = _best_beginning(stages, peers, policy, rates, steps)
+        return MoveDecision((), now_rate, now_rate, _why_no_plan(rates))
+    chosen, planned_rate, payback = _best_prefix(stages, peers, policy, rates, steps)
     if not chosen:
         best = max(step.rate_after for step in steps)
         gain = 100 * (best / now_rate - 1) if now_rate else math.inf
@@ -153,7 +153,7 @@ def choose_moves(
             f"{len(steps)} move(s) could bring the pipeline from {now_rate:.3g} to {best:.3g} "
             f"microbatches/s (+{gain:.1f} %), which is not worth their downloads"
         )
-        return Decision((), now_rate, now_rate, reason)
+        return MoveDecision((), now_rate, now_rate, reason)
     moves: list[Move] = []
     taken = {int(stage) for stage in resting}
     carried_out = 0
@@ -167,13 +167,13 @@ def choose_moves(
         moves.extend(begun)
     waiting = len(chosen) - carried_out
     reason = f"{waiting} more planned move(s) wait: one per stage and period" if waiting else ""
-    return Decision(tuple(moves), now_rate, planned_rate, reason)
+    return MoveDecision(tuple(moves), now_rate, planned_rate, reason)
 
 
 def _moves_of(
     stages: Sequence[StageLoad],
     rates: Sequence[float],
-    step: _Step,
+    step: _PlannedMove,
     planned_rate: float,
     planned_moves: int,
     payback_seconds: float,
@@ -195,7 +195,7 @@ def _moves_of(
             state_bytes=there.state_bytes,
             download_seconds=peer.download_seconds(there),
             payback_seconds=payback_seconds,
-            gap=_gap(peer, here, there),
+            release_first=_must_release_first(peer, here, there),
             partner=None if partner is None else partner.peer,
         )
 
@@ -213,7 +213,7 @@ def _why_no_plan(rates: list[float]) -> str:
     )
 
 
-def _gap(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
+def _must_release_first(peer: PeerLoad, source: StageLoad, destination: StageLoad) -> bool:
     return source.memory_bytes + destination.memory_bytes > peer.memory_bytes
 
 
@@ -225,14 +225,14 @@ def _plan(
     peers: Sequence[PeerLoad],
     policy: MovePolicy,
     rates: list[float],
-) -> list[_Step]:
+) -> list[_PlannedMove]:
     """Moves to the thinnest stage, again and again, until none of them helps it."""
     pools = _Pools(stages, peers)
     counts = [0] * len(stages)
     for peer in peers:
         counts[peer.stage] += 1
-    steps: list[_Step] = []
-    limit = max(len(stages), min(MOVES_AHEAD * len(stages), MOST_MOVES_AHEAD))
+    steps: list[_PlannedMove] = []
+    limit = max(len(stages), min(PLANNED_MOVES_PER_STAGE * len(stages), MAX_PLANNED_MOVES))
     while len(steps) < limit:
         thinnest = min(range(len(stages)), key=rates.__getitem__)
         found = _best_move(stages, pools, rates, counts, thinnest, policy)
@@ -250,7 +250,7 @@ def _plan(
             counts[thinnest] += 1
         else:
             pools.take(thinnest, back)
-        steps.append(_Step(peer, source, thinnest, min(rates), back))
+        steps.append(_PlannedMove(peer, source, thinnest, min(rates), back))
     return steps
 
 
@@ -278,8 +278,12 @@ def _best_move(
         here = stages[source]
         for peer in pools.nearest(source, ideal, there.memory_bytes, slowest_line):
             level = min(low + peer.rate_at(there), rates[source] - peer.rate_at(here))
-            value = (level, not _gap(peer, here, there), -peer.download_seconds(there))
-            if level > low * (1 + NOISE) and (best is None or value > best[0]):
+            value = (
+                level,
+                not _must_release_first(peer, here, there),
+                -peer.download_seconds(there),
+            )
+            if level > low * (1 + RATE_TOLERANCE) and (best is None or value > best[0]):
                 best = value, source, peer
     return None if best is None else (best[1], best[2], None)
 
@@ -294,7 +298,7 @@ def _best_exchange(
     """The pair of peers whose exchange leaves the thinner of the two stages best off."""
     there, low = stages[thinnest], rates[thinnest]
     best: tuple[float, int, PeerLoad, PeerLoad] | None = None
-    enough = low * (1 + max(NOISE, policy.minimum_gain))
+    enough = low * (1 + max(RATE_TOLERANCE, policy.minimum_gain))
     for bound, source, ideal in _sources(stages, rates, thinnest):
         if bound <= (enough if best is None else best[0]):
             break
@@ -325,7 +329,7 @@ def _sources(
     low, work = rates[thinnest], stages[thinnest].work_flops
     found: list[tuple[float, int, float]] = []
     for source, stage in enumerate(stages):
-        if rates[source] > low * (1 + NOISE):
+        if rates[source] > low * (1 + RATE_TOLERANCE):
             other = stage.work_flops
             bound = (low * work + rates[source] * other) / (work + other)
             found.append((bound, source, (rates[source] - low) / (1 / work + 1 / other)))
@@ -361,7 +365,7 @@ class _Pools:
         speed: float,
         memory_bytes: int,
         line: float,
-        compared: int = EQUALS_COMPARED,
+        compared: int = MAX_TIES_COMPARED,
     ) -> Iterator[PeerLoad]:
         """Of those that can go, the fastest ones below `speed` and the slowest ones not below it.
 
@@ -392,13 +396,13 @@ class _Pools:
 # ---------------------------------------------------------------- whether it is worth it
 
 
-def _best_beginning(
+def _best_prefix(
     stages: Sequence[StageLoad],
     peers: Sequence[PeerLoad],
     policy: MovePolicy,
     rates: Sequence[float],
-    steps: Sequence[_Step],
-) -> tuple[Sequence[_Step], float, float]:
+    steps: Sequence[_PlannedMove],
+) -> tuple[Sequence[_PlannedMove], float, float]:
     """The first moves of a plan that gain most beyond their cost; none if nothing is worth it.
 
     With them the pipeline's rate after them, and the seconds in which they are paid back.
@@ -426,7 +430,7 @@ def _best_beginning(
         if gain <= least_gain * now_rate:
             continue
         net = gain * (policy.horizon_seconds - delay) - policy.margin * cost
-        if net > 0 and (best is None or net > best[0] * (1 + NOISE)):
+        if net > 0 and (best is None or net > best[0] * (1 + RATE_TOLERANCE)):
             best = net, number, step.rate_after, cost / gain
     if best is None:
         return (), now_rate, 0.0

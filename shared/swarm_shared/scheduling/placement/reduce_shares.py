@@ -12,35 +12,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-LARGEST_WEIGHT = 1000
+MAX_WEIGHT = 1000
 
-UNSEEN_TIMES = 4.0
+UNMEASURED_RATE_FACTOR = 4.0
 """A line that has never held anybody up takes so much more than the best that has."""
 
-MOST_TIMES_EQUAL = 4.0
+MAX_SHARE_FACTOR = 4.0
 """Of an equal share: what is known of a line can be wrong, and then a round takes at most 2.5 times
 as long as with equal shares."""
 
-WORTHWHILE = 1.05
+MIN_SPEEDUP = 1.05
 """A round that is no faster than that by unequal shares has equal ones."""
 
 
-def summing_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
-    """What each member is to sum, in proportion, 0 to `LARGEST_WEIGHT`; none when equal shares do.
+def reduce_weights(up_bytes_per_second: Sequence[float]) -> tuple[int, ...]:
+    """What each member is to sum, in proportion, 0 to `MAX_WEIGHT`; none when equal shares do.
 
     `up_bytes_per_second`: more than 0 each, infinite where the line has never been the limit.
     """
     known = [rate for rate in up_bytes_per_second if math.isfinite(rate)]
     if len(up_bytes_per_second) < 3 or not known:
         return ()
-    best = UNSEEN_TIMES * max(known)
+    best = UNMEASURED_RATE_FACTOR * max(known)
     rates = [rate if math.isfinite(rate) else best for rate in up_bytes_per_second]
     shares = _fastest_shares(rates)
     equal = [1 / len(rates)] * len(rates)
-    if round_seconds(1, rates, equal) < WORTHWHILE * round_seconds(1, rates, shares):
+    if round_seconds(1, rates, equal) < MIN_SPEEDUP * round_seconds(1, rates, shares):
         return ()
     largest = max(shares)
-    return tuple(round(LARGEST_WEIGHT * share / largest) for share in shares)
+    return tuple(round(MAX_WEIGHT * share / largest) for share in shares)
 
 
 def round_seconds(nbytes: float, rates: Sequence[float], shares: Sequence[float]) -> float:
@@ -58,7 +58,7 @@ def _fastest_shares(rates: Sequence[float]) -> list[float]:
     By a time t somebody has sent t * rate vectors, and so can have summed (t * rate - 1)/(n - 2).
     """
     count, others = len(rates), len(rates) - 2
-    most = MOST_TIMES_EQUAL / count
+    most = MAX_SHARE_FACTOR / count
 
     def possible(seconds: float) -> list[float]:
         return [min(most, max(0.0, (seconds * rate - 1) / others)) for rate in rates]

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from swarm_shared.base.types import StageIndex
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
-from swarm_shared.scheduling.placement.moves import Decision, Move, MovePolicy
+from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy
 
 
 def choose_swarm_moves(
@@ -19,7 +19,7 @@ def choose_swarm_moves(
     peers: Sequence[PeerLoad],
     policy: MovePolicy,
     resting: Collection[StageIndex] = (),
-) -> Decision:
+) -> MoveDecision:
     """At most one move. `resting` is ignored: the rule knows no memory of earlier moves."""
     rates = stage_rates(stages, peers)
     now_rate = min(rates)
@@ -31,14 +31,14 @@ def choose_swarm_moves(
     least = min(range(len(stages)), key=lambda stage: (load[stage], stage))
     there, here = stages[most], stages[least]
     if load[most] == load[least]:
-        return Decision((), now_rate, now_rate, "all stages are loaded alike")
+        return MoveDecision((), now_rate, now_rate, "all stages are loaded alike")
     candidates = [
         peer
         for peer in peers
         if peer.stage == least and peer.may_move and peer.memory_bytes >= there.memory_bytes
     ]
     if count[least] <= policy.minimum_replicas or not candidates:
-        return Decision((), now_rate, now_rate, f"stage {least} has nobody to spare")
+        return MoveDecision((), now_rate, now_rate, f"stage {least} has nobody to spare")
     peer = min(candidates, key=lambda one: (one.queued, one.peer))
     source_rate = rates[least] - peer.rate_at(here)
     others = [rate for stage, rate in enumerate(rates) if stage not in (most, least)]
@@ -55,6 +55,6 @@ def choose_swarm_moves(
         state_bytes=there.state_bytes,
         download_seconds=peer.download_seconds(there),
         payback_seconds=0.0,
-        gap=here.memory_bytes + there.memory_bytes > peer.memory_bytes,
+        release_first=here.memory_bytes + there.memory_bytes > peer.memory_bytes,
     )
-    return Decision((move,), now_rate, move.planned_rate, "")
+    return MoveDecision((move,), now_rate, move.planned_rate, "")

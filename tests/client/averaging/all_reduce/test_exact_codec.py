@@ -12,7 +12,7 @@ from swarm_client.averaging.all_reduce.codec import (
     NotFiniteError,
     decode_piece,
     encode_piece,
-    payload_is_whole,
+    payload_is_valid,
     payload_sizes,
     reduce_piece,
 )
@@ -39,7 +39,7 @@ def pieces(draw: st.DrawFn) -> np.ndarray:
 def test_whole_numbers_come_back_as_they_were(values: np.ndarray) -> None:
     encoded = encode_piece(values, "exact")
     assert encoded.payload.nbytes in payload_sizes(len(values), "exact")
-    assert payload_is_whole(encoded.payload, len(values), "exact")
+    assert payload_is_valid(encoded.payload, len(values), "exact")
     back = decode_piece(encoded.exponent, encoded.payload, "exact", len(values))
     assert back.dtype == np.float64
     assert back.tobytes() == (values + 0.0).tobytes()
@@ -100,7 +100,7 @@ def test_any_bytes_are_a_piece_or_none_and_take_no_more_memory_than_it(
     elements: int, data: bytes
 ) -> None:
     payload = memoryview(bytearray(data))
-    if payload_is_whole(payload, elements, "exact"):
+    if payload_is_valid(payload, elements, "exact"):
         found = decode_piece(0, payload, "exact", elements)
         assert found.shape == (elements,)
         assert np.isfinite(found).all()
@@ -115,4 +115,4 @@ def test_a_piece_whose_widths_were_changed_is_none(values: np.ndarray, data: st.
     other = data.draw(st.integers(0, 255).filter(lambda width: width != payload[place]))
     payload[place] = other
     piece = EncodedPiece(0, memoryview(payload))
-    assert not payload_is_whole(piece.payload, len(values), "exact")
+    assert not payload_is_valid(piece.payload, len(values), "exact")

@@ -7,7 +7,7 @@ import trio
 import trio.testing
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.member_link import Link, RoundState
+from swarm_client.averaging.all_reduce.member_link import MemberLink, RoundState
 from swarm_client.averaging.all_reduce.plan import RoundSpec, round_tag
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.types import PeerId
@@ -46,7 +46,7 @@ async def test_a_link_whose_pump_awaits_the_others_end_is_not_read_by_a_failing_
     me, other = PeerId("a"), PeerId("b")
     spec = RoundSpec("run/1/1/0", (me, other), me, 4)
     channel = SilentChannel()
-    link = Link(
+    link = MemberLink(
         channel,
         other,
         RoundState(spec, round_tag(spec.round_id), anyio.current_time()),
@@ -54,7 +54,7 @@ async def test_a_link_whose_pump_awaits_the_others_end_is_not_read_by_a_failing_
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(link.pump)
-        link.finish(last_word=True)
+        link.finish(closes_last=True)
         await trio.testing.wait_all_tasks_blocked()
         link.abort(RoundFailed("a third one died", None, failure=RoundFailure.STOPPED))
         nursery.start_soon(link.drain)

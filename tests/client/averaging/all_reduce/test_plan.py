@@ -19,12 +19,18 @@ from swarm_client.averaging.all_reduce.codec import (
     encode_piece,
     exponent_is_valid,
     payload_bytes,
-    payload_is_whole,
+    payload_is_valid,
     payload_sizes,
     reduce_piece,
 )
 from swarm_client.averaging.all_reduce.errors import RoundFailure
-from swarm_client.averaging.all_reduce.frames import HEADER_BYTES, Abort, Header, Hello, Kind
+from swarm_client.averaging.all_reduce.frames import (
+    HEADER_BYTES,
+    Abort,
+    FrameKind,
+    Header,
+    StreamHello,
+)
 from swarm_client.averaging.all_reduce.plan import RoundSpec, partition, plan_digest
 from swarm_shared.base.errors import FrameError, ProtocolError
 from swarm_shared.base.types import PeerId
@@ -263,7 +269,7 @@ def test_the_reducer_keeps_exactly_what_the_others_will_decode(
     kept = np.empty(elements, dtype_of(codec))
     summed = reduce_piece(vectors[me], inputs, codec, kept)
     assert summed.payload.nbytes in payload_sizes(elements, codec)
-    assert payload_is_whole(summed.payload, elements, codec)
+    assert payload_is_valid(summed.payload, elements, codec)
     taken = decode_piece(summed.exponent, summed.payload, codec, elements)
     assert kept.tobytes() == taken.tobytes()
     lost = 0.0 if codec == "exact" else 0.02 * count * 4
@@ -315,7 +321,7 @@ def test_a_sum_that_overflows_names_nobody() -> None:
 
 @unhurried
 @given(
-    st.sampled_from(Kind),
+    st.sampled_from(FrameKind),
     st.integers(0, 2**16 - 1),
     st.binary(min_size=8, max_size=8),
     st.integers(0, 2**32 - 1),
@@ -323,7 +329,7 @@ def test_a_sum_that_overflows_names_nobody() -> None:
     st.integers(0, 2**32 - 1),
 )
 def test_a_header_comes_back_as_it_was(
-    kind: Kind, sender: int, tag: bytes, piece: int, exponent: int, nbytes: int
+    kind: FrameKind, sender: int, tag: bytes, piece: int, exponent: int, nbytes: int
 ) -> None:
     header = Header(kind, sender, tag, piece, exponent, nbytes)
     assert len(header.encode()) == HEADER_BYTES
@@ -334,7 +340,7 @@ def test_a_header_comes_back_as_it_was(
 @given(st.binary(min_size=0, max_size=100))
 def test_any_bytes_are_a_greeting_or_a_frame_error(data: bytes) -> None:
     try:
-        hello = Hello.decode(data)
+        hello = StreamHello.decode(data)
     except FrameError:
         return
     assert hello.encode() == data

@@ -19,19 +19,19 @@ from swarm_client.averaging.all_reduce.frames import (
     HEADER_BYTES,
     HELLO_BYTES,
     Abort,
+    FrameKind,
     Header,
-    Hello,
-    Kind,
+    StreamHello,
 )
 from swarm_client.averaging.all_reduce.incoming import (
     MAX_PARKED,
     MAX_PARKED_PER_REMOTE,
-    MAX_STRANGERS,
-    STRANGER_SECONDS,
+    MAX_UNADMITTED,
+    UNADMITTED_SECONDS,
     IncomingHub,
 )
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
-from swarm_client.averaging.all_reduce.reduce import RoundReport, all_reduce
+from swarm_client.averaging.all_reduce.reduce import AllReduceReport, all_reduce
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.types import PeerId
 
@@ -69,7 +69,7 @@ class Group:
             name: rng.standard_normal(elements).astype(np.float32) for name in names
         }
         self.results: Vectors = {name: np.full(elements, -7, np.float32) for name in names}
-        self.reports: dict[PeerId, RoundReport] = {}
+        self.reports: dict[PeerId, AllReduceReport] = {}
         self.failures: dict[PeerId, RoundFailed] = {}
         self.scopes: dict[PeerId, anyio.CancelScope] = {}
 
@@ -408,7 +408,7 @@ def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is turned away after that, and the test waits for it in real time.
-    monkeypatch.setattr("swarm_client.averaging.all_reduce.incoming.STRANGER_SECONDS", 0.2)
+    monkeypatch.setattr("swarm_client.averaging.all_reduce.incoming.UNADMITTED_SECONDS", 0.2)
     group = Group((A, B), 5_000)
     mallory = PeerId("mallory")
 
@@ -419,7 +419,9 @@ def test_a_strangers_stream_is_never_read_and_does_not_disturb_the_round(
         assert isinstance(theirs, WatchedChannel)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hub.accept, mallory, theirs)
-            await ours.send(Hello(1, round_tag("round 1"), plan_digest(group.spec(A))).encode())
+            await ours.send(
+                StreamHello(1, round_tag("round 1"), plan_digest(group.spec(A))).encode()
+            )
             await group.all(carriers)
         assert theirs.reads == []
         assert hub.refused == 1
@@ -435,7 +437,7 @@ def test_strangers_stand_at_the_door_for_a_moment_and_only_few_of_them() -> None
     async def body() -> None:
         hub = IncomingHub(admits=lambda remote: False)
         async with anyio.create_task_group() as tasks:
-            for index in range(MAX_STRANGERS):
+            for index in range(MAX_UNADMITTED):
                 tasks.start_soon(hub.accept, f"stranger {index}", MemoryChannel.pair()[0])
             await trio.testing.wait_all_tasks_blocked()
             assert hub.refused == 0
@@ -444,8 +446,8 @@ def test_strangers_stand_at_the_door_for_a_moment_and_only_few_of_them() -> None
             await hub.accept("stranger 1", MemoryChannel.pair()[0])
             assert hub.refused == 2
             begun = anyio.current_time()
-        assert hub.refused == 2 + MAX_STRANGERS
-        assert anyio.current_time() - begun <= STRANGER_SECONDS
+        assert hub.refused == 2 + MAX_UNADMITTED
+        assert anyio.current_time() - begun <= UNADMITTED_SECONDS
 
     run_on_virtual_time(body)
 
@@ -460,10 +462,10 @@ def test_a_member_that_the_roster_names_a_moment_later_is_let_in_at_once() -> No
         async with anyio.create_task_group() as tasks:
             # B's round begins before A has heard of B, or of the round.
             tasks.start_soon(partial(group.member, stall_seconds=100), group.spec(B), carriers[B])
-            await anyio.sleep(STRANGER_SECONDS / 2)
+            await anyio.sleep(UNADMITTED_SECONDS / 2)
             admitted.add(B)
             hub.admission_changed()
-            await anyio.sleep(STRANGER_SECONDS)
+            await anyio.sleep(UNADMITTED_SECONDS)
             assert hub.refused == 0
             tasks.start_soon(group.member, group.spec(A), carriers[A])
 
@@ -479,7 +481,7 @@ def test_who_is_not_admitted_any_more_does_not_go_on_waiting() -> None:
         ours, theirs = MemoryChannel.pair()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hub.accept, "B", theirs)
-            await ours.send(Hello(1, round_tag("some round"), bytes(32)).encode())
+            await ours.send(StreamHello(1, round_tag("some round"), bytes(32)).encode())
             await trio.testing.wait_all_tasks_blocked()
             assert hub.refused == 0
             admitted.clear()
@@ -590,19 +592,19 @@ async def evil_member(
     spec = group.spec(B)
     with carriers[B].incoming(spec, round_tag(spec.round_id)):
         channel = await carriers[B].open(A)
-        await channel.send(Hello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
+        await channel.send(StreamHello(1, round_tag(spec.round_id), plan_digest(spec)).encode())
         for frame in frames:
             try:
                 await channel.send(frame)
             except LinkClosed:
                 break
         # ACCEPT first, without payload; then A has seen enough, and says so or closes.
-        while (header := await channel.receive(HEADER_BYTES)) and header[0] != Kind.ABORT:
+        while (header := await channel.receive(HEADER_BYTES)) and header[0] != FrameKind.ABORT:
             pass
         await channel.abort()
 
 
-def frame(kind: Kind, payload: bytes = b"", **changes: Any) -> bytes:
+def frame(kind: FrameKind, payload: bytes = b"", **changes: Any) -> bytes:
     fields = {"sender": 1, "tag": round_tag("round 1")[:8], "payload_bytes": len(payload)}
     return Header(kind, **{**fields, **changes}).encode() + payload
 
@@ -613,18 +615,18 @@ PIECE = bytes(4000)
 @pytest.mark.parametrize(
     ("frames", "complaint"),
     [
-        ([frame(Kind.PIECE, PIECE, piece=1)], "is due"),
-        ([frame(Kind.PIECE, PIECE[:100])], "is due"),
-        ([frame(Kind.PIECE, b"", payload_bytes=2**32 - 1)], "is due"),
-        ([frame(Kind.SUM, PIECE)], "is due"),
-        ([frame(Kind.BYE)], "is due"),
-        ([frame(Kind.PIECE, PIECE, sender=0)], "another member's name"),
-        ([frame(Kind.PIECE, PIECE, tag=b"12345678")], "another round"),
-        ([frame(Kind.PIECE, PIECE, exponent=3)], "scaled"),
-        ([frame(Kind.BEAT, b"x")], "with a payload"),
-        ([frame(Kind.ABORT, b"", payload_bytes=10**6)], "abort frame of"),
-        ([frame(Kind.ABORT, b"\xff\x00\x00")], "names what does not exist"),
-        ([b"\x63" + frame(Kind.PIECE)[1:]], "unknown kind"),
+        ([frame(FrameKind.PIECE, PIECE, piece=1)], "is due"),
+        ([frame(FrameKind.PIECE, PIECE[:100])], "is due"),
+        ([frame(FrameKind.PIECE, b"", payload_bytes=2**32 - 1)], "is due"),
+        ([frame(FrameKind.SUM, PIECE)], "is due"),
+        ([frame(FrameKind.BYE)], "is due"),
+        ([frame(FrameKind.PIECE, PIECE, sender=0)], "another member's name"),
+        ([frame(FrameKind.PIECE, PIECE, tag=b"12345678")], "another round"),
+        ([frame(FrameKind.PIECE, PIECE, exponent=3)], "scaled"),
+        ([frame(FrameKind.HEARTBEAT, b"x")], "with a payload"),
+        ([frame(FrameKind.ABORT, b"", payload_bytes=10**6)], "abort frame of"),
+        ([frame(FrameKind.ABORT, b"\xff\x00\x00")], "names what does not exist"),
+        ([b"\x63" + frame(FrameKind.PIECE)[1:]], "unknown kind"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -646,7 +648,7 @@ def test_a_member_that_breaks_the_rules_is_named(
 def test_a_member_cannot_make_a_reducer_hold_more_than_its_window(run: Any) -> None:
     # C has not come, so A can sum nothing; B goes on sending all the same.
     group = Group((A, B, C), 60_000)
-    frames = [frame(Kind.PIECE, PIECE, piece=piece) for piece in range(12)]
+    frames = [frame(FrameKind.PIECE, PIECE, piece=piece) for piece in range(12)]
 
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         async with anyio.create_task_group() as tasks:
@@ -666,7 +668,7 @@ def test_a_failure_that_another_member_tells_of_keeps_its_reason_and_teller(run:
     async def body(carriers: dict[PeerId, MemoryCarrier]) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(group.member, group.spec(A), carriers[A])
-            tasks.start_soon(evil_member, group, carriers, [frame(Kind.ABORT, payload)])
+            tasks.start_soon(evil_member, group, carriers, [frame(FrameKind.ABORT, payload)])
 
     run(lambda: with_network(group.names, body))
     failure = group.failures[A]
@@ -677,7 +679,7 @@ def test_a_failure_that_another_member_tells_of_keeps_its_reason_and_teller(run:
 
 def test_a_greeting_has_a_fixed_size() -> None:
     assert HELLO_BYTES == 72
-    assert len(Hello(3, bytes(32), bytes(32)).encode()) == HELLO_BYTES
+    assert len(StreamHello(3, bytes(32), bytes(32)).encode()) == HELLO_BYTES
 
 
 @pytest.mark.parametrize("wrong", ["short", "float64", "strided"])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kits.averaging.memory_carrier import MemoryChannel
 from swarm_client.averaging.all_reduce.errors import RouteAbsentError
 from swarm_client.averaging.all_reduce.routes import (
-    FIRST_REST_SECONDS,
-    LONGEST_REST_SECONDS,
+    FIRST_ROUTE_BACKOFF_SECONDS,
+    MAX_ROUTE_BACKOFF_SECONDS,
     Route,
     RouteFault,
     RouteMemory,
@@ -24,11 +24,11 @@ from swarm_client.averaging.all_reduce.routes import (
 )
 from swarm_client.averaging.all_reduce.stream_race import (
     HEAD_START_SECONDS,
-    LONGEST_OPENING_SECONDS,
+    MAX_OPENING_SECONDS,
     ROUTE_SECONDS,
-    Opening,
+    StreamRace,
 )
-from swarm_client.averaging.protocol.addresses import through_relays, without_owner
+from swarm_client.averaging.protocol.addresses import relayed_addresses, without_peer_id
 from swarm_client.averaging.worker.packed_address import AddressBytes
 from swarm_shared.base.errors import LinkClosed, NetworkError
 from swarm_shared.base.types import PeerId
@@ -78,7 +78,7 @@ def test_a_route_that_failed_comes_last_until_it_has_rested() -> None:
     memory.failed(A, Route.P2PD)
     assert memory.order(A, ALL) == (*ALL[1:], Route.P2PD)
     assert memory.order(B, ALL) == tuple(ALL)
-    clock.now += FIRST_REST_SECONDS - 0.1
+    clock.now += FIRST_ROUTE_BACKOFF_SECONDS - 0.1
     assert memory.order(A, ALL)[-1] is Route.P2PD
     clock.now += 0.2
     assert memory.order(A, ALL) == tuple(ALL)
@@ -105,13 +105,17 @@ def test_rests_grow_with_every_fault_up_to_a_limit_and_end_when_the_route_works(
         while memory.order(A, ALL)[0] is not Route.P2PD:
             clock.now += 1.0
         rests.append(clock.now - begun)
-    assert rests[:3] == [FIRST_REST_SECONDS, 2 * FIRST_REST_SECONDS, 4 * FIRST_REST_SECONDS]
-    assert rests[-1] == rests[-2] == LONGEST_REST_SECONDS
+    assert rests[:3] == [
+        FIRST_ROUTE_BACKOFF_SECONDS,
+        2 * FIRST_ROUTE_BACKOFF_SECONDS,
+        4 * FIRST_ROUTE_BACKOFF_SECONDS,
+    ]
+    assert rests[-1] == rests[-2] == MAX_ROUTE_BACKOFF_SECONDS
     memory.failed(A, Route.P2PD)
     memory.worked(A, Route.P2PD)
     assert memory.order(A, ALL)[0] is Route.P2PD
     memory.failed(A, Route.P2PD)
-    clock.now += FIRST_REST_SECONDS
+    clock.now += FIRST_ROUTE_BACKOFF_SECONDS
     assert memory.order(A, ALL)[0] is Route.P2PD
 
 
@@ -168,7 +172,7 @@ class Probe(MemoryChannel):
         await super().abort()
 
 
-class Opened:
+class StreamOpened:
     def __init__(self, *tried: tuple[Route, Callable[[], Awaitable[Any]]]) -> None:
         self.faults: list[RouteFault] = []
         self.seconds = 0.0
@@ -178,7 +182,7 @@ class Opened:
         async def body() -> None:
             begun = anyio.current_time()
             try:
-                self.channel = await Opening(A, self.faults.append).first(tried)
+                self.channel = await StreamRace(A, self.faults.append).open(tried)
             except NetworkError as error:
                 self.error = error
             self.seconds = anyio.current_time() - begun
@@ -192,7 +196,7 @@ class Opened:
 
 
 def test_a_route_that_fails_at_once_costs_nothing() -> None:
-    opened = Opened(
+    opened = StreamOpened(
         (Route.P2PD, after(0.0, LinkClosed("refused"))), (Route.HOST_RELAYED, after(0.1))
     )
     assert opened.seconds == pytest.approx(0.1)
@@ -200,21 +204,21 @@ def test_a_route_that_fails_at_once_costs_nothing() -> None:
 
 
 def test_a_route_on_which_nobody_answers_costs_its_head_start_and_is_remembered() -> None:
-    opened = Opened((Route.P2PD, after(1000)), (Route.HOST_RELAYED, after(0.1)))
+    opened = StreamOpened((Route.P2PD, after(1000)), (Route.HOST_RELAYED, after(0.1)))
     assert opened.seconds == pytest.approx(HEAD_START_SECONDS + 0.1)
     assert opened.failed == [Route.P2PD]
 
 
 def test_a_slow_route_still_wins_when_it_is_the_first_to_be_open() -> None:
     slow = HEAD_START_SECONDS + 0.5
-    opened = Opened((Route.P2PD, after(slow)), (Route.HOST_RELAYED, after(1.0)))
+    opened = StreamOpened((Route.P2PD, after(slow)), (Route.HOST_RELAYED, after(1.0)))
     assert opened.seconds == pytest.approx(slow)
     assert opened.failed == []
     assert len(Probe.all) == 1
 
 
 def test_a_route_that_is_not_there_now_is_no_fault() -> None:
-    opened = Opened(
+    opened = StreamOpened(
         (Route.P2PD, after(0, RouteAbsentError("no address"))), (Route.HOST, after(0.0))
     )
     assert opened.error is None
@@ -222,16 +226,18 @@ def test_a_route_that_is_not_there_now_is_no_fault() -> None:
 
 
 def test_when_no_route_leads_there_the_reasons_of_all_are_told_in_bounded_time() -> None:
-    opened = Opened(*((route, after(1000)) for route in ALL))
+    opened = StreamOpened(*((route, after(1000)) for route in ALL))
     assert opened.error is not None
-    assert opened.seconds <= LONGEST_OPENING_SECONDS
+    assert opened.seconds <= MAX_OPENING_SECONDS
     assert all(f"{route}: no answer within {ROUTE_SECONDS:g} s" in str(opened.error)
                for route in ALL)  # fmt: skip
     assert opened.failed == ALL
 
 
 def test_of_two_that_open_at_the_same_moment_one_is_kept_and_the_other_dropped() -> None:
-    opened = Opened((Route.P2PD, after(HEAD_START_SECONDS + 1)), (Route.HOST_RELAYED, after(1.0)))
+    opened = StreamOpened(
+        (Route.P2PD, after(HEAD_START_SECONDS + 1)), (Route.HOST_RELAYED, after(1.0))
+    )
     assert [probe.dropped for probe in Probe.all].count(False) == 1
     assert opened.channel in Probe.all
 
@@ -248,7 +254,7 @@ def test_an_opening_that_is_called_off_leaves_no_stream_behind() -> None:
                 tasks.cancel_scope.cancel()
                 return probe
 
-            await Opening(A, lambda fault: None).first([(Route.P2PD, opener)])
+            await StreamRace(A, lambda fault: None).open([(Route.P2PD, opener)])
 
     anyio.run(body, backend="trio")
     assert [probe.dropped for probe in Probe.all] == [True]
@@ -290,6 +296,6 @@ def test_an_address_whose_relay_is_none_is_refused(relay: str) -> None:
 
 
 def test_the_owner_at_the_end_of_an_address_is_left_out_and_the_relay_stays() -> None:
-    (address,) = through_relays([f"/ip4/192.0.2.1/tcp/1/p2p/{RELAY}"])
-    assert without_owner(f"{address}/p2p/{A}", A) == address
-    assert without_owner(f"/ip4/192.0.2.1/tcp/1/p2p/{RELAY}", RELAY) == "/ip4/192.0.2.1/tcp/1"
+    (address,) = relayed_addresses([f"/ip4/192.0.2.1/tcp/1/p2p/{RELAY}"])
+    assert without_peer_id(f"{address}/p2p/{A}", A) == address
+    assert without_peer_id(f"/ip4/192.0.2.1/tcp/1/p2p/{RELAY}", RELAY) == "/ip4/192.0.2.1/tcp/1"

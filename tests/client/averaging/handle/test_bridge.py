@@ -18,8 +18,8 @@ import pytest
 import trio
 
 from kits.averaging.memory_carrier import MemoryChannel
-from swarm_client.averaging.all_reduce.carrier import Incoming
-from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, Hello
+from swarm_client.averaging.all_reduce.carrier import IncomingStream
+from swarm_client.averaging.all_reduce.frames import HELLO_BYTES, StreamHello
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.handle import bridge as bridge_module
 from swarm_client.averaging.handle.bridge import PIECE_BYTES, Bridge
@@ -27,10 +27,10 @@ from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
     HEAD_LENGTH,
     WORKER_SOCKET,
-    Arrival,
-    NotOpened,
-    Opened,
     OpenStream,
+    StreamArrived,
+    StreamNotOpened,
+    StreamOpened,
     arrivals,
     encode_head,
     open_answers,
@@ -106,7 +106,7 @@ async def read_all(channel: MemoryChannel, size: int) -> bytes:
 async def test_bytes_pass_whole_and_in_order_both_ways_at_once(tmp_path: Path) -> None:
     async with daemon(tmp_path) as d:
         async with await d.connect(relayed=False) as stream:
-            assert await read_head(stream, open_answers) == Opened(route=Route.HOST)
+            assert await read_head(stream, open_answers) == StreamOpened(route=Route.HOST)
             assert d.asked == [(REMOTE, False)]
             assert d.remote_end is not None
             got: dict[str, bytes] = {}
@@ -134,12 +134,12 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
-        await d.remote_end.send(b"farewell")
+        await d.remote_end.send(b"late_abort_frame")
         await d.remote_end.aclose()
-        # The worker writes before it has read; a reset here would cost it the farewell.
+        # The worker writes before it has read; a reset here would cost it the late_abort_frame.
         for _ in range(8):
             await stream.send_all(bytes(PIECE_BYTES))
-        assert await read_exactly(stream, 8) == b"farewell"
+        assert await read_exactly(stream, 8) == b"late_abort_frame"
         assert await stream.receive_some(1) == b""
 
 
@@ -173,7 +173,7 @@ async def test_a_stream_that_cannot_be_had_is_refused_with_the_reason(tmp_path: 
     async with daemon(tmp_path) as d:
         d.refusal = NetworkError("nobody answers")
         async with await d.connect() as stream:
-            assert await read_head(stream, open_answers) == NotOpened(reason="nobody answers")
+            assert await read_head(stream, open_answers) == StreamNotOpened(reason="nobody answers")
             assert await stream.receive_some(1) == b""
 
 
@@ -198,15 +198,17 @@ def worker_listener(folder: Path) -> trio.SocketListener:
 async def test_a_stream_that_has_come_is_handed_over_with_its_sender_and_its_greeting(
     tmp_path: Path,
 ) -> None:
-    hello = Hello(1, bytes(32), bytes(range(32)))
+    hello = StreamHello(1, bytes(32), bytes(range(32)))
     async with daemon(tmp_path) as d:
         assert stat.S_IMODE((tmp_path / DAEMON_SOCKET).stat().st_mode) == 0o600
         listener = worker_listener(tmp_path)
         host_end, remote_end = MemoryChannel.pair()
-        d.bridge.hand_over(Incoming(REMOTE, hello, host_end))
+        d.bridge.hand_over(IncomingStream(REMOTE, hello, host_end))
         async with listener, await listener.accept() as stream:
-            assert await read_head(stream, arrivals) == Arrival(sender=REMOTE, route=Route.HOST)
-            assert Hello.decode(await read_exactly(stream, HELLO_BYTES)) == hello
+            assert await read_head(stream, arrivals) == StreamArrived(
+                sender=REMOTE, route=Route.HOST
+            )
+            assert StreamHello.decode(await read_exactly(stream, HELLO_BYTES)) == hello
             await stream.send_all(b"accepted")
             assert await remote_end.receive(100) == b"accepted"
         assert await remote_end.receive(1) == b""
@@ -215,7 +217,7 @@ async def test_a_stream_that_has_come_is_handed_over_with_its_sender_and_its_gre
 async def test_without_a_worker_a_stream_that_has_come_is_dropped(tmp_path: Path) -> None:
     async with daemon(tmp_path) as d:
         host_end, remote_end = MemoryChannel.pair()
-        d.bridge.hand_over(Incoming(REMOTE, Hello(1, bytes(32), bytes(32)), host_end))
+        d.bridge.hand_over(IncomingStream(REMOTE, StreamHello(1, bytes(32), bytes(32)), host_end))
         with contextlib.suppress(LinkClosed):
             assert await remote_end.receive(1) == b""
 
@@ -243,7 +245,7 @@ async def test_streams_are_bounded_in_number(
     async with daemon(tmp_path) as d:
         first, second = await d.connect(), await d.connect()
         for stream in (first, second):
-            assert isinstance(await read_head(stream, open_answers), Opened)
+            assert isinstance(await read_head(stream, open_answers), StreamOpened)
         async with await d.connect() as third:
             with contextlib.suppress(trio.BrokenResourceError):
                 assert await third.receive_some(1) == b""

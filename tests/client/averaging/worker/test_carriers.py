@@ -24,7 +24,7 @@ import pytest
 import trio
 
 from swarm_client.averaging.all_reduce.errors import RoundFailed, RoundFailure
-from swarm_client.averaging.all_reduce.frames import Hello
+from swarm_client.averaging.all_reduce.frames import StreamHello
 from swarm_client.averaging.all_reduce.plan import RoundSpec, plan_digest, round_tag
 from swarm_client.averaging.all_reduce.reduce import all_reduce
 from swarm_client.averaging.all_reduce.routes import Route
@@ -466,7 +466,7 @@ def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
                 first, PROTOCOL, FrameLimits(0, 1000), swarm.nodes[first].addresses
             )
             spec = real.spec(second)
-            await stream.send(b"", Hello(1, round_tag(real.name), plan_digest(spec)).encode())
+            await stream.send(b"", StreamHello(1, round_tag(real.name), plan_digest(spec)).encode())
             await real.all()
             real.check_exact()
             with trio.move_on_after(0.2) as waited:
@@ -516,8 +516,8 @@ def test_a_killed_daemon_leaves_no_process_behind_and_nothing_on_the_terminal(
 
 def test_the_door_to_hivemind_opens_without_torch() -> None:
     code = (
-        "import sys; from swarm_client.averaging.worker.hivemind_imports import open_door;"
-        "door = open_door(); assert door.p2pd_binary.is_file();"
+        "import sys; from swarm_client.averaging.worker.hivemind_imports import load_hivemind;"
+        "door = load_hivemind(); assert door.p2pd_binary.is_file();"
         "print(door.version, door.DHTNode.__name__, 'torch' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

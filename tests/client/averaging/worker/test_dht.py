@@ -68,7 +68,7 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
     async with volunteers(tmp_path, 3) as all_three:
         first, *others = all_three
         for each in all_three:
-            await each.worker.show_membership(organiser.membership(each.key, each.p2pd))
+            await each.worker.set_membership(organiser.membership(each.key, each.p2pd))
         for each in others:
             assert await each.worker.directory.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
@@ -93,11 +93,11 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
     organiser = Organiser()
     other_run = Organiser(RunId("cd" * 32))
     async with volunteers(tmp_path, 4) as (first, second, stranger, foreigner):
-        await first.worker.show_membership(organiser.membership(first.key, first.p2pd))
-        await second.worker.show_membership(organiser.membership(second.key, second.p2pd))
-        await foreigner.worker.show_membership(other_run.membership(foreigner.key, foreigner.p2pd))
+        await first.worker.set_membership(organiser.membership(first.key, first.p2pd))
+        await second.worker.set_membership(organiser.membership(second.key, second.p2pd))
+        await foreigner.worker.set_membership(other_run.membership(foreigner.key, foreigner.p2pd))
         # The stranger has copied a certificate and its binding; but not the key of that p2pd.
-        await stranger.worker.show_membership(organiser.membership(second.key, second.p2pd))
+        await stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
         assert await second.worker.directory.bootstrap((first.entrance,)) == 1
         assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
@@ -107,7 +107,7 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
             await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
         assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
         # A member that is revoked finds nobody any more either.
-        await first.worker.show_membership(
+        await first.worker.set_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
         )
         assert await second.worker.directory.bootstrap((first.entrance,)) == 0
@@ -117,10 +117,10 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
 async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: Path) -> None:
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):
-        await member.worker.show_membership(organiser.membership(member.key, member.p2pd))
+        await member.worker.set_membership(organiser.membership(member.key, member.p2pd))
         assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
-        await newcomer.worker.show_membership(organiser.membership(newcomer.key, newcomer.p2pd))
+        await newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
 
 

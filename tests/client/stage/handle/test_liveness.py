@@ -6,17 +6,19 @@ import trio
 import trio.testing
 
 from swarm_client.stage.handle.liveness import (
+    CHECK_INTERVAL_SECONDS,
+    FIRST_COMPUTATION_SECONDS,
+    HUNG_FACTOR,
     HUNG_SECONDS,
-    HUNG_TIMES,
-    LOOK_SECONDS,
-    STORAGE_SECONDS,
-    UNKNOWN_SECONDS,
+    STORAGE_TIMEOUT_SECONDS,
     Liveness,
-    Owes,
+    Outstanding,
 )
 
 
-def hung_after(liveness: Liveness, owes: Owes, limit_seconds: float = 2000.0) -> float | None:
+def hung_after(
+    liveness: Liveness, owes: Outstanding, limit_seconds: float = 2000.0
+) -> float | None:
     """Virtual seconds until the worker counts as hung; None when it does not."""
 
     async def main() -> float | None:
@@ -39,22 +41,22 @@ def answered(*seconds: float) -> Liveness:
 
 
 def test_a_worker_that_owes_nothing_never_hangs() -> None:
-    assert hung_after(answered(0.1), Owes.NOTHING) is None
+    assert hung_after(answered(0.1), Outstanding.NOTHING) is None
 
 
 def test_a_quick_worker_that_says_nothing_for_seconds_has_hung() -> None:
-    assert hung_after(answered(0.1, 0.05), Owes.COMPUTING) == HUNG_SECONDS
+    assert hung_after(answered(0.1, 0.05), Outstanding.COMPUTING) == HUNG_SECONDS
 
 
 def test_a_slow_worker_is_given_many_times_its_slowest_computation() -> None:
-    assert hung_after(answered(0.1, 2.0), Owes.COMPUTING) == 2.0 * HUNG_TIMES
+    assert hung_after(answered(0.1, 2.0), Outstanding.COMPUTING) == 2.0 * HUNG_FACTOR
     # The first one of a process is slow and tells little of the others.
-    assert hung_after(answered(2.0, *[0.1] * 20), Owes.COMPUTING) == HUNG_SECONDS
+    assert hung_after(answered(2.0, *[0.1] * 20), Outstanding.COMPUTING) == HUNG_SECONDS
 
 
 def test_nothing_is_known_before_the_first_computation_and_of_what_storage_takes() -> None:
-    assert hung_after(answered(), Owes.COMPUTING) == UNKNOWN_SECONDS
-    assert hung_after(answered(0.1), Owes.STORAGE) == STORAGE_SECONDS
+    assert hung_after(answered(), Outstanding.COMPUTING) == FIRST_COMPUTATION_SECONDS
+    assert hung_after(answered(0.1), Outstanding.STORAGE) == STORAGE_TIMEOUT_SECONDS
 
 
 def test_an_answer_starts_the_count_anew() -> None:
@@ -65,13 +67,13 @@ def test_an_answer_starts_the_count_anew() -> None:
 
             async def go_on() -> None:
                 for _ in range(5):
-                    await trio.sleep(HUNG_SECONDS - 2 * LOOK_SECONDS)
+                    await trio.sleep(HUNG_SECONDS - 2 * CHECK_INTERVAL_SECONDS)
                     liveness.answered()
 
             nursery.start_soon(go_on)
             began = trio.current_time()
-            await liveness.wait_hung(lambda: Owes.COMPUTING)
+            await liveness.wait_hung(lambda: Outstanding.COMPUTING)
             return trio.current_time() - began
 
     seconds = trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
-    assert seconds > 5 * (HUNG_SECONDS - 2 * LOOK_SECONDS)
+    assert seconds > 5 * (HUNG_SECONDS - 2 * CHECK_INTERVAL_SECONDS)

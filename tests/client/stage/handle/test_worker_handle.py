@@ -200,7 +200,7 @@ def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Pa
             # The replica's state, sent as a file, makes another stage-1 worker its equal.
             path = tmp_path / "state.safetensors"
             assert await workers[1].save_state(path, Version(1)) == path.stat().st_size
-            fresh = await workers[3].adopt_fresh(Version(0))
+            fresh = await workers[3].reinitialise(Version(0))
             assert fresh.digest == workers[3].configured.digest
             loaded = await workers[3].load_state(path, Version(1))
             assert loaded.digest == applied[1].digest

@@ -79,11 +79,11 @@ class Rig:
         """All in one write, so that the loop sees them all before it computes."""
         self.socket.sendall(b"".join(encode_frame(request) for request in requests))
 
-    def forward(self, number: int, slot: int, step: int = 1) -> messages.Forward:
+    def forward(self, number: int, slot: int, step: int = 1) -> messages.RunForward:
         nbytes = self.runner.sizes.input_bytes
         ids = np.random.default_rng(number).integers(0, 64, nbytes // 4, dtype=np.uint32)
         self.memory.slot(slot, nbytes)[:] = ids.tobytes()
-        return messages.Forward(
+        return messages.RunForward(
             request=number, step=Step(step), microbatch=MicrobatchIndex(number), accumulate=True,
             slot=slot, nbytes=nbytes,
         )  # fmt: skip
@@ -133,7 +133,7 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     rig.ask(rig.forward(1, slot=0))
     assert halfway.reached.wait(30)
     rig.ask(
-        messages.Accumulated(request=7, step=Step(1)),
+        messages.ListAccumulated(request=7, step=Step(1)),
         messages.Discard(request=1),
         rig.forward(2, slot=1),
     )
@@ -141,23 +141,23 @@ def test_what_is_given_up_while_it_is_computed_ends_at_the_next_layer_and_leaves
     given_up, accumulated, done = rig.link.receive(), rig.link.receive(), rig.link.receive()
     assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (1, "discarded")
-    assert isinstance(accumulated, messages.AccumulatedAre)
+    assert isinstance(accumulated, messages.AccumulatedMicrobatches)
     assert isinstance(done, messages.ForwardDone), "what came meanwhile is not lost"
 
     # The backward pass of the other one: nothing of it is added.
     nbytes = rig.runner.sizes.output_bytes
     rig.memory.slot(2, nbytes)[:] = bytes(nbytes)
     halfway = Halfway(rig, passes=1)
-    rig.ask(messages.Backward(request=3, forward=2, slot=2, nbytes=nbytes))
+    rig.ask(messages.RunBackward(request=3, forward=2, slot=2, nbytes=nbytes))
     assert halfway.reached.wait(30)
     rig.ask(messages.Discard(request=99), messages.Discard(request=3))
     halfway.go_on.set()
     given_up = rig.link.receive()
     assert isinstance(given_up, messages.Failed)
     assert (given_up.request, given_up.code) == (3, "discarded")
-    rig.ask(messages.Accumulated(request=8, step=Step(1)))
+    rig.ask(messages.ListAccumulated(request=8, step=Step(1)))
     told = rig.link.receive()
-    assert isinstance(told, messages.AccumulatedAre)
+    assert isinstance(told, messages.AccumulatedMicrobatches)
     assert told.microbatches == ()
 
 
@@ -177,20 +177,20 @@ def test_control_goes_first_then_backwards_then_forwards_in_order_of_arrival(rig
     rig.ask(
         rig.forward(2, slot=2),
         rig.forward(3, slot=3),
-        messages.Backward(request=4, forward=1, slot=1, nbytes=nbytes),
+        messages.RunBackward(request=4, forward=1, slot=1, nbytes=nbytes),
         messages.Discard(request=2),
-        messages.Evaluate(request=5, slot=0, nbytes=3),
-        messages.Accumulated(request=6, step=Step(1)),
+        messages.RunEvaluation(request=5, slot=0, nbytes=3),
+        messages.ListAccumulated(request=6, step=Step(1)),
     )
     answers = [rig.link.receive() for _ in range(5)]
     assert [type(answer).__name__ for answer in answers] == [
-        "Failed", "AccumulatedAre", "BackwardDone", "ForwardDone", "Failed",
+        "Failed", "AccumulatedMicrobatches", "BackwardDone", "ForwardDone", "Failed",
     ]  # fmt: skip
     assert [answer.request for answer in answers if answer] == [2, 6, 4, 3, 5]
     discarded, accumulated, _, _, misfit = answers
     assert isinstance(discarded, messages.Failed)
     assert discarded.code == "discarded"
-    assert isinstance(accumulated, messages.AccumulatedAre)
+    assert isinstance(accumulated, messages.AccumulatedMicrobatches)
     assert accumulated.microbatches == ()
     assert isinstance(misfit, messages.Failed)
     assert misfit.code == "bad_input"
@@ -248,13 +248,13 @@ def test_the_output_lies_where_the_input_was(rig: Rig) -> None:
 
 
 def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
-    request = messages.Accumulated(request=3, step=Step(1))
+    request = messages.ListAccumulated(request=3, step=Step(1))
 
-    def too_much(_: messages.Accumulated) -> messages.Numbered:
+    def too_much(_: messages.ListAccumulated) -> messages.Numbered:
         torch.empty(2**50)
         raise AssertionError("there is no such memory")
 
-    def bug(_: messages.Accumulated) -> messages.Numbered:
+    def bug(_: messages.ListAccumulated) -> messages.Numbered:
         torch.zeros(2) + torch.zeros(3)
         raise AssertionError("these shapes do not fit")
 
@@ -270,7 +270,7 @@ def test_full_memory_is_the_requests_failure_and_a_bug_is_not() -> None:
 )
 def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reason: str) -> None:
     torch.set_num_threads(1)
-    configure = messages.Configure(
+    configure = messages.ConfigureStage(
         request=1, manifest_json=make_manifest().model_dump_json(), stage=StageIndex(0),
         device="cpu", threads=1, graph_budget_bytes=0, kept_budget_bytes=0, slot_bytes=2**20,
         slot_count=2, namespace=f"test-{uuid.uuid4().hex[:12]}",
@@ -288,14 +288,14 @@ def test_a_configuration_that_cannot_be_is_refused(change: dict[str, int], reaso
 
 
 def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig) -> None:
-    rig.ask(messages.Limit(request=1, duty_cycle=0.05, threads=1))
-    assert isinstance(rig.link.receive(), messages.Limited)
+    rig.ask(messages.SetLimits(request=1, duty_cycle=0.05, threads=1))
+    assert isinstance(rig.link.receive(), messages.LimitsSet)
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1))
     begun = time.monotonic()
     first = rig.link.receive()
     assert isinstance(first, messages.ForwardDone)
     # The rest is some milliseconds long; what is asked meanwhile does not wait for its end.
-    rig.ask(messages.Accumulated(request=4, step=Step(1)))
+    rig.ask(messages.ListAccumulated(request=4, step=Step(1)))
     answers = {
         answer.request: answer for answer in (rig.link.receive(), rig.link.receive()) if answer
     }
@@ -305,7 +305,7 @@ def test_a_worker_that_rests_answers_others_and_computes_after_its_rest(rig: Rig
 
 
 def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
-    rig.ask(messages.Limit(request=1, duty_cycle=1e-9, threads=1))
+    rig.ask(messages.SetLimits(request=1, duty_cycle=1e-9, threads=1))
     rig.ask(rig.forward(2, slot=0), rig.forward(3, slot=1), rig.forward(4, slot=2))
     assert [answer.request for answer in (rig.link.receive(), rig.link.receive()) if answer] == [
         1,
@@ -313,8 +313,8 @@ def test_a_rest_ends_when_its_limit_does(rig: Rig) -> None:
     ]
     # It would rest for weeks.
     rig.ask(
-        messages.Accumulated(request=5, step=Step(1)),
-        messages.Limit(request=6, duty_cycle=1, threads=4),
+        messages.ListAccumulated(request=5, step=Step(1)),
+        messages.SetLimits(request=6, duty_cycle=1, threads=4),
     )
     answers = [rig.link.receive() for _ in range(4)]
     assert [answer.request for answer in answers if answer] == [5, 6, 3, 4]
@@ -328,35 +328,37 @@ def test_a_step_closes_between_the_forward_and_the_backward_of_the_next_one(
     rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
     rig.ask(rig.forward(1, slot=0), rig.forward(2, slot=1, step=2))
     assert all(isinstance(rig.link.receive(), messages.ForwardDone) for _ in range(2))
-    rig.ask(messages.Backward(request=3, forward=1, slot=3, nbytes=nbytes))
+    rig.ask(messages.RunBackward(request=3, forward=1, slot=3, nbytes=nbytes))
     assert isinstance(rig.link.receive(), messages.BackwardDone)
     rig.memory.result.fill_(1.0)
     rig.memory.slot(3, nbytes)[:] = np.ones(nbytes // 4, np.float32).tobytes()
     rig.ask(
-        messages.Backward(request=4, forward=2, slot=3, nbytes=nbytes),
+        messages.RunBackward(request=4, forward=2, slot=3, nbytes=nbytes),
         messages.PrepareRound(request=5, step=Step(1)),
-        messages.Norm(request=6, step=Step(1), step_tokens=8),
-        messages.Apply(request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1),
+        messages.ComputeNorm(request=6, step=Step(1), step_tokens=8),
+        messages.ApplyUpdate(
+            request=7, step=Step(1), step_tokens=8, global_norm=1.0, learning_rate=0.1
+        ),
         messages.ResetAccumulator(request=8, step=Step(1)),
-        messages.Accumulated(request=9, step=Step(3)),
+        messages.ListAccumulated(request=9, step=Step(3)),
     )
     answers = [rig.link.receive() for _ in range(6)]
     # Control goes first; nothing of the step that closes is touched by the other, or the reverse.
     prepared, norm, applied, over, empty, done = answers
     assert isinstance(prepared, messages.RoundPrepared)
     assert prepared.microbatches == (1,)
-    assert isinstance(norm, messages.NormDone)
-    assert isinstance(applied, messages.Applied)
+    assert isinstance(norm, messages.NormComputed)
+    assert isinstance(applied, messages.UpdateApplied)
     assert applied.version == 1
     assert isinstance(over, messages.Failed)
     assert over.code == "wrong_step"
-    assert isinstance(empty, messages.AccumulatedAre)
+    assert isinstance(empty, messages.AccumulatedMicrobatches)
     assert empty.microbatches == ()
     assert isinstance(done, messages.BackwardDone)
     assert done.added
-    rig.ask(messages.Accumulated(request=10, step=Step(2)))
+    rig.ask(messages.ListAccumulated(request=10, step=Step(2)))
     told = rig.link.receive()
-    assert isinstance(told, messages.AccumulatedAre)
+    assert isinstance(told, messages.AccumulatedMicrobatches)
     assert told.microbatches == (2,)
 
 
@@ -364,9 +366,9 @@ def test_of_two_steps_the_older_one_is_computed_first(stale_rig: Rig) -> None:
     rig = stale_rig
     nbytes = rig.runner.sizes.output_bytes
 
-    def backward(number: int, of: int, slot: int) -> messages.Backward:
+    def backward(number: int, of: int, slot: int) -> messages.RunBackward:
         rig.memory.slot(slot, nbytes)[:] = bytes(nbytes)
-        return messages.Backward(request=number, forward=of, slot=slot, nbytes=nbytes)
+        return messages.RunBackward(request=number, forward=of, slot=slot, nbytes=nbytes)
 
     steps = {1: 2, 2: 2, 3: 1, 4: 1}
     rig.ask(*(rig.forward(number, number - 1, step) for number, step in steps.items()))

@@ -177,9 +177,9 @@ def test_a_state_saved_in_the_middle_goes_on_elsewhere_to_the_bit(
     under_way = second.begin(2, 1)
     second.load(first.save(tmp_path / "middle", version), version)
     for runner in second.runners:
-        for lane in runner.lanes:
-            assert lane.accumulator.microbatches() == ()
-            assert not lane.accumulator.flat.any()
+        for parameter_set in runner.parameter_sets:
+            assert parameter_set.accumulator.microbatches() == ()
+            assert not parameter_set.accumulator.flat.any()
     assert failure(second.runners[0].backward, 21, wire(under_way)) == "unknown_microbatch"
     overlapped(first, version + 1, version + 3)
     in_order(second, version + 1, version + 3)
@@ -210,7 +210,7 @@ def test_without_staleness_the_state_is_what_it_was(tmp_path: Path) -> None:
     (runner, *_), path = runners_of(manifest), tmp_path / "state"
     StepRunner(runner).save(path, Version(0))
     assert hashlib.sha256(path.read_bytes()).hexdigest() == STATE_OF_STAGE_0
-    assert len(list(runner.lanes)) == 1
+    assert len(list(runner.parameter_sets)) == 1
     runner, steps, result = closed(manifest)[0]
     steps.apply(Step(1), 64, 1.0, 1e-3, result)
     steps.save(path, Version(1))
@@ -236,9 +236,12 @@ def test_starting_again_from_the_seed_is_version_0_in_both_lanes(tmp_path: Path)
     fresh = contents(pipeline.save(tmp_path / "fresh", 0))
     in_order(pipeline, 1, 3)
     pipeline.microbatch(4, 0)
-    pipeline.steps[0].adopt_fresh(Version(0))
+    pipeline.steps[0].reinitialise(Version(0))
     assert contents(pipeline.save(tmp_path / "again", 0)) == fresh
-    assert all(not lane.accumulator.flat.any() for lane in pipeline.runners[0].lanes)
+    assert all(
+        not parameter_set.accumulator.flat.any()
+        for parameter_set in pipeline.runners[0].parameter_sets
+    )
 
 
 def test_two_steps_are_open_and_only_the_first_of_them_closes() -> None:
@@ -301,12 +304,12 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
         if index != 1:
             without.microbatch(3, index)
     for runner, other in zip(pipeline.runners, without.runners, strict=True):
-        before = runner.lanes.of(Step(2)).accumulator.flat.clone()
+        before = runner.parameter_sets.of(Step(2)).accumulator.flat.clone()
         assert runner.uncommit(Step(3), (MicrobatchIndex(1),))
-        ours, expected = (r.lanes.of(Step(3)).accumulator for r in (runner, other))
+        ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
         assert ours.microbatches() == expected.microbatches() == (0, 2)
         torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
-        assert torch.equal(runner.lanes.of(Step(2)).accumulator.flat, before)
+        assert torch.equal(runner.parameter_sets.of(Step(2)).accumulator.flat, before)
     pipeline.close(2)
     without.close(2)
     pipeline.microbatch(3, 1)
@@ -314,11 +317,11 @@ def test_taking_out_and_emptying_concern_one_step_and_the_version_it_is_computed
     for runner, other in zip(pipeline.runners, without.runners, strict=True):
         assert runner.uncommit(Step(3), (MicrobatchIndex(0), MicrobatchIndex(1)))
         assert other.uncommit(Step(3), (MicrobatchIndex(0),))
-        ours, expected = (r.lanes.of(Step(3)).accumulator for r in (runner, other))
+        ours, expected = (r.parameter_sets.of(Step(3)).accumulator for r in (runner, other))
         torch.testing.assert_close(ours.flat, expected.flat, rtol=1e-4, atol=1e-5)
-        runner.forget(Step(4))
+        runner.reset_step(Step(4))
         assert ours.microbatches() == (2,)
-        runner.forget(Step(3))
+        runner.reset_step(Step(3))
         assert ours.microbatches() == ()
 
 
@@ -333,10 +336,10 @@ def test_graphs_of_both_steps_share_one_budget_and_an_apply_frees_those_of_its_s
 
     def kept(request: int, step: int) -> bool:
         runner.forward(request, Step(step), MicrobatchIndex(request), True, wire(inputs))
-        return runner._flights[request].graph is not None
+        return runner._in_flight[request].graph is not None
 
     assert [kept(1, 1), kept(2, 2), kept(3, 2)] == [True, True, False]
     flat = torch.ones(FlatLayout.of(runner.stage).count)
     StepRunner(runner).apply(Step(1), 1, 1.0, 1e-3, flat)
-    assert sorted(runner._flights) == [2, 3]
+    assert sorted(runner._in_flight) == [2, 3]
     assert [kept(4, 3), kept(5, 2)] == [True, False]

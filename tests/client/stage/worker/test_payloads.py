@@ -21,7 +21,7 @@ from client.stage.worker.test_stage_runner import (
 )
 from swarm_client.pipeline.stage_server import stage_limits
 from swarm_client.stage.worker.stage_runner import BackwardResult, ForwardResult, StageRunner
-from swarm_coordinator.offline.reference import put_borders
+from swarm_coordinator.offline.reference import insert_boundary_codecs
 from swarm_shared.base.types import MicrobatchIndex, StageIndex
 from swarm_shared.model import build_whole
 from swarm_shared.run.codec_sizes import ACTIVATION_CODECS, GRADIENT_CODECS
@@ -82,7 +82,7 @@ def of_the_reference(
     manifest: Manifest, microbatches: Sequence[int]
 ) -> tuple[float, dict[str, torch.Tensor | None]]:
     whole = build_whole(manifest)
-    put_borders(whole, manifest)
+    insert_boundary_codecs(whole, manifest)
     loss_sum = 0.0
     for microbatch in microbatches:
         inputs, targets = (

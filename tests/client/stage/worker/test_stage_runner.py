@@ -178,12 +178,12 @@ def test_only_as_many_graphs_are_kept_as_fit_the_budget() -> None:
     for microbatch in range(4):
         inputs, _ = tokens_of(manifest, microbatch)
         runner.forward(microbatch + 1, STEP, MicrobatchIndex(microbatch), True, wire(inputs))
-    kept = [flight.graph is not None for flight in runner._flights.values()]
+    kept = [flight.graph is not None for flight in runner._in_flight.values()]
     assert kept == [True, True, False, False]
     # A discarded microbatch makes room for the next graph.
     runner.discard(1)
     runner.forward(9, STEP, MicrobatchIndex(9), True, wire(inputs))
-    assert runner._flights[9].graph is not None
+    assert runner._in_flight[9].graph is not None
 
 
 @pytest.mark.parametrize("graph_budget", [0, PLENTY])
@@ -331,7 +331,7 @@ def test_evaluation_gives_the_loss_of_training_and_keeps_nothing() -> None:
     loss = runners[1].evaluate(wire(middle.output, targets))
     trained_loss, _ = through(runners, 0)
     assert loss == pytest.approx(trained_loss, rel=1e-6)
-    assert runners[0]._flights == {}
+    assert runners[0]._in_flight == {}
 
 
 def test_a_bfloat16_run_sends_bfloat16_and_accumulates_float32() -> None:
@@ -415,7 +415,7 @@ def test_a_saved_state_goes_on_elsewhere_exactly(tmp_path) -> None:
     # The optimizer's moments went along: the next step is the same too.
     again = steps.apply(Step(2), 64, 1.0, 1e-3, result)
     assert other_steps.apply(Step(2), 64, 1.0, 1e-3, result) == again
-    assert other_steps.adopt_fresh(Version(0)) == StepRunner(runners_of(manifest)[0]).fingerprint()
+    assert other_steps.reinitialise(Version(0)) == StepRunner(runners_of(manifest)[0]).fingerprint()
     assert other.version == 0
     assert runner.version == 2
 

@@ -15,8 +15,8 @@ from swarm_coordinator.core.events import (
     Send,
 )
 from swarm_coordinator.core.rules.roster import (
+    ADDRESS_ROSTER_SECONDS,
     MAXIMUM_REVOKED,
-    MOVED_ROSTER_SECONDS,
     RENEWED_ROSTER_SECONDS,
 )
 from swarm_coordinator.core.state.run import RunPhase
@@ -24,6 +24,7 @@ from swarm_coordinator.core.transition import begin
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
+    AddressUpdate,
     CarrierAddress,
     CertificateRenewed,
     Close,
@@ -32,7 +33,6 @@ from swarm_shared.protocol import (
     Reachability,
     Refused,
     Roster,
-    Whereabouts,
 )
 
 DAY = 86_400.0
@@ -62,12 +62,12 @@ def peers_of(roster: Roster) -> set[str]:
     return {record.peer for record in roster.peers}
 
 
-def where(address: str = "new", **changes: object) -> Whereabouts:
+def where(address: str = "new", **changes: object) -> AddressUpdate:
     values = {
         "addresses": (address,), "carrier": None, "reachability": Reachability.PUBLIC,
         "offers_relay": True,
     }  # fmt: skip
-    return Whereabouts.model_validate({**values, **changes})
+    return AddressUpdate.model_validate({**values, **changes})
 
 
 # ---------------------------------------------------------------- revoked
@@ -316,7 +316,7 @@ def test_a_peer_whose_addresses_flicker_costs_one_roster_a_second_at_most() -> N
         bench.say("a1", where(f"address-{number}"))
         sent += len(rosters(bench, "a0"))
     assert 4 <= sent <= 6
-    commands = bench.tick(MOVED_ROSTER_SECONDS)
+    commands = bench.tick(ADDRESS_ROSTER_SECONDS)
     newest = (bench.sent("a0", Roster, commands) or rosters(bench, "a0"))[-1]
     assert {r.peer: r.addresses for r in newest.peers}[A1] == ("address-99",)
 

@@ -6,19 +6,20 @@ import pytest
 
 from kits.swarm_world.event_bench import SHA, Bench
 from swarm_coordinator.core.events import (
-    Beat,
     CloseSession,
     Command,
-    HeartbeatsHeard,
+    HeartbeatsReceived,
     MessageReceived,
+    PeerHeartbeat,
     Send,
-    Session,
+    SessionNumber,
 )
 from swarm_coordinator.core.rules import roster
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
     AbortRound,
+    AddressUpdate,
     Applied,
     Apply,
     AssignStage,
@@ -36,7 +37,6 @@ from swarm_shared.protocol import (
     StageRequest,
     SyncFailed,
     Welcome,
-    Whereabouts,
 )
 
 
@@ -325,7 +325,7 @@ def test_a_newcomer_to_a_large_run_is_asked_to_beat_as_slowly_as_its_death_is_no
     assert bench.sent("c0", Welcome, bench.attach("c0"))[0].heartbeat_seconds == (
         limits.heartbeat_seconds
     )
-    monkeypatch.setattr(roster, "MANY_PEERS", 2)
+    monkeypatch.setattr(roster, "SLOW_HEARTBEAT_PEERS", 2)
     [welcome] = bench.sent("c1", Welcome, bench.attach("c1"))
     assert welcome.heartbeat_seconds is not None
     assert limits.heartbeat_seconds < welcome.heartbeat_seconds
@@ -337,8 +337,8 @@ def test_words_of_an_older_session_are_not_listened_to() -> None:
     bench.attach("b0", stage=0, version=1)
     bench.now += 100.0
     beat = Heartbeat(microbatches_per_second=9.0, queued=0)
-    bench.event(HeartbeatsHeard((Beat(Session(1), PeerId("b0"), beat),)))
-    bench.event(MessageReceived(Session(1), PeerId("b0"), Leaving()))
+    bench.event(HeartbeatsReceived((PeerHeartbeat(SessionNumber(1), PeerId("b0"), beat),)))
+    bench.event(MessageReceived(SessionNumber(1), PeerId("b0"), Leaving()))
     assert not bench.run.peers[PeerId("b0")].leaving
     assert bench.run.peers[PeerId("b0")].microbatches_per_second == 0.0
     assert bench.run.peers[PeerId("b0")].last_heard < bench.now
@@ -381,7 +381,7 @@ def test_a_member_is_known_by_its_p2pd_for_as_long_as_it_says_so_and_stays() -> 
         address = CarrierAddress(peer=carrier, addresses=(), binding="b") if carrier else None
         bench.say(
             peer,
-            Whereabouts(
+            AddressUpdate(
                 addresses=(), carrier=address, reachability=Reachability.UNKNOWN,
                 offers_relay=False,
             ),
@@ -499,4 +499,4 @@ def test_a_peer_that_comes_back_during_a_close_is_synced_after_it() -> None:
     late = bench.run.peers[PeerId("b0")]
     assert late.phase is PeerPhase.SYNCING
     bench.save("a0")
-    assert bench.run.peers[PeerId("b0")].source_asked
+    assert bench.run.peers[PeerId("b0")].source_assigned

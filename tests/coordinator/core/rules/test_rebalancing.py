@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
-from swarm_coordinator.core.rules.rebalancing import REACTION_SECONDS, rebalancing_of
+from swarm_coordinator.core.rules.rebalancing import LOSS_REACTION_SECONDS, rebalancing_of
 from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.run import RunPhase
@@ -135,11 +135,11 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers
     bench.lose("e")
     bench.lose("f")
-    bench.tick(REACTION_SECONDS + 2.0)
+    bench.tick(LOSS_REACTION_SECONDS + 2.0)
     assert len(bench.run.peers.movers) == 1
     (mover,) = bench.run.peers.movers
     bench.lose(mover)
-    bench.tick(REACTION_SECONDS + 2.0)
+    bench.tick(LOSS_REACTION_SECONDS + 2.0)
     assert not bench.run.peers.movers
 
 

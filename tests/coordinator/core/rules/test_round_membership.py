@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command, Restored
-from swarm_coordinator.core.state.moves import Moving
+from swarm_coordinator.core.state.moves import StageMove
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -328,8 +328,8 @@ def test_the_tied_ends_wait_for_each_other_before_a_death_costs_nothing() -> Non
 
 def moving(bench: Bench, peer: str, stage: int) -> None:
     """It has its next stage's state."""
-    way = Moving(StageIndex(stage), False, bench.now)
-    way.version, way.source_asked, way.ready = bench.run.version, True, True
+    way = StageMove(StageIndex(stage), False, bench.now)
+    way.version, way.source_assigned, way.ready = bench.run.version, True, True
     bench.run.peers[PeerId(peer)].moving = way
 
 

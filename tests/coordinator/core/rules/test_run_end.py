@@ -20,7 +20,7 @@ from swarm_coordinator.core.events import (
     Restored,
     RolledBack,
     RunFinished,
-    Stopped,
+    ShutDown,
     StopRequested,
 )
 from swarm_coordinator.core.rules.status_view import status_of
@@ -152,7 +152,7 @@ def test_the_run_ends_with_evaluation_checkpoint_record_and_goodbye() -> None:
     assert records == [CheckpointRecord, RunFinished]
     assert bench.sent("a0", Goodbye, commands)[0].finished
     assert [c.peer for c in bench.commands(CloseSession, commands)] == ["a0", "a1"]
-    assert isinstance(commands[-1], Stopped)
+    assert isinstance(commands[-1], ShutDown)
     assert bench.run.phase is RunPhase.FINISHED
     assert not bench.tick(5.0)
 
@@ -185,7 +185,7 @@ def test_a_run_whose_last_checkpoint_cannot_be_stored_ends_and_is_not_called_fin
         bench.tick(6.0)
     assert bench.run.phase is RunPhase.FINISHED
     assert not bench.records(RunFinished)
-    assert bench.commands(Stopped, bench.log)
+    assert bench.commands(ShutDown, bench.log)
 
 
 def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> None:
@@ -221,7 +221,7 @@ def test_a_run_that_is_finished_already_says_so_and_stops() -> None:
     restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), True, 2.0)
     bench = Bench(restored, steps=1, evaluation=1)
     commands = bench.tick()
-    assert isinstance(commands[-1], Stopped)
+    assert isinstance(commands[-1], ShutDown)
 
 
 def test_a_run_whose_steps_were_raised_goes_on_and_is_evaluated_at_its_new_end() -> None:
@@ -245,7 +245,7 @@ def test_a_stop_in_mid_step_writes_a_checkpoint_of_the_version_and_says_goodbye(
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 1)]
     assert all(not m.finished for p in ALL for m in bench.sent(p, Goodbye, commands))
-    assert isinstance(commands[-1], Stopped)
+    assert isinstance(commands[-1], ShutDown)
     assert not bench.tick(5.0)
 
 
@@ -260,19 +260,19 @@ def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
     assert bench.run.version == 2
     commands = bench.checkpoint()
     assert bench.records(CheckpointRecord, commands) == [Bench.checkpoint_of(2, 2)]
-    assert isinstance(commands[-1], Stopped)
+    assert isinstance(commands[-1], ShutDown)
 
 
 def test_a_stop_with_nobody_there_ends_at_once() -> None:
     bench = Bench.restarted(3)
-    assert isinstance(bench.event(StopRequested())[-1], Stopped)
+    assert isinstance(bench.event(StopRequested())[-1], ShutDown)
 
 
 def test_a_stop_does_not_wait_for_ever() -> None:
     bench = trained(1)
     bench.event(StopRequested())
-    assert not bench.commands(Stopped, bench.tick(29.0))
-    assert bench.commands(Stopped, bench.tick(2.0))
+    assert not bench.commands(ShutDown, bench.tick(29.0))
+    assert bench.commands(ShutDown, bench.tick(2.0))
 
 
 def test_a_second_stop_changes_nothing() -> None:
@@ -280,7 +280,7 @@ def test_a_second_stop_changes_nothing() -> None:
     bench.event(StopRequested())
     bench.now += 20.0
     bench.event(StopRequested())
-    assert bench.commands(Stopped, bench.tick(11.0))
+    assert bench.commands(ShutDown, bench.tick(11.0))
 
 
 # ---- what people see

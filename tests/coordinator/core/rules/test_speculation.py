@@ -58,10 +58,10 @@ def test_nothing_is_hedged_while_much_is_still_open() -> None:
 def test_a_second_lease_takes_the_place_of_a_first_one_that_failed() -> None:
     bench = mostly_done()
     bench.tick(7.0)
-    first, second = bench.step().leases[3], bench.step().hedges[3]
+    first, second = bench.step().leases[3], bench.step().speculative_leases[3]
     bench.resolve(first.trainer, 3, first.lease, ok=False, reason="nobody answers")
     assert bench.step().leases[3] == second
-    assert not bench.step().hedges
+    assert not bench.step().speculative_leases
     assert granted(bench, bench.tick(6.0))[first.trainer] == [3]  # it lags again, elsewhere
 
 
@@ -70,11 +70,11 @@ def test_a_second_lease_takes_the_place_of_that_of_a_trainer_that_died() -> None
     bench.join("b0", 0)
     bench.join("b1", 1)
     bench.tick(7.0)
-    first, second = bench.step().leases[3], bench.step().hedges[3]
+    first, second = bench.step().leases[3], bench.step().speculative_leases[3]
     bench.lose(first.trainer)
     assert bench.step().leases[3] == second
     bench.lose(second.trainer)
-    assert not bench.step().hedges
+    assert not bench.step().speculative_leases
 
 
 def test_the_first_receipt_counts_and_the_other_is_not_committed() -> None:
@@ -100,7 +100,7 @@ def test_a_held_out_microbatch_is_hedged_and_the_first_answer_is_taken() -> None
             lease.trainer, microbatch, lease.lease, evaluation_loss_sum=4.0, evaluation_tokens=4
         )
     bench.tick(5.0)
-    second = bench.step().hedges[3]
+    second = bench.step().speculative_leases[3]
     assert second.trainer != bench.step().leases[3].trainer
     bench.resolve(second.trainer, 3, second.lease, evaluation_loss_sum=4.0, evaluation_tokens=4)
     assert bench.run.heldout_loss == 1.0

@@ -9,7 +9,7 @@ import pytest
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Note, Restored, RolledBack, Send
 from swarm_coordinator.core.rules.status_view import status_of
-from swarm_coordinator.core.rules.step_close import MAXIMUM_BLAME
+from swarm_coordinator.core.rules.step_close import MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import (
@@ -237,7 +237,7 @@ def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None
     bench.ready("y")
     assert stages_of(bench) == {"x": 0, "a1": 1, "y": 0}
     bench.fill()
-    for _ in range(MAXIMUM_BLAME):
+    for _ in range(MAX_FAILED_ATTEMPTS):
         bench.tick(6.0)
         bench.failed("x", culprit=PeerId("y"))
     assert bench.step().excluded == {"y"}

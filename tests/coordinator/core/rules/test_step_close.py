@@ -161,7 +161,7 @@ def test_a_carrier_that_fails_is_nobodys_fault_and_the_step_closes_the_next_time
     assert all(bench.sent(peer, AbortRound, commands) for peer in ("a0", "b0"))
     assert not any(bench.sent(peer, AbortRound, commands) for peer in ("a1", "b1"))
     closed_again(bench)
-    assert bench.step().blame == {}
+    assert bench.step().failure_counts == {}
     bench.average_all()
     assert len(bench.records(AppliedStep)) == 1
 

@@ -8,7 +8,7 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import AppliedStep, Command
-from swarm_coordinator.core.rules.step_close import MAXIMUM_BLAME, MAXIMUM_EXCUSES
+from swarm_coordinator.core.rules.step_close import MAX_CARRIER_FAILURES, MAX_FAILED_ATTEMPTS
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import AbortRound, AssignStage, Close
@@ -97,12 +97,12 @@ def test_who_is_named_for_three_failed_attempts_sits_the_step_out_and_is_synced_
 
 def test_carriers_that_fail_again_and_again_are_no_excuse_in_the_end() -> None:
     bench = stage_1_has_averaged(closing())
-    for _ in range(MAXIMUM_EXCUSES + MAXIMUM_BLAME):
+    for _ in range(MAX_CARRIER_FAILURES + MAX_FAILED_ATTEMPTS):
         assert "b0" not in bench.step().excluded
         bench.failed("a0", culprit="b0", carrier_failed=True)
         bench.tick(6.0)
     assert bench.step().excluded == {"b0"}
-    assert bench.step().excuses == MAXIMUM_EXCUSES
+    assert bench.step().carrier_failures == MAX_CARRIER_FAILURES
 
 
 def test_the_last_peer_of_a_stage_never_sits_out() -> None:

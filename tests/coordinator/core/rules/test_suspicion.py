@@ -24,7 +24,9 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 def marked(bench: Bench) -> dict[str, Any]:
     status = status_of(bench.run, bench.now)
     peers: Any = status["peers"]
-    return {p["peer"]: (p["marked_times"], p["marked"]) for p in peers if "marked" in p}
+    return {
+        p["peer"]: (p["flagged_times"], p["flagged_reason"]) for p in peers if "flagged_reason" in p
+    }
 
 
 def applied_by_all(bench: Bench, **digests: str) -> None:

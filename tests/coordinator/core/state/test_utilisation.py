@@ -11,12 +11,12 @@ from swarm_coordinator.core.events import ReceiptsVerified
 from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.utilisation import (
     BOUNDS,
-    MOST_UNUSED_SECONDS,
-    Figures,
-    LastBeat,
+    MAX_UNREPORTED_SECONDS,
+    LastHeartbeat,
     Rejection,
+    UtilisationStats,
     quantile,
-    told,
+    status_section,
 )
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Heartbeat, NotFinite
@@ -26,25 +26,27 @@ WITHIN = 2**0.5 - 1
 """How far a quantile may be off: a bucket's width."""
 
 
-def heard(figures: Figures, seconds: int, busy: float, microbatches: int, start: int = 0) -> None:
+def heard(
+    figures: UtilisationStats, seconds: int, busy: float, microbatches: int, start: int = 0
+) -> None:
     """One peer at stage 0 that beats every second."""
-    beat = LastBeat()
+    beat = LastHeartbeat()
     for second in range(start, start + seconds + 1):
-        figures.heard(beat, ZERO, busy, microbatches, float(second))
+        figures.record(beat, ZERO, busy, microbatches, float(second))
 
 
 def test_a_stage_is_idle_for_the_time_that_its_peers_did_not_compute() -> None:
-    figures = Figures(2)
+    figures = UtilisationStats(2)
     heard(figures, 30, 0.75, 3)
     heard(figures, 30, 0.25, 1)
     first, second = figures.recent()
     assert first.idle_share == pytest.approx(0.5)
     assert second.idle_share is None
-    assert told(figures)["bubble_share"] == pytest.approx(0.5)
+    assert status_section(figures)["bubble_share"] == pytest.approx(0.5)
 
 
 def test_quantiles_are_those_of_the_microbatches_within_a_buckets_width() -> None:
-    figures = Figures(1)
+    figures = UtilisationStats(1)
     heard(figures, 9, 0.9, 9)  # 81 of 0.1 s
     heard(figures, 9, 0.8, 1)  # 9 of 0.8 s
     heard(figures, 10, 0.0, 0)
@@ -56,10 +58,10 @@ def test_quantiles_are_those_of_the_microbatches_within_a_buckets_width() -> Non
 
 @pytest.mark.parametrize("seconds", [0.0001, 0.001, 0.37, 900.0, 5000.0])
 def test_a_quantile_is_within_the_bounds_however_long_a_microbatch_takes(seconds: float) -> None:
-    figures = Figures(1)
-    beat = LastBeat()
-    figures.heard(beat, ZERO, 0.0, 0, 0.0)
-    figures.heard(beat, ZERO, seconds, 1, MOST_UNUSED_SECONDS)
+    figures = UtilisationStats(1)
+    beat = LastHeartbeat()
+    figures.record(beat, ZERO, 0.0, 0, 0.0)
+    figures.record(beat, ZERO, seconds, 1, MAX_UNREPORTED_SECONDS)
     found = quantile(figures.recent()[0].buckets, 0.5)
     assert found is not None
     assert 0 < found <= BOUNDS[-1]
@@ -70,18 +72,18 @@ def test_nothing_seen_has_no_quantile() -> None:
 
 
 def test_a_microbatch_that_takes_longer_than_a_heartbeat_counts_whole_when_it_is_done() -> None:
-    figures = Figures(1)
-    beat = LastBeat()
+    figures = UtilisationStats(1)
+    beat = LastHeartbeat()
     for second in range(13):
         done = second in (6, 12)
-        figures.heard(beat, ZERO, 6.0 if done else 0.0, int(done), float(second))
+        figures.record(beat, ZERO, 6.0 if done else 0.0, int(done), float(second))
     [tally] = figures.recent()
     assert tally.idle_share == pytest.approx(0.0)
     assert quantile(tally.buckets, 0.5) == pytest.approx(6.0, rel=WITHIN)
 
 
 def test_who_claims_more_time_than_there_was_gets_what_there_was() -> None:
-    figures = Figures(1)
+    figures = UtilisationStats(1)
     heard(figures, 10, 1e9, 1)
     heard(figures, 10, 0.0, 0)
     [tally] = figures.recent()
@@ -90,7 +92,7 @@ def test_who_claims_more_time_than_there_was_gets_what_there_was() -> None:
 
 
 def test_what_was_long_ago_is_in_the_sums_and_not_in_what_is_recent() -> None:
-    figures = Figures(1)
+    figures = UtilisationStats(1)
     heard(figures, 300, 0.0, 0)
     heard(figures, 300, 1.0, 1, start=300)
     assert figures.recent()[0].idle_share == pytest.approx(0.0)
@@ -99,7 +101,7 @@ def test_what_was_long_ago_is_in_the_sums_and_not_in_what_is_recent() -> None:
 
 
 def test_the_figures_of_a_long_run_take_no_more_room_than_those_of_a_short_one() -> None:
-    figures = Figures(1)
+    figures = UtilisationStats(1)
     heard(figures, 5000, 0.5, 5)
     assert len(figures.totals[0].buckets) == len(BOUNDS) + 1
     assert len(figures.rejected) == 0
@@ -135,7 +137,7 @@ def test_only_time_in_which_a_stage_could_compute_counts_as_idle() -> None:
         beat(bench, "a0", computed=1, busy_seconds=0.5, paused=second > 4)
     assert idle(bench, 0) == pytest.approx(0.5)
     assert idle(bench, 1) == pytest.approx(0.0)
-    assert bench.run.figures.totals[0].held_seconds == 4.0
+    assert bench.run.utilisation.totals[0].held_seconds == 4.0
 
 
 def test_a_stage_that_waits_for_others_to_be_held_is_not_idle() -> None:
@@ -161,7 +163,7 @@ def test_a_count_that_no_step_has_room_for_is_cut() -> None:
         bench.now += 1.0
         beat(bench, "a0", computed=2**52, busy_seconds=1.0)
     most = bench.manifest.training.microbatches_per_step
-    assert sum(bench.run.figures.totals[0].buckets) == most
+    assert sum(bench.run.utilisation.totals[0].buckets) == most
 
 
 def rejected(bench: Bench) -> dict[str, int]:

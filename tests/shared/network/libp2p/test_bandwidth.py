@@ -11,7 +11,7 @@ from trio.testing import MockClock
 
 from kits.network.nodes import ANY_PORT, LIMITS, a_node, noise_bytes
 from swarm_shared.network import FramedStream, FrameLimits, Node
-from swarm_shared.network.libp2p.bandwidth import BURST_SECONDS, PIECE_BYTES, Direction
+from swarm_shared.network.libp2p.bandwidth import BURST_SECONDS, PIECE_BYTES, DirectionLimiter
 
 SINK = "/test/sink/1"
 SINK_LIMITS = FrameLimits(max_header_bytes=10, max_payload_bytes=2**20)
@@ -22,7 +22,7 @@ async def sink(stream: FramedStream) -> None:
         await stream.receive()
 
 
-async def carried(sender: Node, receiver: Node, streams: int, mover: Direction) -> float:
+async def carried(sender: Node, receiver: Node, streams: int, mover: DirectionLimiter) -> float:
     """Bytes a second that `mover` lets pass while some streams send all they can."""
     receiver.serve(SINK, sink, SINK_LIMITS)
     payload = noise_bytes(64 * 1024)
@@ -100,12 +100,12 @@ def on_a_virtual_clock(main: Callable[[], Awaitable[None]]) -> None:
 
 def test_those_who_wait_hear_of_another_limit_at_once() -> None:
     async def main() -> None:
-        direction = Direction(trio.current_time)
+        direction = DirectionLimiter(trio.current_time)
         direction.limit(64 * 1024)
         for _ in range(2):
-            await direction.pass_(PIECE_BYTES)
+            await direction.consume(PIECE_BYTES)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(direction.pass_, PIECE_BYTES)
+            nursery.start_soon(direction.consume, PIECE_BYTES)
             await trio.testing.wait_all_tasks_blocked()
             begun = trio.current_time()
             direction.limit(None)
@@ -117,12 +117,12 @@ def test_those_who_wait_hear_of_another_limit_at_once() -> None:
 
 def test_a_bucket_saves_no_more_than_a_moment() -> None:
     async def main() -> None:
-        direction = Direction(trio.current_time)
+        direction = DirectionLimiter(trio.current_time)
         direction.limit(2**20)
         await trio.sleep(3600)
         begun = trio.current_time()
         for _ in range(128):
-            await direction.pass_(PIECE_BYTES)
+            await direction.consume(PIECE_BYTES)
         assert trio.current_time() - begun == pytest.approx(2.0 - BURST_SECONDS, rel=0.02)
 
     on_a_virtual_clock(main)

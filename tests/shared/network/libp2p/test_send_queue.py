@@ -13,7 +13,7 @@ from swarm_shared.network.libp2p.yamux_frames import (
     HEADER_BYTES,
     MAX_FRAME_PAYLOAD_BYTES,
     Flag,
-    Kind,
+    FrameType,
     control_frame,
     data_header,
 )
@@ -43,26 +43,26 @@ def test_frames_leave_whole_in_order_and_fit_messages(frame_sizes: list[int]) ->
 def test_credits_and_pings_overtake_and_what_ends_a_stream_keeps_its_turn() -> None:
     queue = SendQueue()
     queue.put(data_frame(1))
-    queue.put_control(Kind.WINDOW_UPDATE, Flag.FIN, 1, 0)
-    queue.put_control(Kind.WINDOW_UPDATE, Flag.NONE, 3, 7)
-    queue.put_control(Kind.PING, Flag.SYN, 0, 1)
+    queue.put_control(FrameType.WINDOW_UPDATE, Flag.FIN, 1, 0)
+    queue.put_control(FrameType.WINDOW_UPDATE, Flag.NONE, 3, 7)
+    queue.put_control(FrameType.PING, Flag.SYN, 0, 1)
     assert queue.next_messages() == [
-        control_frame(Kind.WINDOW_UPDATE, Flag.NONE, 3, 7)
-        + control_frame(Kind.PING, Flag.SYN, 0, 1)
+        control_frame(FrameType.WINDOW_UPDATE, Flag.NONE, 3, 7)
+        + control_frame(FrameType.PING, Flag.SYN, 0, 1)
         + data_frame(1)
-        + control_frame(Kind.WINDOW_UPDATE, Flag.FIN, 1, 0)
+        + control_frame(FrameType.WINDOW_UPDATE, Flag.FIN, 1, 0)
     ]
 
 
 def test_the_number_of_waiting_control_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(send_queue, "MAX_CONTROL_FRAMES", 3)
     queue = SendQueue()
-    assert [queue.put_control(Kind.PING, Flag.ACK, 0, n) for n in range(5)] == [True] * 3 + [
+    assert [queue.put_control(FrameType.PING, Flag.ACK, 0, n) for n in range(5)] == [True] * 3 + [
         False
     ] * 2
     assert queue.queued_bytes == 3 * HEADER_BYTES
     queue.next_messages()
-    assert queue.put_control(Kind.PING, Flag.ACK, 0, 0)
+    assert queue.put_control(FrameType.PING, Flag.ACK, 0, 0)
 
 
 async def test_writers_wait_while_the_queue_is_full_and_get_their_turns() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kits.network.nodes import ANY_PORT, a_node
 from shared.network.libp2p.test_bandwidth import carried
-from swarm_shared.network.libp2p.uplink_estimate import LineRate
+from swarm_shared.network.libp2p.uplink_estimate import UplinkEstimate
 
 BUFFER_BYTES = 1_000_000
 
@@ -18,7 +18,7 @@ class Line:
 
     def __init__(self, bytes_per_second: float) -> None:
         self.now = 0.0
-        self.rate = LineRate(lambda: self.now)
+        self.rate = UplinkEstimate(lambda: self.now)
         self._bytes_per_second = bytes_per_second
         self._filled = 0.0
 
@@ -94,6 +94,6 @@ async def test_what_a_volunteer_allows_itself_is_found_by_sending() -> None:
     async with a_node(None, ANY_PORT) as receiver, a_node() as sender:
         sender.bandwidth.up.limit(limit)
         await carried(sender, receiver, 2, sender.bandwidth.up)
-        assert sender.bandwidth.up.most_bytes_per_second == pytest.approx(limit, rel=0.2)
+        assert sender.bandwidth.up.max_bytes_per_second == pytest.approx(limit, rel=0.2)
         sender.bandwidth.up.limit(None)
-        assert sender.bandwidth.up.most_bytes_per_second == 0
+        assert sender.bandwidth.up.max_bytes_per_second == 0

@@ -76,7 +76,7 @@ async def test_a_node_of_which_only_a_circuit_is_known_is_reached_directly() -> 
         await hold_slot(target, relay)
         began = trio.current_time()
         await connect_over_relay(source, target)
-        assert trio.current_time() - began < hole_punch.WAIT_SECONDS
+        assert trio.current_time() - began < hole_punch.PUNCH_WAIT_SECONDS
         assert kind_of_path(source, target) is PathKind.DIRECT
         await until(lambda: kind_of_path(target, source) is PathKind.DIRECT)
         assert relay.relay is not None
@@ -121,9 +121,9 @@ async def test_the_relayed_connection_goes_when_nothing_is_on_it_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(keepalive, "RELAYED_LINGER_SECONDS", 0.2)
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.3)
-    monkeypatch.setattr(hole_punch, "INVITED_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.0)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
         stream = await source.open_stream(target.peer_id, ECHO, LIMITS, target.addresses)
@@ -166,7 +166,7 @@ async def test_where_no_hole_can_be_punched_the_relayed_connection_stays(
         await hold_slot(target, relay)
         began = trio.current_time()
         await connect_over_relay(source, target)
-        assert trio.current_time() - began < hole_punch.WAIT_SECONDS + 1
+        assert trio.current_time() - began < hole_punch.PUNCH_WAIT_SECONDS + 1
         await until(lambda: target._puncher.failed == 1)
         assert kind_of_path(source, target) is PathKind.RELAYED
         # Not again at once, and nobody waits for it a second time.
@@ -175,13 +175,13 @@ async def test_where_no_hole_can_be_punched_the_relayed_connection_stays(
         await source.disconnect(target.peer_id)
         began = trio.current_time()
         await connect_over_relay(source, target)
-        assert trio.current_time() - began < hole_punch.WAIT_SECONDS
+        assert trio.current_time() - began < hole_punch.PUNCH_WAIT_SECONDS
         assert await says_hello(source, target)
 
 
 async def test_another_network_is_a_reason_to_try_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.3)
-    monkeypatch.setattr(hole_punch, "INVITED_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.0)
     async with a_relay() as relay, a_node() as target, a_node() as source:
         await hold_slot(target, relay)
         await connect_over_relay(source, target)
@@ -242,8 +242,8 @@ async def test_nonsense_from_either_end_ends_the_attempt_and_nothing_else(
 ) -> None:
     monkeypatch.setattr(hole_punch, "MESSAGE_SECONDS", 0.5)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.3)
-    monkeypatch.setattr(hole_punch, "INVITED_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "REMOTE_ATTEMPT_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
 
     async def answer_nonsense(stream: object) -> None:
         await stream.write(garbage)
@@ -264,7 +264,7 @@ async def test_an_invitation_makes_a_node_dial_a_few_addresses_a_few_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An admitted peer can name anybody's address; it gets no flood out of it."""
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
     monkeypatch.setattr(hole_punch, "PUNCH_SECONDS", 0.5)
     dialled = 0
 
@@ -297,7 +297,7 @@ async def test_a_handshake_that_stalls_at_a_punched_place_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where a hole is expected, the listener starts the handshake; it must not wait for ever."""
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
     async with a_relay() as relay, a_node(None, ANY_PORT) as target, a_node() as attacker:
         attacker.admit_only(lambda peer, protocol: protocol != DCUTR_PROTOCOL)
         await hold_slot(target, relay)
@@ -319,7 +319,7 @@ async def test_a_handshake_that_stalls_at_a_punched_place_is_given_up(
 
 async def test_nobody_can_claim_the_place_of_another_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the other one's hole would be taken for the attacker's, and refused."""
-    monkeypatch.setattr(hole_punch, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(hole_punch, "PUNCH_WAIT_SECONDS", 0.0)
     # Nothing listens there, so that both attempts last.
     place = "/ip4/127.0.0.1/tcp/1"
     async with (

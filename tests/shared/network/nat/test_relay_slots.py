@@ -28,7 +28,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.network import Node, RelayLimits, open_node
 from swarm_shared.network.nat import hole_punch
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL, read_message, write_message
-from swarm_shared.protocol import Whereabouts
+from swarm_shared.protocol import AddressUpdate
 
 
 @pytest.fixture(autouse=True)
@@ -230,7 +230,7 @@ async def test_a_relay_whose_address_is_too_long_for_messages_is_not_passed_on()
         long = f"/dns4/{'a' * 60}.{'b' * 60}.{'c' * 60}.{'d' * 60}.example/tcp/4001"
         node.use_relays({relay.peer_id: [long, *relay.addresses]}, 1)
         await until(lambda: node.relay_slots)
-        Whereabouts(addresses=node.addresses, reachability="unknown", offers_relay=False)
+        AddressUpdate(addresses=node.addresses, reachability="unknown", offers_relay=False)
         assert len(circuit_addresses_of(node)) == 1
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.scheduling.placement import (
-    Decision,
+    MoveDecision,
     MovePolicy,
     PeerLoad,
     StageLoad,
@@ -41,7 +41,7 @@ def fleet(*counts: int, speed: float = 1.0) -> list[PeerLoad]:
     ]
 
 
-def after(peers: list[PeerLoad], decision: Decision) -> list[PeerLoad]:
+def after(peers: list[PeerLoad], decision: MoveDecision) -> list[PeerLoad]:
     there = {move.peer: move.destination for move in decision.moves}
     return [replace(p, stage=there.get(p.peer, p.stage)) for p in peers]
 
@@ -117,7 +117,7 @@ def test_who_does_not_fit_the_thinnest_stage_stays() -> None:
     fits = peer("fits", 1, memory=50)
     (move,) = choose_moves(stages, [peer("big", 0), *small, fits], FREE).moves
     assert move.peer == "fits"
-    assert move.gap
+    assert move.release_first
 
 
 def test_where_no_move_helps_a_faster_peer_changes_places_with_a_slower_one() -> None:
@@ -146,7 +146,7 @@ def test_among_equals_who_can_hold_both_stages_goes_and_then_who_downloads_faste
     ]  # fmt: skip
     (move,) = choose_moves(stages, peers, FREE).moves
     assert move.peer == "fast line"
-    assert not move.gap
+    assert not move.release_first
 
 
 def test_a_stage_keeps_its_minimum_of_replicas() -> None:
@@ -277,7 +277,7 @@ def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
         assert mover.may_move
         assert mover.stage == move.source != move.destination
         assert mover.memory_bytes >= stages[move.destination].memory_bytes
-        assert move.gap == (
+        assert move.release_first == (
             stages[move.source].memory_bytes + stages[move.destination].memory_bytes
             > mover.memory_bytes
         )
@@ -289,7 +289,7 @@ def test_every_move_is_allowed_and_the_run_is_never_slower_for_them(
             back = by_peer[move.partner]
             assert (back.source, back.destination) == (move.destination, move.source)
             assert back.partner == move.peer
-            assert not move.gap
+            assert not move.release_first
     pairs = {frozenset((move.source, move.destination)) for move in decision.moves}
     touched = [s for pair in pairs for s in pair]
     assert len(touched) == len(set(touched)), "a stage is part of one move or exchange at most"

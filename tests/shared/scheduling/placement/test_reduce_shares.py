@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm_shared.scheduling.placement import round_seconds, summing_weights
+from swarm_shared.scheduling.placement import reduce_weights, round_seconds
 from swarm_shared.scheduling.placement.reduce_shares import (
-    LARGEST_WEIGHT,
-    MOST_TIMES_EQUAL,
-    UNSEEN_TIMES,
+    MAX_SHARE_FACTOR,
+    MAX_WEIGHT,
+    UNMEASURED_RATE_FACTOR,
 )
 
 MBIT = 125_000.0
@@ -28,21 +28,21 @@ def shares(weights: tuple[int, ...], count: int) -> list[float]:
 def seen(rates: list[float]) -> list[float]:
     """What lines count as of which nothing is known."""
     known = [rate for rate in rates if math.isfinite(rate)]
-    return [rate if math.isfinite(rate) else UNSEEN_TIMES * max(known) for rate in rates]
+    return [rate if math.isfinite(rate) else UNMEASURED_RATE_FACTOR * max(known) for rate in rates]
 
 
 @given(lines)
 def test_weights_are_for_every_member_and_never_slower_than_equal_shares(
     rates: list[float],
 ) -> None:
-    weights = summing_weights(rates)
+    weights = reduce_weights(rates)
     if not weights:
         return
     assert len(weights) == len(rates) >= 3
-    assert max(weights) == LARGEST_WEIGHT
+    assert max(weights) == MAX_WEIGHT
     assert min(weights) >= 0
     divided, equal = shares(weights, len(rates)), [1 / len(rates)] * len(rates)
-    assert max(divided) <= 1.01 * MOST_TIMES_EQUAL / len(rates)
+    assert max(divided) <= 1.01 * MAX_SHARE_FACTOR / len(rates)
     assert round_seconds(1, seen(rates), divided) < round_seconds(1, seen(rates), equal)
 
 
@@ -51,14 +51,14 @@ def test_no_other_division_within_the_bound_is_faster(
     rates: list[float], chance: random.Random
 ) -> None:
     """Any two members: what one gives the other makes nothing faster."""
-    weights = summing_weights(rates)
+    weights = reduce_weights(rates)
     if not weights:
         return
     divided, known, count = shares(weights, len(rates)), seen(rates), len(rates)
     best = round_seconds(1, known, divided)
     for _ in range(20):
         giver, taker = chance.sample(range(count), 2)
-        most = MOST_TIMES_EQUAL / count - divided[taker]
+        most = MAX_SHARE_FACTOR / count - divided[taker]
         moved = min(divided[giver], max(0.0, most)) * chance.random()
         other = list(divided)
         other[giver] -= moved
@@ -70,9 +70,9 @@ def test_no_other_division_within_the_bound_is_faster(
 @given(st.lists(st.floats(0, 1e15, exclude_min=True) | st.just(math.inf), max_size=12))
 def test_whatever_peers_say_of_their_lines_there_are_weights_or_none(rates: list[float]) -> None:
     """A heartbeat may hold any positive number."""
-    weights = summing_weights(rates)
+    weights = reduce_weights(rates)
     assert len(weights) in (0, len(rates))
-    assert all(0 <= weight <= LARGEST_WEIGHT for weight in weights)
+    assert all(0 <= weight <= MAX_WEIGHT for weight in weights)
     assert any(weights) or not weights
 
 
@@ -87,22 +87,22 @@ def test_whatever_peers_say_of_their_lines_there_are_weights_or_none(rates: list
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_shares_stay_equal_where_others_gain_nothing(mbit: tuple[float, ...], why: str) -> None:
-    assert summing_weights([MBIT * rate for rate in mbit]) == (), why
+    assert reduce_weights([MBIT * rate for rate in mbit]) == (), why
 
 
 def test_a_thin_line_among_good_ones_sums_nothing_and_the_others_the_same() -> None:
-    assert summing_weights([100 * MBIT, 100 * MBIT, 5 * MBIT, 100 * MBIT]) == (1000, 1000, 0, 1000)
+    assert reduce_weights([100 * MBIT, 100 * MBIT, 5 * MBIT, 100 * MBIT]) == (1000, 1000, 0, 1000)
 
 
 def test_an_unknown_line_counts_as_one_that_is_better_than_the_known_ones() -> None:
     """A fibre line that a stage's tensors do not fill is never learnt."""
     thin, rest = 10 * MBIT, [math.inf, math.inf]
-    assert summing_weights([thin, thin, *rest]) == (0, 0, 1000, 1000)
+    assert reduce_weights([thin, thin, *rest]) == (0, 0, 1000, 1000)
 
 
 def test_many_thin_lines_have_to_sum_something_too() -> None:
     """One good line may not be given everything: it would have to send it to all of them."""
-    weights = summing_weights([100 * MBIT] + [10 * MBIT] * 7)
+    weights = reduce_weights([100 * MBIT] + [10 * MBIT] * 7)
     divided = shares(weights, 8)
-    assert divided[0] == pytest.approx(MOST_TIMES_EQUAL / 8, abs=0.005)
+    assert divided[0] == pytest.approx(MAX_SHARE_FACTOR / 8, abs=0.005)
     assert divided[1:] == pytest.approx([0.5 / 7] * 7, abs=0.005)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from swarm_client.stage.protocol.slot_sizes import stage_sizes as worker_sizes
+from swarm_client.stage.protocol.slot_sizes import slot_sizes as worker_sizes
 from swarm_shared.model.llama import Stage
 from swarm_shared.run.manifest import (
     CodecsConfig,
@@ -92,7 +92,7 @@ def test_a_run_has_a_bottleneck_at_each_border_or_at_none(bottlenecks: tuple[int
     words = manifest_of((1, 3), bottleneck_size=4).model_dump()
     words["model"]["bottlenecks"] = bottlenecks
     if not bottlenecks:
-        assert Manifest.model_validate(words).model.border_size == 16
+        assert Manifest.model_validate(words).model.boundary_size == 16
         return
     with pytest.raises(ValidationError, match="one at each border"):
         Manifest.model_validate(words)

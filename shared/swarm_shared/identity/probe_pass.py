@@ -18,31 +18,31 @@ from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS, MAX_CREDENTIAL
 from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.signing import open_message, sign_message
 
-VISITOR_DOMAIN = "swarmtrain-visitor-1"
+PROBE_PASS_DOMAIN = "swarmtrain-visitor-1"
 PASS_SECONDS = 300.0
 """A check takes half a minute; a daemon gets a new one with each."""
 
 
-class VisitorPass(FrozenModel):
+class ProbePass(FrozenModel):
     peer: PeerId
     run: RunId
     expires: float = Field(ge=0, allow_inf_nan=False)
 
 
-def sign_visitor_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
+def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
     """In base64, as it travels."""
-    value = VisitorPass(peer=peer, run=run, expires=now + PASS_SECONDS)
-    return base64.b64encode(sign_message(organiser, value, VISITOR_DOMAIN)).decode("ascii")
+    value = ProbePass(peer=peer, run=run, expires=now + PASS_SECONDS)
+    return base64.b64encode(sign_message(organiser, value, PROBE_PASS_DOMAIN)).decode("ascii")
 
 
-def check_visitor_pass(
+def check_probe_pass(
     text: str, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
 ) -> None:
     """AdmissionError unless the pass is for `remote_peer`, who must come from the connection."""
     try:
         envelope = base64.b64decode(text, validate=True)
         value, _ = open_message(
-            envelope, VisitorPass, VISITOR_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
+            envelope, ProbePass, PROBE_PASS_DOMAIN, organiser, MAX_CREDENTIAL_BYTES
         )
     except (binascii.Error, ValueError, FrameError, SignatureError) as error:
         raise AdmissionError(f"{remote_peer} shows no pass of this run: {error}") from error

@@ -17,7 +17,7 @@ from swarm_shared.codecs.tensors import round_trip
 from swarm_shared.run.codec_sizes import ActivationCodec, GradientCodec
 
 
-class _Border(torch.autograd.Function):
+class _StageBoundary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BTD: Tensor, activation: ActivationCodec, gradient: GradientCodec
@@ -33,11 +33,13 @@ class _Border(torch.autograd.Function):
         return gradient_BTD, None, None
 
 
-def border(activation: ActivationCodec, gradient: GradientCodec) -> Callable[[Tensor], Tensor]:
+def stage_boundary(
+    activation: ActivationCodec, gradient: GradientCodec
+) -> Callable[[Tensor], Tensor]:
     """What an activation_BTD passes where the model would be cut."""
 
     def cross(x_BTD: Tensor) -> Tensor:
-        crossed: Tensor = _Border.apply(x_BTD, activation, gradient)  # type: ignore[no-untyped-call]
+        crossed: Tensor = _StageBoundary.apply(x_BTD, activation, gradient)  # type: ignore[no-untyped-call]
         return crossed
 
     return cross

@@ -12,7 +12,7 @@ from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, NetworkError, SwarmError
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.network import Node
-from swarm_shared.probe.client import EchoTimes, Probe, visit
+from swarm_shared.probe.client import EchoTimes, Probe, open_probe
 from swarm_shared.protocol import DoctorHello, DoctorWelcome, Neighbour
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 MAX_PEERS = 3
 PEER_SECONDS = 6.0
 
-SKEW_TO_MENTION_SECONDS = 10.0
+SKEW_WARNING_SECONDS = 10.0
 SLOW_RTT_SECONDS = 0.5
 SLOW_BYTES_PER_SECOND = 125_000.0
 """One megabit a second: a small model's activation then takes seconds."""
@@ -61,7 +61,7 @@ def check_clock(times: EchoTimes) -> Check:
             f"{seen}; peers more than {CLOCK_SKEW_SECONDS:.0f} s apart refuse each other",
             fix, **details,
         )  # fmt: skip
-    if abs(ahead) > SKEW_TO_MENTION_SECONDS:
+    if abs(ahead) > SKEW_WARNING_SECONDS:
         return warning("clock", seen, fix, **details)
     return ok("clock", seen, **details)
 
@@ -89,7 +89,7 @@ async def check_peers(
     """The lines to a few volunteers that the coordinator named, one after the other."""
     if not welcome.neighbours:
         return skipped("peers", "no volunteer that could be asked is in the run now")
-    hello = hello.model_copy(update={"token": None, "visitor_pass": welcome.visitor_pass})
+    hello = hello.model_copy(update={"token": None, "probe_pass": welcome.probe_pass})
     words: list[str] = []
     details: dict[str, Detail] = {}
     for number, neighbour in enumerate(welcome.neighbours[:MAX_PEERS], start=1):
@@ -126,7 +126,7 @@ def _peers_found(
 async def _measure_peer(
     node: Node, neighbour: Neighbour, hello: DoctorHello, wall_clock: Clock
 ) -> tuple[float, float, float]:
-    async with visit(node, neighbour.peer, hello, neighbour.addresses) as probe:
+    async with open_probe(node, neighbour.peer, hello, neighbour.addresses) as probe:
         rtt_seconds = (await probe.echo(wall_clock)).rtt_seconds
         up = await probe.upload_rate(rtt_seconds)
         down = await probe.download_rate(rtt_seconds)
