@@ -1,7 +1,8 @@
-"""Getting a stage's state to those who are to hold it: from whom, and whether it came.
+"""Downloads of a stage's state by joining and moving peers: from which source, and the outcome.
 
-Part of the pure core: changes a RunState and queues commands, does no I/O. Who is to hold which
-stage is `membership`'s; a mover's next stage is fetched in the same way as a newcomer's first.
+Part of the pure core: changes a RunState and queues commands, does no I/O. Which peer is to hold
+which stage is decided in `swarm_coordinator.core.rules.membership` and `rebalancing`; a moving peer
+fetches its next stage in the same way as a joining peer its first.
 """
 
 from __future__ import annotations
@@ -31,46 +32,50 @@ from swarm_shared.protocol import (
 )
 
 SNAPSHOT_HOLDERS = 3
-"""Peers asked to serve a newcomer at once: enough to fill a home downlink from home uplinks."""
+"""Holders requested at once to serve one joining peer: enough home uplinks to fill a home
+downlink."""
 
 MAX_SNAPSHOT_HOLDERS = 32
-"""When many want the same stage, there are as many holders as of them, up to so many."""
+"""Largest number of holders requested at once; below it there are as many as downloading peers."""
 
 MAX_CLOSE_DELAYS = 3
-"""Closes that wait for the same newcomer, so that one that never manages cannot stop the run."""
+"""Number of closes that one joining peer may delay; its download may never finish."""
 
 SNAPSHOT_GATHER_SECONDS = 2.0
-"""After the first snapshot the others, which are as large, take about as long. Who is told of one
-source only has nothing but that one's line."""
+"""Seconds to wait for further snapshots after the first. The other snapshots are as large and take
+about as long; a download from a single source is limited to that uplink."""
 
 SNAPSHOT_RETRY_SECONDS = 15.0
-"""Holders that have not saved a snapshot by then are asked again, or others are."""
+"""Seconds after which holders without a snapshot are requested again."""
 
 SYNC_RETRY_SECONDS = 1.0
+"""Seconds before a peer whose download failed is sent another source."""
 
 MIN_BANDWIDTH_SAMPLE_BYTES = 1_000_000
-"""Downloads below this say more about waiting than about the line."""
+"""Smallest download that counts as a measurement of bandwidth; smaller ones are dominated by
+latency."""
 
 _JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
-"""Phases in which parameters stand still, so that a download can end in time."""
+"""Phases in which the parameters do not change, so that a download can end in time."""
 
 
 def can_join(run: RunState, stage: StageIndex | None) -> bool:
-    """Whether one that gets the stage's state now can still take part in this step."""
+    """Whether a peer that gets the stage's state now can still take part in this step."""
     return run.phase in _JOINING_PHASES and run.round_of(stage) is None
 
 
 def delay_close(run: RunState, way: PeerState | StageMove, now: float) -> None:
-    """Let the close wait for this newcomer, a few times at most: it may never manage."""
+    """Delay the close for this joining peer at most MAX_CLOSE_DELAYS times; its download may never
+    finish."""
     way.close_delays += 1
     if way.close_delays <= MAX_CLOSE_DELAYS:
         way.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
-    """Tell all who are to get a stage where to get it from, as soon as that is known."""
+    """Send every peer that awaits a stage's state its source, as soon as one is known."""
     queue = _SourceQueue(run)
-    # Who has begun before and was not done in time goes behind those who have not: it may never be.
+    # Peers that have failed to finish in time go last: their download may never finish.
     for peer in sorted(run.peers.unsourced.values(), key=lambda peer: peer.close_delays):
         _find_source(run, peer, peer, now, queue)
     for peer in run.peers.movers.values():
@@ -80,11 +85,10 @@ def find_sources(run: RunState, now: float) -> None:
 
 
 class _SourceQueue:
-    """Who is not told of sources yet because others are before it.
+    """Limits the concurrent downloads of a stage's state to the number of its sources.
 
-    A stage's state is got by as many at once as there are who serve it. State is exact within one
-    step only: of four that share one home line none may be done before the step is, and all would
-    start over, again and again.
+    State is exact within one step only. If four downloads shared one home uplink, none might finish
+    within the step, and all would start over again and again.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -96,7 +100,7 @@ class _SourceQueue:
         return stage in self._full
 
     def try_start(self, stage: StageIndex, sources: int) -> bool:
-        """Whether one more may begin; if so it has."""
+        """Whether one more download of the stage may start; if so it is counted."""
         if self._begun is None:
             self._begun = self._count()
         if self._begun[stage] >= sources:
@@ -119,9 +123,9 @@ class _SourceQueue:
 def _find_source(
     run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
 ) -> None:
-    """`way` is the peer itself, for the stage that is its own, or its way to another one."""
+    """Find a source for one download: `way` is the peer itself for its own stage, or its move."""
     if now < way.ask_not_before or not can_join(run, way.stage):
-        return  # whatever is ready before the step ends would be refused
+        return  # a state that is ready before the step ends would be refused
     if run.version == 0:
         _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
     elif not _from_checkpoint(run, peer, way, now):
@@ -173,6 +177,7 @@ def _from_checkpoint(
 def _from_replicas(
     run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
 ) -> None:
+    """Request snapshots from holders of the stage, or assign those that are ready."""
     stage = way.stage
     assert stage is not None
     if queue.is_full(stage):
@@ -201,13 +206,14 @@ def _from_replicas(
         return
     if not queue.try_start(stage, len(present)):
         return
-    # Replicas are bitwise equal, so their files are too; the majority's hash is the one to fetch.
+    # Replicas are bitwise equal, and so are their files; the majority's hash is fetched.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
     records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
     _assign_from(run, peer, way, "snapshot", records, item, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
+    """Record a holder's snapshot as a source."""
     snapshots = run.snapshots.get(message.stage)
     if (
         snapshots is not None
@@ -221,7 +227,8 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 
 def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
-    """Whether a newcomer holds something else than the stage's holders do, after all checks."""
+    """Whether the downloaded state differs from the fingerprint of the stage's holders; flags the
+    peer."""
     known = run.fingerprints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
@@ -231,7 +238,7 @@ def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bo
 
 
 def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
-    """A peer holds its stage. If the run moved on while it was downloading, it starts over."""
+    """Handle a finished download. If the run has moved on meanwhile, the download starts over."""
     stage, version = message.stage, message.version
     moving = peer.moving
     if moving is not None and moving.stage == stage and _answers_move(moving, version):
@@ -265,8 +272,7 @@ def ready(run: RunState, peer: PeerState, message: Ready, now: float) -> None:
 
 
 def version_changed(run: RunState, now: float) -> None:
-    """What is being downloaded is of the version before: all start over at once, with most of the
-    new version's time before them."""
+    """Restart every download of the previous version, at the start of the new version's step."""
     for peer in run.peers.syncing.values():
         if peer.source_assigned and peer.missed_apply is None and peer.version != run.version:
             peer.source_assigned = False
@@ -277,18 +283,18 @@ def version_changed(run: RunState, now: float) -> None:
 
 
 def _answers_move(moving: StageMove, version: Version) -> bool:
-    """Whether this is the answer to the latest word on where to get the next stage from."""
+    """Whether a message answers the latest assignment of the move's state."""
     return moving.source_assigned and not moving.ready and moving.version == version
 
 
 def start_over(run: RunState, moving: StageMove, now: float) -> None:
-    """The run has gone on to another version: the next stage's state is to be had anew."""
+    """Restart the download of a move's destination, because the run's version has changed."""
     moving.source_assigned = moving.ready = False
     delay_close(run, moving, now)
 
 
 def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
-    """It stays where it is."""
+    """Cancel a peer's move; it stays at its stage."""
     assert peer.moving is not None
     run.note(f"{display(peer)} does not move to stage {peer.moving.stage}: {reason}", peer.peer)
     peer.moving = None
@@ -296,7 +302,7 @@ def drop_move(run: RunState, peer: PeerState, reason: str) -> None:
 
 
 def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
-    """An attempt has failed, perhaps through the movers in it: the next one goes without them."""
+    """Cancel the moves of members of a failed attempt, which may have caused the failure."""
     for peer_id in peers:
         peer = run.peers.get(peer_id)
         if peer is not None and peer.moving is not None:
@@ -306,13 +312,14 @@ def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
 def _note_download(
     peer: PeerState, way: PeerState | StageMove, state_bytes: int, now: float
 ) -> None:
-    """How fast a stage's state came, all in all: what the next one will take follows from it."""
+    """Record the rate of a finished download, from which the time of the next one is estimated."""
     if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > way.asked_at:
         peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
 
 
 def _answers_assignment(peer: PeerState, version: Version) -> bool:
-    """Whether this is the answer to the latest assignment, not to one that was taken back."""
+    """Whether a message answers the latest assignment of the peer's stage, and not a withdrawn
+    one."""
     return (
         peer.phase is PeerPhase.SYNCING
         and peer.source_assigned
@@ -322,7 +329,7 @@ def _answers_assignment(peer: PeerState, version: Version) -> bool:
 
 
 def sync_failed(run: RunState, peer: PeerState, message: SyncFailed, now: float) -> None:
-    """Another source is named, after a pause: most causes take a moment to pass."""
+    """Handle a failed download: another source follows after a pause, in which most causes pass."""
     moving = peer.moving
     if moving is not None and moving.stage == message.stage:
         if _answers_move(moving, message.version):

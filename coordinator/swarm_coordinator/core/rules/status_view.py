@@ -1,6 +1,7 @@
-"""What the core says of a run: its status as plain JSON values, and why no step goes on.
+"""The status of a run as plain JSON values, and the reason why no step goes on.
 
-Part of the pure core: reads a RunState, changes nothing. `status` writes it to the file.
+Part of the pure core: reads a RunState, changes nothing. `swarm_coordinator.status` writes the
+file.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from swarm_shared.base.types import Step
 
 
 def status_of(run: RunState, now: float) -> dict[str, object]:
-    """What `status` shows: plain JSON values only."""
+    """The whole status: plain JSON values only."""
     return {**status_but_peers(run, now), "peers": peer_rows(run, list(run.peers.values()), now)}
 
 
 def status_but_peers(run: RunState, now: float) -> dict[str, object]:
+    """The status without the rows of the peers."""
     step = run.step
     done = len(step.table) if step is not None else 0
     last = run.last_applied
@@ -57,7 +59,8 @@ def status_but_peers(run: RunState, now: float) -> dict[str, object]:
 
 
 def peer_rows(run: RunState, peers: Sequence[PeerState], now: float) -> list[dict[str, object]]:
-    """Some of the rows of `peers`: ten thousand at once keep everybody waiting."""
+    """The status rows of `peers`; computed in portions, because ten thousand at once block the
+    server."""
     return [
         {
             "peer": peer.peer,
@@ -85,7 +88,7 @@ def _flags_of(run: RunState, peer: PeerState) -> dict[str, object]:
 
 
 def waiting_for(run: RunState) -> str:
-    """Why no step goes on, for people; empty while one does."""
+    """The reason why no step goes on, for people; empty while one does."""
     if run.phase is RunPhase.WAITING:
         return run.waiting_reason
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
@@ -97,6 +100,6 @@ def waiting_for(run: RunState) -> str:
 
 
 def paused_reason(run: RunState) -> str:
-    """Why no step goes on while whole stages have paused; empty when none has."""
+    """The reason why no step goes on while whole stages have paused; empty if none has."""
     names = ", ".join(str(stage) for stage in run.paused_stages())
     return f"stage {names}, where everybody has paused" if names else ""
