@@ -127,7 +127,7 @@ def parse_request(question: dict[str, Any]) -> Request:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"])
         raise UsageError(
-            f"that cannot be asked of a coordinator: {place}: {first['msg']}; is it of the same "
+            f"this is not an admission request: {place}: {first['msg']}; is it of the same "
             "version as this program?"
         ) from error
 
@@ -168,7 +168,9 @@ def plan(
             )
         case UnbanPeer(peer=peer):
             if peer not in book.bans:
-                raise UsageError(f"{peer} is not banned; `swarm-coordinator status` shows who is")
+                raise UsageError(
+                    f"{peer} is not banned; `swarm-coordinator status` lists the banned peers"
+                )
             return AdmissionChange(PeerUnbanned(peer), f"{peer} is not banned any more")
         case _:
             assert_never(request)
@@ -204,7 +206,9 @@ def _revoke(book: AdmissionBook, mode: AdmissionMode, number: int) -> AdmissionC
     ended = f"; it had admitted {count} peer(s)" if count else ""
     warning = ""
     if count and mode != "token":
-        warning = f'[admission] mode is "{mode}": whom it had admitted may still take part'
+        warning = (
+            f'[admission] mode is "{mode}": the peers that it had admitted may still take part'
+        )
     return AdmissionChange(
         TokenRevoked(number), f"token {number} is revoked{ended}", warning=warning
     )
@@ -235,8 +239,8 @@ def _new_identity_warning(
     if mode == "token" and open_tokens:
         names = ", ".join(str(token.token) for token in open_tokens)
         return (
-            f"it came in by token {names}, which lets its owner in again with a new identity; "
-            "`swarm-coordinator token revoke` ends that, for everybody whom it has let in"
+            f"it came in by token {names}, which admits its owner again with a new identity; "
+            "`swarm-coordinator token revoke` ends that, for every peer that it has admitted"
         )
     return ""
 

@@ -110,7 +110,7 @@ class FluidPlane:
         self._reporting = False
         self.completed = 0
 
-    # ---- who serves
+    # ---- serving peers
 
     def serves(self, volunteer: SimulatedVolunteer) -> None:
         self._settle()

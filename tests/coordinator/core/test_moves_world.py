@@ -62,7 +62,7 @@ def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
     moved = Options(steps=8, peers=6, stages=3, microbatches=6, moves=RebalancingRule.THROUGHPUT)
     for seed in range(4):
         quiet, busy = run_to_the_end(still, seed), run_to_the_end(moved, seed)
-        made += sum("goes over from stage" in note for note in busy.notes)
+        made += sum("switches from stage" in note for note in busy.notes)
         assert [s.loss for s in quiet.store.applied.values()] == pytest.approx(
             [s.loss for s in busy.store.applied.values()], rel=1e-12
         )

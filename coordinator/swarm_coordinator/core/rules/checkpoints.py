@@ -115,10 +115,10 @@ def store_done(run: RunState, event: CheckpointStored, now: float) -> None:
     pending = run.pending_checkpoint
     files = {stage.stage: stage.sha256 for stage in event.stages}
     if pending is None or pending.version != event.version:
-        run.note(f"a checkpoint of step {event.version} came too late and is not used")
+        run.note(f"a checkpoint of step {event.version} was stored too late and is not used")
         return
     if pending.fetched != files:
-        store_failed(run, event.version, "its files are of a history that was given up", now)
+        store_failed(run, event.version, "its files belong to an abandoned history", now)
         return
     run.pending_checkpoint = None
     record = CheckpointRecord(event.version, event.stages)

@@ -265,7 +265,7 @@ def not_finite(run: RunState, peer: PeerState, message: NotFinite, now: float) -
 
 def move(run: RunState, peer: PeerState, stage: StageIndex, reason: str, now: float) -> None:
     """Assign a peer another stage, or the same one anew; what it has accumulated is cleared."""
-    round_membership.forget(run, peer.peer, f"{short(peer.peer)} is given a stage anew", now)
+    round_membership.forget(run, peer.peer, f"{short(peer.peer)} is assigned a stage again", now)
     run.roster_dirty = True
     assign(run, peer, stage, reason, now)
     round_membership.readmit(run)

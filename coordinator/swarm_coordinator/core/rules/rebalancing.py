@@ -116,11 +116,11 @@ def consider(run: RunState, now: float) -> None:
         return
     rebalancing.due_at = now + settings.policy.period_seconds
     if run.unheld():
-        rebalancing.reason = "a stage has nobody, which comes first"
+        rebalancing.reason = "a stage has no peer, which comes first"
         return
     decision = _decide(run, now)
     if decision is None:
-        rebalancing.reason = "nobody has told a rate yet"
+        rebalancing.reason = "no peer has reported a rate yet"
         return
     rebalancing.reason = decision.reason
     for move in decision.moves:
@@ -239,7 +239,7 @@ def abandon_stale_moves(run: RunState, now: float) -> None:
         elif peer.phase is not PeerPhase.READY:
             state_transfer.drop_move(run, peer, "it has lost the stage that it held")
         elif run.step is not None and peer.peer in run.step.excluded:
-            state_transfer.drop_move(run, peer, "it sits this step out")
+            state_transfer.drop_move(run, peer, "it is excluded from this step")
         elif moving.close_delays > state_transfer.MAX_CLOSE_DELAYS:
             # The failed attempt bounds its rate, so that it is not chosen again.
             tried_bytes = run.rebalancing.stages[moving.stage].state_bytes
@@ -248,7 +248,7 @@ def abandon_stale_moves(run: RunState, now: float) -> None:
         elif now - moving.begun_at > MOVE_TIMEOUT_SECONDS:
             state_transfer.drop_move(run, peer, "it took too long")
         elif moving.partner is not None and not _partner_moves(run, moving.partner, peer):
-            state_transfer.drop_move(run, peer, "nobody comes in its place any more")
+            state_transfer.drop_move(run, peer, "no peer takes its place any more")
 
 
 def _partner_moves(run: RunState, partner: PeerId, peer: PeerState) -> bool:
@@ -313,7 +313,7 @@ def apply_switches(run: RunState, closing: CloseState) -> None:
     for peer_id, stage in going:
         peer = run.peers[peer_id]
         closing.switch_stage(peer_id, stage)
-        run.note(f"{display(peer)} goes over from stage {peer.stage} to stage {stage}", peer_id)
+        run.note(f"{display(peer)} switches from stage {peer.stage} to stage {stage}", peer_id)
         peer.moving = None
         peer.stage = stage
         if run.ahead is not None:

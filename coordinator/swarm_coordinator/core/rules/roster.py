@@ -89,7 +89,7 @@ def revoke(run: RunState, event: PeersRevoked) -> None:
             run.commands.append(CloseSession(peer, event.reason))
     if absent:
         who = short(absent[0]) if len(absent) == 1 else f"{len(absent)} peers"
-        run.note(f"{who}, not attached now, may not take part any more: {event.reason}")
+        run.note(f"{who}, not attached now, may no longer take part: {event.reason}")
 
 
 def attached(run: RunState, peer: PeerId) -> None:

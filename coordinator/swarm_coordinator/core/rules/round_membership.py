@@ -83,10 +83,10 @@ def exclude(run: RunState, peer: PeerId, now: float) -> bool:
         return False
     if all(p.peer == peer for p in run.ready_peers(state.stage)):
         return False
-    forget(run, peer, f"{short(peer)} is closed without", now)
+    forget(run, peer, f"{short(peer)} is excluded from the step", now)
     step.excluded.add(peer)
     run.roster_dirty = True
-    run.note(f"{short(peer)} keeps step {step.step} from closing and sits it out", peer)
+    run.note(f"{short(peer)} keeps step {step.step} from closing and is excluded from it", peer)
     return True
 
 

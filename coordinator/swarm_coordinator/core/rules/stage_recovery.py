@@ -53,7 +53,7 @@ def _tell(run: RunState, unheld: Collection[StageIndex]) -> None:
     if not run.training_began:
         return  # before training a stage without a peer is not a loss
     for stage in sorted(set(unheld) - run.lost_since.keys()):
-        run.note(f"stage {stage} has lost every peer: the run waits for somebody to hold it")
+        run.note(f"stage {stage} has lost every peer: the run waits for a peer to hold it")
     for stage in sorted(run.lost_since.keys() - set(unheld)):
         run.note(f"stage {stage} is held again")
 
@@ -95,7 +95,7 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
         )
     if donors:
         peer = max(donors, key=lambda donor: donor[:3])[-1]
-        membership.move(run, peer, stage, "nobody holds this stage any more", now)
+        membership.move(run, peer, stage, "no peer holds this stage any more", now)
 
 
 def _holds(run: RunState, peer: PeerState) -> bool:

@@ -232,7 +232,7 @@ def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bo
     known = run.fingerprints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
-    reason = f"what it holds of stage {message.stage} is not what the others hold"
+    reason = f"its download of stage {message.stage} differs from what its holders have"
     run.flag(peer, Rejection.OTHER_PARAMETERS, reason)
     return True
 

@@ -93,7 +93,7 @@ def waiting_for(run: RunState) -> str:
         return run.waiting_reason
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
         names = ", ".join(str(stage) for stage in sorted(run.lost_since))
-        return f"somebody to hold stage {names}, which has lost every peer"
+        return f"a peer to hold stage {names}, which has lost every peer"
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         return paused_reason(run)
     return ""
@@ -102,4 +102,4 @@ def waiting_for(run: RunState) -> str:
 def paused_reason(run: RunState) -> str:
     """The reason why no step goes on while whole stages have paused; empty if none has."""
     names = ", ".join(str(stage) for stage in run.paused_stages())
-    return f"stage {names}, where everybody has paused" if names else ""
+    return f"stage {names}, where every peer has paused" if names else ""

@@ -232,7 +232,7 @@ def _attempt_failed(
         if membership.replace_state(run, peer, own, now):
             return
     elif message.not_finite:
-        run.flag(peer, Rejection.NOT_FINITE, "what came of averaging was not finite at it")
+        run.flag(peer, Rejection.NOT_FINITE, "its averaged gradient was not finite")
     if excused:
         return
     if message.culprit is None or not _count_failure(run, failed, message.culprit, 1, now):
@@ -356,7 +356,7 @@ def _flag_minority_norms(run: RunState, squares: dict[PeerId, tuple[float, float
     for peer_id, own in squares.items():
         peer = run.peers.get(peer_id)
         if peer is not None and own != usual and 2 * count > len(squares):
-            reason = "it averaged to another gradient than the others of its stage"
+            reason = "it averaged to a different gradient than the rest of its stage"
             run.flag(peer, Rejection.OTHER_AVERAGE, reason)
 
 

@@ -249,7 +249,7 @@ class RunState:
         self.flags[peer.peer] = mark
         if len(self.flags) > MAX_FLAGGED_PEERS:
             del self.flags[next(iter(self.flags))]
-        self.note(f"{display(peer)} is marked: {reason}", peer.peer)
+        self.note(f"{display(peer)} is flagged: {reason}", peer.peer)
 
     # ---- derived facts
 

@@ -182,7 +182,7 @@ def test_many_that_are_not_attached_are_one_line_in_the_log() -> None:
     bench = staffed()
     revoke(bench, *(f"x{number}" for number in range(1000)))
     assert [note.text for note in bench.commands(Note)] == [
-        "1000 peers, not attached now, may not take part any more: banned"
+        "1000 peers, not attached now, may no longer take part: banned"
     ]
 
 

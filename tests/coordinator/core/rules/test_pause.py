@@ -93,7 +93,7 @@ def test_a_stage_whose_only_peer_pauses_is_waited_for_and_the_run_says_so(betwee
         assert bench.run.phase is RunPhase.COLLECT
     before = bench.run.version
     commands = bench.tick(30.0)
-    assert waits_for(bench) == "stage 0, where everybody has paused"
+    assert waits_for(bench) == "stage 0, where every peer has paused"
     assert not any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
     assert bench.run.version == before, "the version is not lost: its holder is there"
     commands = bench.resume("a0") + bench.tick(120.0)

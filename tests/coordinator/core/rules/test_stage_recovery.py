@@ -321,7 +321,7 @@ def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left
     for peer in bench.closing():
         bench.apply(peer)
     bench.checkpoint()
-    assert (bench.run.version, bench.run.peers[PeerId("b1")].catching_up) == (4, 3)
+    assert (bench.run.version, bench.run.peers[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
     commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
     [assigned] = bench.sent("b1", AssignStage, commands)
@@ -338,7 +338,7 @@ def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
     bench.tick(0.5)
     assert status_of(bench.run, bench.now)["waiting_for"] == ""
     notes = [note.text for note in bench.commands(Note, bench.log)]
-    assert "stage 1 has lost every peer: the run waits for somebody to hold it" in notes
+    assert "stage 1 has lost every peer: the run waits for a peer to hold it" in notes
     assert "stage 1 is held again" in notes
 
 
