@@ -1,4 +1,4 @@
-"""Who may take part: the rules, and that the database says the same as memory after any history."""
+"""Admission rules, and that the database agrees with memory after any history."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ texts = st.text(max_size=5)
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[AdmissionRecord]:
-    """Records in an order in which they can come: a token is made before it is used."""
+    """Records in a possible order: a token is created before it is used."""
     records: list[AdmissionRecord] = []
     made: dict[int, TokenCreated] = {}
     for _ in range(draw(st.integers(0, 15))):
@@ -205,7 +205,7 @@ def test_who_may_take_part_follows_from_the_last_word_on_each(
 
 @functools.cache
 def an_empty_database() -> sqlite3.Connection:
-    """To be copied: making the tables takes longer than all the rest."""
+    """A database to be copied: creating the tables takes longer than the rest of the test."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     migrate(connection, Path("memory"))
     return connection
@@ -238,7 +238,7 @@ def test_what_the_database_says_is_what_memory_says(records: list[AdmissionRecor
             assert read.refusal(mode, peer) == book.refusal(mode, peer)
 
 
-# ---------------------------------------------------------------- on the disk
+# ---------------------------------------------------------------- on disk
 
 
 def test_what_was_decided_survives_the_coordinator(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Peers that are moved between stages all the time, under every fault: each counts once still."""
+"""Peers that constantly move between stages, under every fault: each microbatch still counts
+once."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
 def test_changes_of_the_roster_tell_members_what_whole_rosters_would(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a large run; every world checks what each peer knows when it is served."""
+    """In a large run; every world checks each peer's roster when it is served."""
     monkeypatch.setattr(roster, "SMALL_RUN_PEERS", 0)
     monkeypatch.setattr(roster, "SPACING_PER_PEER_SECONDS", 0.01)
     changes = 0

@@ -1,8 +1,8 @@
-"""Whole simulated swarms under churn: whatever happens, a run computes what one machine would.
+"""Whole simulated swarms under churn: in every case a run computes what one machine would.
 
-Every world checks itself (`swarm_checks`): each microbatch counts once in each stage of each
-step, replicas apply the same attempts, nothing is applied before it is durable, and the run ends.
-A failing example is printed as options, seed and faults, which reproduce it exactly.
+Every world checks itself (`kits.swarm_world.checks`): each microbatch counts once in each stage of
+each step, replicas apply the same attempts, nothing is applied before it is durable, and the run
+ends. A failing example is printed as options, seed and faults, which reproduce it exactly.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from swarm_coordinator.core.events import AppliedStep
 from swarm_coordinator.core.state.run import RunPhase
 
 CALM_SECONDS = 700.0
-"""Within this time after the last fault a run ends; a checkpoint may take most of it."""
+"""Seconds after the last fault within which a run ends; a checkpoint may take most of it."""
 
 simulated = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    # A world that fails is printed as it is: making it smaller takes minutes.
+    # A failing world is printed as it is: shrinking it takes minutes.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     print_blob=True,
 )
@@ -195,7 +195,7 @@ ENDLESS: dict[str, tuple[Options, int, tuple[Fault, ...]]] = {
         ),
     ),
 }
-"""Worlds that did not end, or broke a check of the simulator, each for a reason of its own."""
+"""Worlds that once did not end, or violated an invariant, each for a different reason."""
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -243,7 +243,7 @@ def test_one_kind_of_fault_again_and_again_does_not_break_a_run(
 
 
 def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing() -> None:
-    """That nobody serves it for longer than a few seconds is checked at every request."""
+    """Every request checks that no peer serves it for longer than a few seconds."""
     turned_away = 0
     for seed in range(6):
         faults = tuple(Fault(1.3, "revoke", seed + i, 7.0) for i in range(6))

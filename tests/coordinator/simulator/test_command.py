@@ -1,4 +1,4 @@
-"""`swarm-coordinator simulate`: a run on a virtual clock, and good answers to bad input."""
+"""`swarm-coordinator simulate`: a run on a virtual clock, and clear answers to bad input."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def simulated(folder: Path, *arguments: str, hash_seed: str = "0") -> dict[str, Any]:
-    """The document of a simulation in a process of its own."""
+    """The document of a simulation in a separate process."""
     out = folder / "out.json"
     words = ["simulate", str(folder), "--fleet", str(folder / "fleet.json"), "--hours", "0.1"]
     subprocess.run(

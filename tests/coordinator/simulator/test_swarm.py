@@ -1,4 +1,4 @@
-"""The simulated swarm keeps its own books straight while machines come, vanish and come back."""
+"""The simulated swarm's accounting stays correct while machines join, crash and return."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW_LINES = FleetFile(
         ),
     )
 )  # fmt: skip
-"""A stage's state takes them minutes: most of their lives they download."""
+"""A stage's state takes these machines minutes: they download for most of their life."""
 HOURS = 0.3
 
 

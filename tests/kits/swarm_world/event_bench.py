@@ -1,6 +1,6 @@
-"""The coordinator's core on a bench: one event at a time, commands in the open.
+"""The coordinator's core driven one event at a time, with its commands visible.
 
-For tests that show one rule. What a whole swarm does is in `swarm_world`.
+For tests of a single rule; `kits.swarm_world.world` simulates whole swarms.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ SHA = "a" * 64
 
 
 class Bench:
-    """Two stages, two microbatches a step and no evaluation unless told otherwise."""
+    """A run of two stages with two microbatches a step and no evaluation, unless configured
+    otherwise."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Bench:
         self.now = 100.0
         self.run = begin(self.manifest, "manifest", COORDINATOR, start, self.now)
         if restored is None:
-            self.now += 60.0  # the first minute after a start has rules of its own
+            self.now += 60.0  # special rules apply in the first minute after a start
         self.sessions: dict[str, int] = {}
         self.paused: set[str] = set()
         self.last: list[Command] = []
@@ -98,7 +99,8 @@ class Bench:
         return self.last
 
     def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> list[Command]:
-        """Time passes; everybody's heart beats, but the silent ones'. All commands of that time."""
+        """Let time pass, with heartbeats of all peers but the silent ones; returns all commands of
+        that time."""
         commands: list[Command] = []
         left = seconds
         while True:
@@ -151,7 +153,8 @@ class Bench:
         return self.event(SessionLost(self.session(peer), PeerId(peer)))
 
     def join(self, peer: str, stage: int, **hello: Any) -> None:
-        """Attach as a newcomer that wants `stage`, and hold it as soon as it is told from where."""
+        """Attach a new peer that wants `stage`, and let it hold the stage as soon as it has a
+        source."""
         self.attach(peer, wanted_stage=stage, **hello)
         self.say(peer, StageRequest(stage=StageIndex(stage)))
         self.ready(peer)
@@ -162,7 +165,7 @@ class Bench:
         return self.say(peer, Ready(stage=state.stage, version=state.version, digest="d"))
 
     def join_all(self, *names: str) -> None:
-        """Names like "a0", "b1": a letter and the stage."""
+        """Join peers with names like "a0", "b1": a letter and the stage."""
         for name in names:
             self.join(name, int(name[1:]))
 
@@ -180,7 +183,7 @@ class Bench:
         return Receipt(**{**values, **changes})
 
     def report(self, peer: str, *microbatches: int) -> list[Command]:
-        """The peer has accumulated these and says so."""
+        """The peer reports that it has accumulated these."""
         receipts = tuple(self.receipt(peer, m) for m in microbatches)
         return self.event(ReceiptsVerified(self.session(peer), PeerId(peer), receipts))
 
@@ -193,7 +196,7 @@ class Bench:
         }  # fmt: skip
         return self.event(LeaseResolved(**{**values, **changes}))
 
-    # ---- whole passages
+    # ---- sequences of events
 
     def resolve_all(self) -> None:
         """Every trainer has answered every lease."""
@@ -209,7 +212,7 @@ class Bench:
         return commands
 
     def averaged(self, peer: str, own: float = 1.0, tied: float = 0.0, **changes: Any) -> Any:
-        """The peer reports the close that is under way as averaged, or as `changes` say."""
+        """The peer reports the current close as averaged, or as `changes` say."""
         step, of = self.step(), self.run.peers.get(PeerId(peer))
         attempt = step.attempts.get(of.stage, 0) if of is not None and of.stage is not None else 0
         values: dict[str, Any] = {
@@ -234,7 +237,7 @@ class Bench:
         return self.say(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
 
     def one_step(self) -> list[Command]:
-        """From COLLECT to the next COLLECT, or wherever the run goes from here."""
+        """From COLLECT to the next COLLECT, or to wherever the run continues."""
         commands = self.fill() + self.average_all()
         for peer in self.closing():
             commands += self.apply(peer)
@@ -257,7 +260,7 @@ class Bench:
         return self.event(CheckpointStored(Version(version), stages))
 
     def checkpoint(self) -> list[Command]:
-        """Every holder that was asked saves, the shell fetches and stores."""
+        """Every requested holder saves; the shell fetches and stores."""
         pending = self.run.pending_checkpoint
         assert pending is not None
         for holder in list(pending.holders.values()):
@@ -265,7 +268,7 @@ class Bench:
         assert self.commands(FetchSnapshot)
         return self.stored(pending.version)
 
-    # ---- what came out, and what restarts begin from
+    # ---- commands, and the state after a restart
 
     def step(self) -> StepState:
         assert self.run.step is not None
@@ -283,7 +286,7 @@ class Bench:
     def sent(
         self, peer: str, kind: type[MessageT], among: list[Command] | None = None
     ) -> list[MessageT]:
-        """Messages of a kind to a peer, among the last event's commands unless told otherwise."""
+        """Messages of a kind to a peer, by default among the last event's commands."""
         return [
             c.message
             for c in self.commands(Send, among)
@@ -319,7 +322,7 @@ class Bench:
     def restarted(
         cls, version: int, attempt: int = 7, checkpoint: int | None = None, **options: Any
     ) -> Bench:
-        """A coordinator that comes back, in its second generation, at `version`."""
+        """A restarted coordinator, in its second generation, at `version`."""
         record = None
         if checkpoint is not None:
             record = cls.checkpoint_of(options.get("stages", 2), checkpoint)

@@ -1,4 +1,4 @@
-"""What peers of the simulated world say to each other: microbatches, all-reduces, downloads."""
+"""Traffic between peers of the simulated world: microbatches, all-reduces, downloads."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Network:
             (m for m in members if frozenset((m, peer.id)) in self.blocked and m != peer.id), None
         )
         if len(members) > 1 and self.broken_carriers.intersection(members):
-            # They remember it: the next attempt goes by another route.
+            # The next attempt takes another route.
             self.broken_carriers.difference_update(members)
             self._fail_round(group, RoundFailure(None, carrier_failed=True))
         elif blocked is not None:
@@ -105,7 +105,7 @@ class Network:
             self.peers[member].later(self.delay(), lambda done=done: done(failure))
 
     def end_rounds_of(self, peer: PeerBase) -> None:
-        """A member is lost: the rounds it was in fail for the others, at once."""
+        """A member is lost: its rounds fail for the other members at once."""
         for group in self.rounds.values():
             if peer.id in group.members and group.failure is None and not group.done:
                 group.arrived.pop(peer.id, None)

@@ -1,4 +1,4 @@
-"""A simulated volunteer: the client's side of the control protocol, and what befalls it."""
+"""A simulated volunteer: the client's side of the control protocol, and the faults it can have."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SimPeer(Averaging, Computing):
         self.world.later(seconds, lambda: self.alive and life == self.life and wake())
 
     def pause(self, seconds: float) -> None:
-        """Its user wants the machine. What was begun is finished, as it is in a grace period."""
+        """Its user needs the machine. Started work is finished, as in a grace period."""
         self.paused = True
         for lease, leased in self.waiting:
             self._resolve(lease, leased.microbatch, Answer("failed"))
@@ -95,28 +95,28 @@ class SimPeer(Averaging, Computing):
         self._say_how_it_is()
 
     def wedge(self, seconds: float) -> None:
-        """Averaging stands still while the heart beats on."""
+        """Averaging stands still while heartbeats continue."""
         self.wedged = True
         self.later(4 * seconds, lambda: setattr(self, "wedged", False))
 
     def worker(self, _seconds: float) -> None:
-        """The compute process dies: what was held is lost, the daemon attaches anew."""
+        """The compute process dies: its state is lost, and the daemon attaches again."""
         self._drop()
         self.cut(0.0)
 
     def lose(self, _seconds: float) -> None:
-        """A microbatch that was signed for is gone: its peer is wrong about itself."""
+        """A microbatch with a signed receipt is lost without the peer noticing."""
         for held in self.holding.held.values() if self.holding is not None else ():
             if held:
                 held.popitem()
                 return
 
     def unsaving(self, seconds: float) -> None:
-        """No disk for snapshots."""
+        """No disk space for snapshots."""
         self.unsaving_until = self.world.now + seconds
 
     def differ(self, _seconds: float) -> None:
-        """Its next parameters come out wrong."""
+        """Its next parameters are wrong."""
         self.differs = True
 
     def slow(self, seconds: float) -> None:
@@ -125,13 +125,13 @@ class SimPeer(Averaging, Computing):
         self.later(seconds, lambda: setattr(self, "slowness", 1.0))
 
     def stick(self, _seconds: float) -> None:
-        """Its compute process answers nothing any more; the daemon ends it after a while."""
+        """Its compute process stops answering; the daemon ends it after a while."""
         self.stuck = True
 
         def end() -> None:
             self.stuck = False
-            # The process ends with whatever it holds by now: what it swallowed keeps its place in
-            # the queue of that holding, also of one that it got after it had stuck.
+            # The process ends with what it holds by then. Work that it received while stuck stays
+            # in the queue of that holding, also if it got the holding after it had stuck.
             if self.holding is not None:
                 self.worker(0.0)
 
@@ -148,7 +148,7 @@ class SimPeer(Averaging, Computing):
         self.later(4 * seconds, go_on)
 
     def nan(self, _seconds: float) -> None:
-        """The next thing that it computes is not a number."""
+        """Its next computation is not a number."""
         self.gives_nan = True
 
     def nan_sum(self, _seconds: float) -> None:
@@ -156,7 +156,7 @@ class SimPeer(Averaging, Computing):
         self.sums_nan = True
 
     def move(self, _seconds: float) -> None:
-        """Its router gave it another address."""
+        """Its router assigns another address."""
         self.address += 1
         self.say(
             AddressUpdate(
@@ -232,7 +232,7 @@ class SimPeer(Averaging, Computing):
             self.tell(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
         self.later(0.5, self._report)
 
-    # ---- the coordinator's word
+    # ---- messages of the coordinator
 
     def on_message(self, link: Link, message: object) -> None:
         if link is not self.link or self.gone:
@@ -251,7 +251,7 @@ class SimPeer(Averaging, Computing):
         elif isinstance(message, Lease):
             self.window = message.window
             self.waiting.extend((message, leased) for leased in message.microbatches)
-            self.waiting.sort(key=lambda entry: entry[0].step)  # nobody waits for a later one
+            self.waiting.sort(key=lambda entry: entry[0].step)  # a later one is not awaited
             self._drive_more()
         elif isinstance(message, Mask):
             answer = self.masks.pop(message.request, None)
@@ -271,11 +271,11 @@ class SimPeer(Averaging, Computing):
                 if self.id in self.world.banned:
                     self._defy()
                 else:
-                    # The ban ended while the refusal was under way, or this peer hung.
+                    # The ban ended while the refusal was in flight, or this peer hung.
                     self.world.start_again(self)
 
     def _defy(self) -> None:
-        """Refused, and no gentleman: it goes on sending work to those that it knows."""
+        """Ignore the refusal, and keep sending work to known peers."""
         holding = self.holding
         if holding is None or self.id not in self.world.banned:
             return

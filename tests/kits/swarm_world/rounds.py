@@ -1,4 +1,4 @@
-"""A simulated volunteer's close, norm and apply, as the real client's `engine.rounds`."""
+"""A simulated volunteer's close, norm and apply, as in `swarm_client.pipeline.step_close`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Averaging(PeerBase):
         own: Counter[Any],
         results: dict[str, Any],
     ) -> None:
-        """One stage's reductions, one after the other; both stages of a mover at the same time."""
+        """One stage's reductions, one after the other; both stages of a moving peer
+        concurrently."""
         if not self._holds(holding) or holding.closing is not close:
             return
         if len(results) == len(reductions):
@@ -104,7 +105,7 @@ class Averaging(PeerBase):
         return holding is self.holding or holding is self.prepared
 
     def _averaged(self, close: Close) -> None:
-        """Report when all that this close asks for is averaged."""
+        """Report once everything that this close requires is averaged."""
         holding = self.holding
         assert holding is not None
         wanted = [holding, self.prepared] if close.moving else [holding]
@@ -139,7 +140,7 @@ class Averaging(PeerBase):
                 holding.averaged = None
 
     def check_averaged(self, step: int, attempt: int, stage: int) -> None:
-        """What this member is about to apply is every microbatch exactly once, and no more."""
+        """The gradient to be applied contains every microbatch exactly once."""
         holding, options = self.holding, self.world.options
         prepared = self.prepared
         if prepared is not None and prepared.averaged is not None and prepared.stage == stage:
@@ -160,13 +161,13 @@ class Averaging(PeerBase):
     def _apply(self, message: Apply) -> None:
         holding = self.holding
         if holding is None or holding.version >= message.step:
-            return  # it came twice, or this peer has been given something else
+            return  # it arrived twice, or this peer has been assigned another stage
         self.check_averaged(message.step, message.attempt, holding.stage)
         if (self.id, message.attempt) in self.world.aborted:
             raise Violation(f"{self.id} applies the aborted attempt {message.attempt}")
         prepared = self.prepared
         if prepared is not None and prepared.averaged is not None:
-            # It goes over to its next stage, which it has averaged as a member of that one.
+            # It switches to its next stage, which it has averaged as a member of that one.
             self.check_averaged(message.step, message.attempt, prepared.stage)
             self.holding = holding = prepared
         self._unprepare()

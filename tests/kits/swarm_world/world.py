@@ -1,8 +1,8 @@
 """A swarm in one thread: virtual clock, seeded chance, the real `transition`, simulated peers.
 
-Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint
-folder), faults, and what must hold at every durable record. Peers are in `swarm_peer`. A world
-is a pure function of (options, seed, faults): the same three give the same run.
+Owns the clock, the network's delays, the coordinator's shell (outboxes, store, checkpoint folder),
+faults, and the invariants at every durable record. Peers are in `kits.swarm_world.peer`. A world is
+a pure function of (options, seed, faults): the same three give the same run.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ TICK_SECONDS = 0.25
 
 @dataclass
 class SimStore:
-    """The durable records, and what a restart reads from them (as `records.read_restored`)."""
+    """The durable records, and what a restart reads from them (as
+    `storage.records.read_restored`)."""
 
     records: list[object] = field(default_factory=list)
     applied: dict[int, AppliedStep] = field(default_factory=dict)
@@ -116,7 +117,8 @@ class SimStore:
 
 
 class World(Network):
-    """Build it, `run` it; `violations` end it at once as an exception."""
+    """A simulated run: construct it and call `run`; a violated invariant ends it with an
+    exception."""
 
     def __init__(self, options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> None:
         self.options, self.rng, self.now = options, random.Random(seed), 0.0
@@ -131,22 +133,22 @@ class World(Network):
         self.blocked: set[frozenset[PeerId]] = set()
         self.broken_carriers: set[PeerId] = set()
         self.aborted: set[tuple[PeerId, int]] = set()
-        """Who was told to abort which attempt."""
+        """(peer, attempt) of every AbortRound sent."""
         self.attempts: set[int] = set()
         self.stopped = False
         self.notes: list[str] = []
         self.roster_changes = 0
         self.whole_rosters: dict[int, Roster] = {}
-        """What a changed roster must be, by its number."""
+        """The whole roster that each roster change must lead to, by its serial number."""
         self.sent: list[tuple[float, PeerId, object]] = []
         self.banned: dict[PeerId, float] = {}
-        """And since when: durable, as in the run's database."""
+        """Banned peers and since when; durable, as in the run's database."""
         self.early_leases = 0
-        """Leases of a step before the step before it was applied."""
+        """Leases of a step before the previous step was applied."""
         self.hedges = 0
-        """Microbatches that were sent to a second peer while the first one had them."""
+        """Microbatches sent to a second peer while the first one had them."""
         self.turned_away = 0
-        """Requests of revoked peers that were refused."""
+        """Refused requests of revoked peers."""
         self.disk_full_until = -1.0
         self.crash_countdown: int | None = None
         self.fetched: dict[int, dict[int, tuple[str, tuple[object, ...]]]] = {}
@@ -172,12 +174,13 @@ class World(Network):
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), action))
 
     def delay(self) -> float:
-        """Seconds a message takes: mostly little, sometimes much."""
+        """Seconds that a message takes: mostly few, sometimes many."""
         chance = self.rng.random()
         return 0.3 * self.rng.random() if chance < 0.03 else 0.005 + 0.04 * chance
 
     def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
-        """Until the coordinator has stopped (or `until`); a Violation when that takes too long."""
+        """Run until the coordinator has stopped (or `until`); a Violation if that takes too
+        long."""
         end = self.now + limit_seconds
         while not (until() if until else self.stopped):
             if not self._queue or self._queue[0][0] > end:
@@ -205,7 +208,7 @@ class World(Network):
         self.stopped = False
 
     def crash(self, back_after: float | None = 2.0) -> None:
-        """The coordinator's memory is gone; what it had persisted is not."""
+        """The coordinator's memory is lost; what it had persisted is not."""
         self.run_state, self.crash_countdown = None, None
         links, self.current = self.current, {}
         self.fetched.clear()
@@ -261,7 +264,7 @@ class World(Network):
     def _close(self, link: Link) -> None:
         link.open = False
         link.peer.link_lost(link)
-        # The shell tells the core of every stream's end; this one it knows already.
+        # The shell reports the end of every stream, also of one that the core has closed.
         self.later(
             0.01, lambda: self.deliver(SessionLost(SessionNumber(link.number), link.peer.id))
         )
@@ -278,7 +281,7 @@ class World(Network):
             self._to_client(link, lambda: link.peer.on_message(link, message))
 
     def _to_client(self, link: Link, action: Callable[[], None]) -> None:
-        """In order, like a stream; nothing arrives on a broken one."""
+        """Deliver in order, like a stream; nothing arrives on a broken one."""
         link.down_at = max(link.down_at + 1e-6, self.now + self.delay())
         link.peer.later(link.down_at - self.now, lambda: link.open and action())
 
@@ -293,7 +296,7 @@ class World(Network):
         self.later(link.up_at - self.now, arrive)
 
     def attach(self, peer: SimPeer) -> None:
-        """A peer says Hello on a new stream, or finds nobody there."""
+        """A peer sends Hello on a new stream, or finds no coordinator."""
         link = Link(next(self._sessions), peer)
         hello, receipts = peer.hello()
         generation = self.generation
@@ -318,7 +321,7 @@ class World(Network):
         self.later(self.delay(), arrive)
 
     def cut(self, link: Link) -> None:
-        """The connection breaks: both ends notice, each in its own time."""
+        """The connection breaks: both ends notice, each after its own delay."""
         link.open = False
         if self.current.get(link.peer.id) is link:
             del self.current[link.peer.id]
@@ -348,7 +351,7 @@ class World(Network):
             )
             self.deliver(CheckpointStored(snapshot.version, stages))
 
-    # ---- people and faults
+    # ---- volunteers and faults
 
     def join(self, memory_bytes: int = 1000) -> SimPeer:
         peer = SimPeer(self, PeerId(f"peer{next(self._names)}"))
@@ -365,7 +368,8 @@ class World(Network):
         self.deliver(StopRequested())
 
     def ban(self, peer: SimPeer, seconds: float) -> None:
-        """By the organiser, whether the coordinator runs or not; after `seconds` it may return."""
+        """Ban by the organiser, whether the coordinator runs or not; after `seconds` the peer may
+        return."""
         if peer.id in self.banned:
             return
         self.banned[peer.id] = self.now
@@ -379,7 +383,7 @@ class World(Network):
         self.start_again(peer)
 
     def start_again(self, peer: SimPeer) -> None:
-        """Its user starts a peer again that was refused and may take part now."""
+        """Restart a refused peer that may take part now, as its user would."""
         if peer.alive and peer.gone and not peer.leaving:
             peer.kill()
         if not peer.alive and not peer.leaving:
@@ -420,8 +424,8 @@ class World(Network):
             getattr(victim, fault.kind)(fault.seconds)
 
     def calm(self) -> None:
-        """Faults are over, and just as many volunteers come and stay as the run cannot do without:
-        one each for what has been trained, and what the organiser wants for a beginning."""
+        """End the faults, and keep just as many volunteers as the run needs: one per stage once it
+        has trained, and the organiser's starting number before."""
         self.crash_countdown = None
         if self.run_state is None:
             self.later(0.1, self.start_coordinator)
@@ -431,7 +435,7 @@ class World(Network):
             self.join()
 
     def _stays(self, peer: SimPeer) -> bool:
-        """Whether a run can count on it, now that nothing befalls anybody any more."""
+        """Whether the run can count on the peer, now that there are no more faults."""
         fits = all(peer.memory_bytes >= stage.memory_bytes for stage in self.manifest.stages)
         return (
             peer.alive

@@ -1,4 +1,5 @@
-"""The core and admission: who is revoked is gone like a dead peer, and all are told at once."""
+"""Admission in the core: a revoked peer is removed like a dead one, and members are notified at
+once."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ A0, A1, B0, B1 = (PeerId(name) for name in ("a0", "a1", "b0", "b1"))
 
 
 def staffed(**options: object) -> Bench:
-    """Two peers at either of two stages, and the first step under way."""
+    """Two peers at each of two stages, and the first step in progress."""
     bench = Bench(**options)
     bench.join_all("a0", "b0", "a1", "b1")
     assert bench.run.phase is RunPhase.COLLECT
@@ -106,7 +107,7 @@ def test_what_a_revoked_peer_had_counted_is_leased_again_to_others() -> None:
     commands = bench.tick(3.0)
     leases = [m for p in ("a0", "b0", "b1") for m in bench.sent(p, Lease, commands)]
     leased = {item.microbatch: item.accumulate for m in leases for item in m.microbatches}
-    # Only the stage that lost them counts them again.
+    # Only the stage that lost the cells counts them again.
     assert leased == {MicrobatchIndex(0): (StageIndex(1),), MicrobatchIndex(1): (StageIndex(1),)}
 
 
@@ -143,7 +144,7 @@ def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end()
     for peer in ("a0", "a1", "b0"):
         [roster] = rosters(bench, peer)
         assert roster.revoked == ("b1",)
-        # Those that have not applied yet are at another version, and still everybody's peers.
+        # Members that have not applied yet are at another version, and still in the roster.
         assert peers_of(roster) == {"a0", "a1", "b0"}
     for peer in ("a1", "b0"):
         bench.apply(peer)
@@ -249,7 +250,7 @@ def test_a_newer_certificate_reaches_its_peer_at_once_and_the_others_within_a_wh
     assert [m.certificate for m in bench.sent("a1", CertificateRenewed)] == ["newer"]
     certificates = {r.peer: r.certificate for r in rosters(bench, "a0")[0].peers}
     assert certificates == {"a0": "cert", "a1": "newer", "b0": "cert", "b1": "cert"}
-    # The next one must not cost everybody another roster so soon.
+    # The next certificate must not cause another roster so soon.
     bench.event(CertificateIssued(A0, "newer"))
     assert [m.certificate for m in bench.sent("a0", CertificateRenewed)] == ["newer"]
     assert rosters(bench, "b0") == []
@@ -270,7 +271,7 @@ def test_the_coordinators_own_certificate_is_renewed_where_it_is_named_as_a_hold
     assert bench.run.coordinator == COORDINATOR.model_copy(update={"certificate": "newer"})
 
 
-# ---------------------------------------------------------------- where a peer is
+# ---------------------------------------------------------------- addresses
 
 
 def test_a_hello_says_how_a_peer_is_reached_and_the_roster_passes_it_on() -> None:

@@ -1,4 +1,4 @@
-"""Volunteers that leave: they get away soon, and nothing goes with them."""
+"""Leaving volunteers: they are released soon, and nothing is lost with them."""
 
 from __future__ import annotations
 

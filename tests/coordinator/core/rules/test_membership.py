@@ -1,4 +1,4 @@
-"""Who takes part and with which stage: attaching, syncing, dying, coming back."""
+"""Membership and stages: attaching, syncing, losing and returning peers."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_holder_that_does_not_answer_keeps_a_newcomer_waiting_for_two_seconds_
 
 
 def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
-    """Saving a large stage takes everybody about as long, and longer than two seconds."""
+    """Saving a large stage takes all holders about as long, and longer than two seconds."""
     bench = training()
     bench.attach("c0", wanted_stage=0)
     bench.say("c0", StageRequest(stage=StageIndex(0)))
@@ -170,7 +170,7 @@ def test_who_saves_a_little_later_than_the_first_is_a_source_too() -> None:
 
 
 def waiting_for_stage_0(*newcomers: str) -> Bench:
-    """They have come in this order; a0 alone has saved the stage's state."""
+    """Peers that joined in this order; a0 alone has saved the stage's state."""
     bench = training()
     for newcomer in newcomers:
         bench.attach(newcomer, wanted_stage=0)
@@ -270,7 +270,7 @@ def test_a_download_that_the_step_does_not_wait_for_starts_over_with_the_next_ve
     for peer in bench.closing():
         bench.apply(peer)
     assert bench.run.version == 2
-    # At once: it has most of the step's time for it then.
+    # At once, so that most of the step's time is left for it.
     assert bench.sent("a0", SaveSnapshot) == [SaveSnapshot(version=2, stage=0)]
     bench.say("c0", Ready(stage=0, version=1, digest="d"))
     assert bench.run.peers[PeerId("c0")].phase is PeerPhase.SYNCING
@@ -298,7 +298,7 @@ def test_a_source_that_failed_is_not_named_again_at_once() -> None:
     assert len(bench.sent("a", AssignStage, bench.tick(2.0))) == 1
 
 
-# ---- dying and coming back
+# ---- loss and return
 
 
 def test_a_silent_peer_is_dropped_and_only_what_it_held_is_leased_again() -> None:

@@ -86,7 +86,7 @@ def test_the_first_receipt_of_a_cell_counts_and_the_second_does_not() -> None:
 )
 def test_a_receipt_that_cannot_be_right_does_not_count(changes: dict[str, Any]) -> None:
     bench = collecting()
-    # Past the check at the edge, which refuses some of these already.
+    # Past the parser's check, which refuses some of these already.
     bad = bench.receipt("a1", 0).model_copy(update=changes)
     bench.resolve("a0", 0, lease=0, receipts=(bad,))
     assert not bench.step().table

@@ -1,4 +1,4 @@
-"""Volunteers that pause: nobody waits for them, and what they have counted still counts."""
+"""Pausing volunteers: the run does not wait for them, and what they have counted still counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def trained(*names: str, **options: Any) -> Bench:
 
 
 def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, bool]:
-    """Who takes work, in the newest roster among the commands."""
+    """Whether each peer takes work, by the newest roster among the commands."""
     roster = bench.sent(to, Roster, commands)[-1]
     return {record.peer: record.accepts_work for record in roster.peers}
 

@@ -1,4 +1,4 @@
-"""What the coordinator says and does about a move, word for word."""
+"""The coordinator's decisions on moves, their texts, and their execution."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
         for peer in peers:
             bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
             bench.say(peer, StageRequest(stage=StageIndex(stage)))
-            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would go elsewhere, too
+            bench.run.peers[PeerId(peer)].wanted_stage = None  # it would be moved, too
     for peer in ("a", "b", "c", *at_stage_1):
         bench.ready(peer)
     bench.one_step()
@@ -42,7 +42,7 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
 
 
 def decided(bench: Bench) -> str:
-    """The peer that is on its way, after a period."""
+    """The moving peer, after one period."""
     bench.tick(PERIOD + 1.0)
     (mover,) = bench.run.peers.movers
     return mover
@@ -55,7 +55,7 @@ def told(bench: Bench) -> dict[str, object]:
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:
-    """The mover is told where the next stage's state is; who holds it has saved it."""
+    """Send the moving peer its source for the next stage, whose holder has saved the state."""
     (asked,) = bench.sent("d", SaveSnapshot, bench.log)
     assert asked.stage == 1
     ready = SnapshotReady(version=asked.version, stage=asked.stage, item="x", bytes=10, sha256=SHA)

@@ -1,4 +1,4 @@
-"""Checkpoints, leaving, stopping, finishing: nothing is lost, and nobody is kept for long."""
+"""Checkpoints, stopping and finishing: nothing is lost, and no peer is kept for long."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def test_a_second_stop_changes_nothing() -> None:
     assert bench.commands(ShutDown, bench.tick(11.0))
 
 
-# ---- what people see
+# ---- the status
 
 
 def test_the_status_is_plain_json_in_every_phase() -> None:

@@ -1,4 +1,4 @@
-"""A stage that has lost everybody: who takes it over, and from which version the run goes on."""
+"""A stage that has lost every holder: its new holder, and the version to continue from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from swarm_shared.protocol import (
 
 
 def lost_stage() -> Bench:
-    """Version 3, checkpoint at 2, and nobody left at stage 1."""
+    """Version 3, checkpoint at 2, and no peer left at stage 1."""
     bench = Bench(checkpoint_steps=2, steps=9)
     bench.join_all("a0", "b0", "a1")
     bench.one_step()
@@ -267,7 +267,7 @@ def test_who_chose_its_stage_or_has_paused_or_leaves_is_not_moved() -> None:
 
 
 def lost_and_back() -> Bench:
-    """Version 3 after a restart; stage 1 overdue, and its peer back with step 3 averaged."""
+    """Version 3 after a restart; stage 1 overdue, and its peer returned with step 3 averaged."""
     bench = Bench.restarted(3, checkpoint=2)
     bench.attach("a0", stage=0, version=3)
     bench.tick(30.0)
@@ -309,7 +309,7 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
 
 
 def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left() -> None:
-    """Its stage goes on without it meanwhile, and then has only it."""
+    """Its stage goes on without it, and is then left with only this peer."""
     bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
     bench.attach("a0", stage=0, version=3)
     bench.attach("a1", stage=1, version=3)
@@ -343,7 +343,7 @@ def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
 
 
 def test_what_the_other_stages_have_counted_is_not_counted_again_for_a_lost_stage() -> None:
-    """At a version that is stored, a newcomer takes the stage and only its cells are open."""
+    """At a stored version, a joining peer takes the stage and only its cells are open."""
     bench = Bench(checkpoint_steps=1, steps=9)
     bench.join_all("a0", "a1")
     bench.one_step()

@@ -1,4 +1,5 @@
-"""Close, norm, apply: when a step counts, when an attempt is given up, and who sits it out."""
+"""Close, norm, apply: when a step counts, when an attempt is aborted, and which peer is
+excluded."""
 
 from __future__ import annotations
 
@@ -271,7 +272,7 @@ def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> 
     step = bench.step()
     sound = RoundReport(step=step.step, attempt=step.attempt, ok=True, own_squared=1.0)
     for peer in ALL:
-        # Past the check at the edge, which refuses it already.
+        # Past the parser's check, which refuses it already.
         bench.say(peer, sound.model_copy(update={"own_squared": 1.7e308}))
     assert not bench.records(AppliedStep)
     assert bench.run.phase is RunPhase.COLLECT

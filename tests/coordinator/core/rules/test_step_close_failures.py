@@ -1,4 +1,4 @@
-"""Members that die, hang or fail again and again in a close."""
+"""Members that die, hang or fail repeatedly during a close."""
 
 from __future__ import annotations
 

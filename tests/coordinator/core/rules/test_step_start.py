@@ -1,4 +1,4 @@
-"""When training begins, and when it goes on after a restart of the coordinator."""
+"""The start of training, and its continuation after a restart of the coordinator."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_trainin
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0)
     bench.join("c0", 0)
-    # It held this stage before the coordinator went away, and finds a newcomer in its place.
+    # It held this stage before the restart; another peer has taken its place since.
     bench.attach("b0", stage=0, version=0)
     [moved] = [p for p in ("a0", "b0", "c0") if bench.sent(p, AssignStage)]
     assert [a.stage for a in bench.sent(moved, AssignStage)] == [1]

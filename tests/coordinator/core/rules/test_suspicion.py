@@ -1,4 +1,5 @@
-"""Peers that compute wrongly: marked, shown as such, and synced anew where somebody else can."""
+"""Peers that compute wrongly: flagged, shown as such, and synced anew if another peer holds the
+stage."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def marked(bench: Bench) -> dict[str, Any]:
 
 
 def applied_by_all(bench: Bench, **digests: str) -> None:
-    """One step, in which these tell another digest than the rest."""
+    """One step, in which these peers report another digest than the rest."""
     bench.fill()
     bench.average_all()
     for peer in bench.closing():

@@ -1,4 +1,4 @@
-"""How busy stages are, how long microbatches take, and what was rejected: sums of bounded size."""
+"""Utilisation of stages, service times of microbatches, and rejections: sums of bounded size."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from swarm_shared.protocol import Heartbeat, NotFinite
 
 ZERO = StageIndex(0)
 WITHIN = 2**0.5 - 1
-"""How far a quantile may be off: a bucket's width."""
+"""Allowed relative error of a quantile: a bucket's width."""
 
 
 def heard(
     figures: UtilisationStats, seconds: int, busy: float, microbatches: int, start: int = 0
 ) -> None:
-    """One peer at stage 0 that beats every second."""
+    """One peer at stage 0 with a heartbeat every second."""
     beat = LastHeartbeat()
     for second in range(start, start + seconds + 1):
         figures.record(beat, ZERO, busy, microbatches, float(second))
@@ -107,7 +107,7 @@ def test_the_figures_of_a_long_run_take_no_more_room_than_those_of_a_short_one()
     assert len(figures.rejected) == 0
 
 
-# ---------------------------------------------------------------- what the core takes for a figure
+# ---------------------------------------------------------------- what the core records
 
 
 def stepping() -> Bench:
@@ -196,7 +196,7 @@ def test_receipts_that_do_not_count_are_counted_by_the_reason() -> None:
 def test_gradients_that_are_not_finite_and_parameters_that_differ_are_counted() -> None:
     bench = stepping()
     step = Step(bench.run.version + 1)
-    for peer in ("b0", "a0"):  # the second one is not marked: it is the model's doing
+    for peer in ("b0", "a0"):  # the second one is not flagged: the model is the cause
         bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
     assert rejected(bench) == {Rejection.NOT_FINITE: 2}
     bench = stepping()
