@@ -78,7 +78,7 @@ def test_a_peer_that_returns_does_not_use_the_token_again() -> None:
         ("secret", {}, True, "was revoked by the organiser"),
     ],
 )
-def test_a_token_that_admits_nobody_says_why(
+def test_a_token_that_admits_no_peer_gives_the_reason(
     secret: str | None, changes: dict[str, object], revoked: bool, reason: str
 ) -> None:
     book = book_of(token(**changes), *([TokenRevoked(1)] if revoked else []))
@@ -86,14 +86,14 @@ def test_a_token_that_admits_nobody_says_why(
         book.usable_token(secret, NOW)
 
 
-def test_a_token_that_expires_keeps_those_that_it_has_let_in() -> None:
+def test_an_expired_token_keeps_the_peers_that_it_has_admitted() -> None:
     book = book_of(token(expires_at=NOW + 60), MemberAdmitted(ANNA, 1))
     assert book.usable_token("secret", NOW + 59).token == 1
     assert book.state_of(book.tokens[1], NOW + 60) is TokenState.EXPIRED
     assert book.refusal("token", ANNA) is None
 
 
-def test_a_revoked_token_takes_the_membership_back_from_whom_no_other_token_has_let_in() -> None:
+def test_revoking_a_token_ends_the_membership_of_peers_without_another_token() -> None:
     book = book_of(
         token(1), token(2, "other"), MemberAdmitted(ANNA, 1), MemberAdmitted(BERT, 1),
         MemberAdmitted(BERT, 2), TokenRevoked(1),
@@ -189,7 +189,7 @@ def last(records: list[AdmissionRecord], peer: PeerId, *kinds: type) -> Admissio
 
 
 @given(histories(), peers, st.sampled_from(["open", "token", "allow-list"]))
-def test_who_may_take_part_follows_from_the_last_word_on_each(
+def test_the_right_to_take_part_follows_from_the_last_record_on_each_peer(
     records: list[AdmissionRecord], peer: PeerId, mode
 ) -> None:
     revoked = {r.token for r in records if isinstance(r, TokenRevoked)}
@@ -212,7 +212,7 @@ def an_empty_database() -> sqlite3.Connection:
 
 
 @given(histories())
-def test_what_the_database_says_is_what_memory_says(records: list[AdmissionRecord]) -> None:
+def test_the_database_agrees_with_memory(records: list[AdmissionRecord]) -> None:
     connection = sqlite3.connect(":memory:", isolation_level=None)
     an_empty_database().backup(connection)
     book = AdmissionBook()

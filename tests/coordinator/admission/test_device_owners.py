@@ -81,7 +81,9 @@ PEERS = st.sampled_from([A, B, C, D])
 
 
 @given(st.lists(st.tuples(PEERS, st.none() | PEERS)))
-def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId | None]]) -> None:
+def test_no_sequence_of_hellos_creates_a_chain_of_owners(
+    hellos: list[tuple[PeerId, PeerId | None]],
+) -> None:
     book, last = DeviceOwners(), dict[PeerId, PeerId]()
     for device, owner in hellos:
         if device == owner:
@@ -98,7 +100,7 @@ def test_whatever_is_said_no_chain_ever_stands(hellos: list[tuple[PeerId, PeerId
 
 
 @pytest.mark.parametrize("text", ["", "AAAA", "not base64!", "=" * 2000])
-def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
+def test_an_invalid_binding_is_refused_with_a_sentence(text: str) -> None:
     with pytest.raises(ProtocolError):
         named_owner(FIRST.peer_id, text)
 
@@ -106,7 +108,7 @@ def test_what_is_no_binding_is_refused_in_a_sentence(text: str) -> None:
 # ---------------------------------------------------------------- stored bindings
 
 
-def test_both_kinds_of_database_keep_the_newest_word_and_rows_are_people(
+def test_both_kinds_of_database_keep_the_newest_binding_and_rows_are_owners(
     new_place: Callable[[], DatabaseLocation], tmp_path: Path
 ) -> None:
     at = new_place()
@@ -156,7 +158,7 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
     store.close()
 
 
-def test_the_news_add_up_a_persons_devices_and_rank_by_the_sum() -> None:
+def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
     board = Leaderboard(Bench().manifest)
     board.add(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
     board.name(VICTIM.peer_id, "vera", None)

@@ -178,7 +178,7 @@ class Stage:
 
 @settings(max_examples=200)
 @given(st.lists(actions, min_size=5, max_size=40), st.sampled_from([None, 0, 1]))
-def test_whatever_one_client_says_the_core_goes_on(
+def test_no_messages_of_one_client_stop_the_core(
     said: list[tuple[str, Any]], holds: int | None
 ) -> None:
     stage = Stage(holds)

@@ -51,7 +51,7 @@ def run_to_the_end(options: Options, seed: int, faults: tuple[Fault, ...] = ()) 
     phases=[Phase.explicit, Phase.reuse, Phase.generate], print_blob=True,
 )  # fmt: skip
 @given(options_strategy, st.integers(0, 2**32), faults_strategy)
-def test_whoever_is_moved_when_every_microbatch_counts_once_and_the_run_ends(
+def test_moves_at_any_time_leave_every_microbatch_counted_once_and_the_run_ends(
     options: Options, seed: int, faults: tuple[Fault, ...]
 ) -> None:
     run_to_the_end(options, seed, faults)
@@ -70,7 +70,7 @@ def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
     assert made > 0
 
 
-def test_changes_of_the_roster_tell_members_what_whole_rosters_would(
+def test_roster_changes_give_members_the_same_roster_as_whole_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In a large run; every world checks each peer's roster when it is served."""

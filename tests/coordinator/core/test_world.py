@@ -201,7 +201,7 @@ ENDLESS: dict[str, tuple[Options, int, tuple[Fault, ...]]] = {
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
+def test_a_swarm_without_faults_needs_one_attempt_a_step(
     stages: int, tied: bool, staleness: Literal[0, 1]
 ) -> None:
     options = Options(
@@ -220,7 +220,7 @@ def test_a_swarm_that_nothing_befalls_needs_one_attempt_a_step(
 @given(options_strategy, st.integers(0, 2**32), faults_strategy)
 @example(Options(), 0, (Fault(2.0, "kill"), Fault(0.1, "kill", 1), Fault(0.1, "kill", 2)))
 @example(Options(), 1, (Fault(3.0, "crash"), Fault(0.5, "crash_between", 3), Fault(6.0, "cut")))
-def test_whatever_happens_every_microbatch_counts_once_and_the_run_ends(
+def test_under_any_faults_every_microbatch_counts_once_and_the_run_ends(
     options: Options, seed: int, faults: tuple[Fault, ...]
 ) -> None:
     run_to_the_end(options, seed, faults)
@@ -252,7 +252,7 @@ def test_a_revoked_peer_that_goes_on_sending_is_turned_away_and_changes_nothing(
 
 
 @pytest.mark.parametrize("at", range(24))
-def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_said(
+def test_a_coordinator_that_dies_between_any_two_commands_loses_nothing_it_has_sent(
     at: int,
 ) -> None:
     faults = (Fault(2.0 + 0.1 * (at % 5), "crash_between", at),)

@@ -76,7 +76,7 @@ def test_a_trace_that_was_saved_gives_the_run_that_its_model_gave(folder: Path) 
     assert recorded["steps"] == pytest.approx(model["steps"], abs=2)
 
 
-def test_simulating_says_what_it_found_and_changes_nothing_in_the_run(
+def test_a_simulation_prints_its_result_and_changes_nothing_in_the_run(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
@@ -88,7 +88,7 @@ def test_simulating_says_what_it_found_and_changes_nothing_in_the_run(
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_a_run_that_cannot_begin_says_what_it_waits_for(
+def test_a_run_that_cannot_begin_reports_what_it_waits_for(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["simulate", str(folder), "--fleet", "1", "--trace", "steady", "--hours", "0.05"]

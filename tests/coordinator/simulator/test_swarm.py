@@ -44,7 +44,7 @@ def simulated(manifest: Manifest, changes: list[TraceEvent], seed: int) -> Swarm
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
+def test_an_uplink_serves_only_downloads_that_are_still_awaited(
     manifest: Manifest, seed: int
 ) -> None:
     names = [f"machine-{number}" for number in range(12)]
@@ -57,7 +57,7 @@ def test_a_line_serves_only_downloads_that_somebody_still_waits_for(
     assert served <= 32 * len(swarm.downloads.under_way())
 
 
-def test_a_machine_that_comes_back_before_it_is_missed_hears_only_what_is_said_to_it(
+def test_a_machine_that_returns_before_its_loss_is_detected_receives_only_its_own_messages(
     manifest: Manifest,
 ) -> None:
     """It says that it leaves, vanishes, and connects anew while the coordinator still waits."""

@@ -74,7 +74,7 @@ def where(address: str = "new", **changes: object) -> AddressUpdate:
 # ---------------------------------------------------------------- revoked
 
 
-def test_a_revoked_peer_is_told_why_and_its_session_ends() -> None:
+def test_a_revoked_peer_receives_the_reason_and_its_session_ends() -> None:
     bench = staffed()
     revoke(bench, "a1", reason="the organiser has banned this peer from the run: it cheats")
     [refused] = bench.sent("a1", Refused)
@@ -87,7 +87,7 @@ def test_a_revoked_peer_is_told_why_and_its_session_ends() -> None:
     assert any("it cheats" in note.text for note in bench.commands(Note))
 
 
-def test_everybody_else_is_told_at_once_whom_not_to_serve() -> None:
+def test_all_other_members_are_notified_of_a_revocation_at_once() -> None:
     bench = staffed()
     revoke(bench, "a1")
     for peer in ("a0", "b0", "b1"):
@@ -111,7 +111,7 @@ def test_what_a_revoked_peer_had_counted_is_leased_again_to_others() -> None:
     assert leased == {MicrobatchIndex(0): (StageIndex(1),), MicrobatchIndex(1): (StageIndex(1),)}
 
 
-def test_a_receipt_of_a_revoked_peer_that_others_bring_does_not_count() -> None:
+def test_a_receipt_of_a_revoked_peer_in_another_report_does_not_count() -> None:
     bench = staffed()
     receipt = bench.receipt("a1", 0)
     revoke(bench, "a1")
@@ -134,7 +134,7 @@ def test_a_revocation_in_the_middle_of_a_close_aborts_the_attempt() -> None:
     assert not bench.sent("a1", Close)
 
 
-def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end() -> None:
+def test_a_revocation_while_a_step_is_applied_reaches_every_member_before_its_end() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
@@ -152,7 +152,7 @@ def test_a_revocation_while_a_step_is_applied_reaches_everybody_before_its_end()
     assert peers_of(rosters(bench, "a0")[-1]) == {"a0", "a1", "b0"}
 
 
-def test_whoever_attaches_while_a_step_is_applied_hears_of_the_revoked_at_once() -> None:
+def test_a_peer_that_attaches_while_a_step_is_applied_receives_the_revocations_at_once() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
@@ -207,7 +207,7 @@ def test_a_reinstated_peer_may_be_served_again_and_comes_back() -> None:
     assert A1 in peers_of(rosters(bench, "a0")[-1])
 
 
-def test_reinstating_somebody_who_was_not_revoked_tells_nobody_anything() -> None:
+def test_reinstating_a_peer_that_was_not_revoked_sends_nothing() -> None:
     bench = staffed()
     assert bench.event(PeersReinstated((A1,))) == []
 
@@ -219,7 +219,7 @@ def test_a_peer_that_the_shell_lets_in_again_is_not_revoked_any_more() -> None:
     assert rosters(bench, "a0")[-1].revoked == ()
 
 
-def test_a_restarted_coordinator_goes_on_telling_of_the_revoked() -> None:
+def test_a_restarted_coordinator_still_publishes_revocations() -> None:
     bench = Bench()
     run = begin(
         bench.manifest, "manifest", COORDINATOR, Restored(2, Version(0), None, None, False, None),
@@ -243,7 +243,7 @@ def test_a_roster_carries_the_newest_of_more_revoked_peers_than_it_can_hold() ->
 # ---------------------------------------------------------------- certificates
 
 
-def test_a_newer_certificate_reaches_its_peer_at_once_and_the_others_within_a_while() -> None:
+def test_a_renewed_certificate_reaches_its_peer_at_once_and_the_roster_later() -> None:
     bench = staffed()
     bench.tick(2 * RENEWED_ROSTER_SECONDS)
     bench.event(CertificateIssued(A1, "newer"))
@@ -259,7 +259,7 @@ def test_a_newer_certificate_reaches_its_peer_at_once_and_the_others_within_a_wh
     assert {r.peer: r.certificate for r in roster.peers}["a0"] == "newer"
 
 
-def test_a_certificate_for_a_peer_that_has_left_is_nobodys() -> None:
+def test_a_certificate_for_a_peer_that_has_left_is_ignored() -> None:
     bench = staffed()
     bench.lose("a1")
     assert bench.event(CertificateIssued(A1, "newer")) == []
@@ -274,7 +274,7 @@ def test_the_coordinators_own_certificate_is_renewed_where_it_is_named_as_a_hold
 # ---------------------------------------------------------------- addresses
 
 
-def test_a_hello_says_how_a_peer_is_reached_and_the_roster_passes_it_on() -> None:
+def test_the_roster_carries_the_reachability_of_a_hello() -> None:
     bench = Bench()
     bench.join("a0", 0, reachability=Reachability.MAPPED, offers_relay=True, addresses=("x",))
     bench.join("b0", 1)
@@ -283,7 +283,7 @@ def test_a_hello_says_how_a_peer_is_reached_and_the_roster_passes_it_on() -> Non
     assert (records[B0].reachability, records[B0].offers_relay) == (Reachability.UNKNOWN, False)
 
 
-def test_a_peer_that_moves_is_known_to_all_at_its_new_place() -> None:
+def test_a_peer_s_new_address_reaches_all_members() -> None:
     bench = staffed()
     bench.tick(5.0)
     carrier = CarrierAddress(peer="p2pd-2", addresses=("c",), binding="b")
@@ -298,7 +298,7 @@ def test_a_peer_that_moves_is_known_to_all_at_its_new_place() -> None:
         )  # fmt: skip
 
 
-def test_a_peer_that_says_the_same_again_costs_nobody_a_roster() -> None:
+def test_an_unchanged_address_update_causes_no_roster() -> None:
     bench = staffed()
     bench.tick(5.0)
     bench.say("a1", where())
@@ -322,7 +322,7 @@ def test_a_peer_whose_addresses_flicker_costs_one_roster_a_second_at_most() -> N
     assert {r.peer: r.addresses for r in newest.peers}[A1] == ("address-99",)
 
 
-def test_a_newcomer_without_a_stage_moves_without_a_word_to_others() -> None:
+def test_a_new_address_of_a_peer_without_a_stage_is_not_published() -> None:
     bench = staffed()
     bench.tick(5.0)
     bench.attach("c")
@@ -331,7 +331,7 @@ def test_a_newcomer_without_a_stage_moves_without_a_word_to_others() -> None:
     assert bench.run.peers[PeerId("c")].addresses == ("new",)
 
 
-def test_a_peer_that_moves_while_a_step_is_applied_is_found_after_it() -> None:
+def test_a_new_address_during_an_apply_is_published_after_it() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()

@@ -117,7 +117,7 @@ def test_when_both_peers_of_a_stage_leave_they_leave_a_checkpoint_behind() -> No
     assert bench.sent("b0", Goodbye, commands)
 
 
-def test_when_everybody_leaves_everybody_gets_away_and_the_version_is_stored() -> None:
+def test_when_all_peers_leave_all_are_released_and_the_version_is_stored() -> None:
     bench = trained(1)
     bench.report("a0", 0)
     for peer in ALL:

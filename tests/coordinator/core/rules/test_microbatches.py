@@ -53,7 +53,7 @@ def test_a_peer_that_is_no_trainer_gets_no_lease() -> None:
     assert {peer for peer, *_ in leased(bench)} == {"a1"}
 
 
-def test_without_a_trainer_the_run_waits_and_says_so() -> None:
+def test_without_a_trainer_the_run_waits_and_reports_it() -> None:
     bench = Bench()
     bench.join("a0", 0, trainer=False)
     bench.join("a1", 1, trainer=False)
@@ -170,7 +170,7 @@ def test_a_trainer_that_delivers_keeps_its_leases_however_long_its_step_takes() 
     assert [microbatch for *_, microbatch, _ in expired] == [m for _, m in driven["b1"]]
 
 
-def test_a_trainer_that_says_it_delivered_and_did_not_loses_its_leases() -> None:
+def test_a_trainer_that_falsely_reports_delivery_loses_its_leases() -> None:
     bench = Bench(microbatches=8, starting=2, limits={"lease_seconds": 20.0})
     bench.join_all("a0", "b0", "a1", "b1")
     (trainer, lease, first, _), (*_, second, _) = [x for x in leased(bench) if x[0] == "a0"]
@@ -208,7 +208,7 @@ def test_lease_numbers_of_another_generation_are_never_used_again() -> None:
     )
 
 
-def test_nothing_is_leased_while_a_stage_has_nobody() -> None:
+def test_nothing_is_leased_while_a_stage_has_no_peer() -> None:
     bench = collecting()
     bench.resolve_all()
     bench.lose("a1")
@@ -257,7 +257,7 @@ def test_a_mask_waits_out_one_reporting_interval_and_knows_what_came_in_meanwhil
     assert (mask.request, mask.step, mask.microbatch, mask.accumulate) == (5, 1, 1, (0,))
 
 
-def test_a_mask_for_a_step_that_is_over_lets_nobody_count() -> None:
+def test_a_mask_for_a_step_that_is_over_is_empty() -> None:
     bench = collecting()
     ask(bench, "a0", 1)
     bench.one_step()

@@ -33,13 +33,13 @@ def waits_for(bench: Bench) -> object:
     return status_of(bench.run, bench.now)["waiting_for"]
 
 
-def test_who_pauses_is_offered_to_nobody_and_is_again_when_it_goes_on() -> None:
+def test_a_paused_peer_accepts_no_work_in_the_roster_until_it_resumes() -> None:
     bench = trained()
     assert offered(bench, bench.pause("b0")) == {"a0": True, "b0": False, "a1": True, "b1": True}
     assert offered(bench, bench.resume("b0")) == dict.fromkeys(ALL, True)
 
 
-def test_who_pauses_gets_no_leases_and_keeps_its_place_in_the_close() -> None:
+def test_a_paused_peer_gets_no_leases_and_stays_a_member_of_the_close() -> None:
     bench = trained()
     bench.resolve_all()
     bench.report("b0", 0)
@@ -79,7 +79,7 @@ def test_leases_that_a_pausing_trainer_hands_back_go_to_the_others() -> None:
 
 
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between two steps"])
-def test_a_stage_whose_only_peer_pauses_is_waited_for_and_the_run_says_so(between: bool) -> None:
+def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between: bool) -> None:
     bench = trained("a0", "a1", "b1")
     if between:
         bench.fill()
@@ -101,7 +101,7 @@ def test_a_stage_whose_only_peer_pauses_is_waited_for_and_the_run_says_so(betwee
     assert any(bench.sent(peer, Lease, commands) for peer in ("a0", "a1", "b1"))
 
 
-def test_a_newcomer_is_sent_where_everybody_pauses() -> None:
+def test_a_joining_peer_gets_a_stage_whose_peers_all_pause() -> None:
     bench = trained("a0", "b0", "c0", "a1")
     bench.pause("a1")
     bench.attach("new")
@@ -109,7 +109,7 @@ def test_a_newcomer_is_sent_where_everybody_pauses() -> None:
     assert bench.run.peers[PeerId("new")].stage == 1
 
 
-def test_a_newcomer_is_sent_where_there_is_nobody_before_it_doubles_a_paused_peer() -> None:
+def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer() -> None:
     bench = trained("a0", "a1")
     bench.pause("a0")
     bench.lose("a1")
@@ -121,7 +121,7 @@ def test_a_newcomer_is_sent_where_there_is_nobody_before_it_doubles_a_paused_pee
     assert bench.run.peers[PeerId("next")].stage == 0
 
 
-def test_a_newcomer_too_small_for_the_empty_stage_still_helps_where_everybody_pauses() -> None:
+def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_pause() -> None:
     bench = Bench()
     wide = bench.manifest.stages[1].model_copy(update={"memory_bytes": 900})
     bench.run.manifest = bench.manifest.model_copy(
@@ -145,7 +145,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
     assert not bench.sent("b0", AssignStage, commands)
 
 
-def test_status_tells_who_pauses() -> None:
+def test_the_status_shows_paused_peers() -> None:
     bench = trained()
     bench.pause("b1")
     peers: Any = status_of(bench.run, bench.now)["peers"]

@@ -63,7 +63,7 @@ def fetch_beside(bench: Bench, mover: str) -> AssignStage:
     return assigned
 
 
-def test_a_decision_says_why_this_peer_what_it_gains_and_what_it_costs() -> None:
+def test_a_decision_names_its_peer_its_gain_and_its_cost() -> None:
     bench = lopsided()
     mover = decided(bench)
     (decision,) = told(bench)["decisions"]  # type: ignore[misc]
@@ -143,7 +143,7 @@ def test_a_loss_is_looked_at_at_once_and_each_stage_still_rests_for_its_period()
     assert not bench.run.peers.movers
 
 
-def test_a_run_in_balance_says_why_nobody_moves() -> None:
+def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
     bench = lopsided()
     for peer, rate in zip("abcd", (1.0, 1.0, 1.0, 3.0), strict=True):
         for _ in range(40):
@@ -154,7 +154,7 @@ def test_a_run_in_balance_says_why_nobody_moves() -> None:
     assert "is the thinnest" in str(told(bench)["reason"])
 
 
-def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:
+def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
     bench = lopsided()
     sent = bench.run.rebalancing.stages[0].sent_bytes
     assert sent > 0

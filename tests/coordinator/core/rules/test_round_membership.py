@@ -196,7 +196,7 @@ def test_one_that_comes_back_without_its_average_is_synced_after_the_step(
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
-def test_a_newcomer_to_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
+def test_a_peer_that_joins_a_stage_that_has_averaged_takes_part_in_the_next_step() -> None:
     bench = closing(limits={"join_hold_seconds": 60.0})
     stage_0_alone_again(bench)
     bench.failed("a0")
@@ -344,7 +344,7 @@ def switching() -> Bench:
     return bench
 
 
-def test_stages_between_which_somebody_switches_fail_together() -> None:
+def test_stages_between_which_a_peer_switches_fail_together() -> None:
     bench = switching()
     commands = bench.failed("a1")
     assert told(bench, AbortRound, commands) == {"a0", "b0", "c0", "a1", "b1"}
@@ -359,7 +359,7 @@ def test_a_switching_member_that_dies_when_all_others_have_averaged_costs_nothin
     assert bench.closing() == ["a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
+def test_a_stage_is_not_left_to_members_that_switch_away_from_it() -> None:
     bench = switching()
     averaged(bench, "a0", "b0", "c0", "a1", "b1")
     bench.lose("a0")
@@ -368,7 +368,7 @@ def test_a_stage_is_not_left_to_those_who_switch_away_from_it() -> None:
     assert told(bench, AbortRound, commands) == {"c0", "a1", "b1"}
 
 
-def test_a_stage_whose_own_members_are_gone_is_not_applied_by_those_who_come_to_it() -> None:
+def test_a_stage_without_its_own_members_is_not_applied_by_members_that_switch_to_it() -> None:
     """A switching member does not report the norm of its destination."""
     bench = switching()
     averaged(bench, "a0", "b0", "c0", "a2", "b2", "a1")

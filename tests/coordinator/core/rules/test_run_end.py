@@ -68,7 +68,7 @@ def test_a_checkpoint_that_is_due_is_asked_of_one_peer_a_stage_and_training_goes
     assert bench.run.checkpoint == Bench.checkpoint_of(2, 2)
 
 
-def test_a_checkpoint_under_way_is_not_given_up_because_the_next_one_is_due() -> None:
+def test_a_pending_checkpoint_is_not_given_up_because_the_next_one_is_due() -> None:
     bench = trained(2, checkpoint_steps=2)
     bench.save("a0")
     bench.save("a1")
@@ -99,7 +99,7 @@ def test_a_holder_that_dies_before_it_answers_is_replaced() -> None:
     assert [c.holder.peer for c in bench.commands(FetchSnapshot)] == ["b0"]
 
 
-def test_a_holder_that_lost_its_link_before_it_was_told_is_asked_again() -> None:
+def test_a_holder_that_lost_its_link_before_the_request_is_asked_again() -> None:
     bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
     assert savers(bench, bench.attach("a0", stage=0, version=2)) == ["a0"]
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_holder_died_with_the_only_copy_is_given_up() -> None
     assert bench.run.pending_checkpoint is None
 
 
-def test_a_checkpoint_of_a_history_that_was_given_up_is_never_recorded() -> None:
+def test_a_checkpoint_of_an_abandoned_history_is_never_recorded() -> None:
     bench = trained(2, names=("a0", "a1"), checkpoint_steps=2)
     bench.save("a0")
     bench.save("a1")
@@ -216,7 +216,7 @@ def test_after_a_roll_back_behind_the_evaluation_the_run_is_evaluated_again() ->
     assert bench.run.phase is RunPhase.EVALUATING
 
 
-def test_a_run_that_is_finished_already_says_so_and_stops() -> None:
+def test_a_run_that_is_finished_already_stops_at_once() -> None:
     last = Bench.applied_step(1, 7)
     restored = Restored(2, Version(1), last, Bench.checkpoint_of(2, 1), True, 2.0)
     bench = Bench(restored, steps=1, evaluation=1)
@@ -263,12 +263,12 @@ def test_a_stop_in_a_close_lets_the_step_end_first() -> None:
     assert isinstance(commands[-1], ShutDown)
 
 
-def test_a_stop_with_nobody_there_ends_at_once() -> None:
+def test_a_stop_without_peers_ends_at_once() -> None:
     bench = Bench.restarted(3)
     assert isinstance(bench.event(StopRequested())[-1], ShutDown)
 
 
-def test_a_stop_does_not_wait_for_ever() -> None:
+def test_a_stop_waits_for_a_bounded_time() -> None:
     bench = trained(1)
     bench.event(StopRequested())
     assert not bench.commands(ShutDown, bench.tick(29.0))

@@ -60,7 +60,7 @@ def test_a_lost_stage_is_waited_for_before_the_run_goes_back_to_its_checkpoint()
     assert bench.step().step == 3
 
 
-def test_the_roll_back_is_durable_before_anybody_hears_of_it() -> None:
+def test_the_roll_back_is_durable_before_any_peer_receives_it() -> None:
     bench = lost_stage()
     bench.join("c1", 1)
     commands = bench.tick(11.0)
@@ -104,7 +104,7 @@ def test_a_peer_that_comes_back_in_time_saves_the_run_from_going_back() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_the_words_of_an_assignment_that_was_taken_back_are_ignored() -> None:
+def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
     bench = lost_stage()
     bench.attach("c1", wanted_stage=1)
     bench.say("c1", StageRequest(stage=StageIndex(1)))
@@ -153,7 +153,7 @@ def test_a_coordinator_that_finds_no_recent_checkpoint_makes_one_at_once(
         assert not bench.run.checkpoint_overdue
 
 
-def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
+def test_a_restart_keeps_track_of_the_abandoned_history() -> None:
     last = Bench.applied_step(3, attempt=7)
     bench = Bench(
         Restored(2, Version(3), last, None, False, None, True, frozenset({PeerId("a0")}))
@@ -164,7 +164,7 @@ def test_a_restart_does_not_forget_which_history_was_given_up() -> None:
     assert bench.sent("a0", Welcome)[0].keep
 
 
-def test_a_stage_that_nobody_holds_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
+def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one() -> None:
     bench = Bench(checkpoint_steps=100)
     for name in ("x", "y", "z"):
         bench.attach(name)
@@ -228,7 +228,7 @@ def test_a_peer_that_downloads_goes_to_an_empty_stage_before_the_last_holder_doe
     assert (bench.run.peers[PeerId("z")].phase is PeerPhase.READY) is stored
 
 
-def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None:
+def test_an_excluded_peer_takes_a_stage_without_a_holder() -> None:
     bench = Bench(microbatches=1)
     newcomer(bench, "x")
     bench.ready("x")
@@ -248,7 +248,7 @@ def test_a_peer_that_sits_the_step_out_takes_a_stage_that_nobody_holds() -> None
     assert not bench.run.unheld()
 
 
-def test_who_chose_its_stage_or_has_paused_or_leaves_is_not_moved() -> None:
+def test_a_peer_that_chose_its_stage_or_pauses_or_leaves_is_not_moved() -> None:
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
     bench.one_step()
@@ -308,7 +308,7 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
     assert "could not apply step 3" in bench.run.flags[PeerId("a1")].reason
 
 
-def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left() -> None:
+def test_a_peer_that_never_applies_a_missed_step_does_not_keep_a_stage_from_recovery() -> None:
     """Its stage goes on without it, and is then left with only this peer."""
     bench = Bench.restarted(3, checkpoint=2, checkpoint_steps=1)
     bench.attach("a0", stage=0, version=3)
@@ -330,7 +330,7 @@ def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left
     assert not bench.run.unheld()
 
 
-def test_a_run_that_waits_for_a_lost_stage_says_so() -> None:
+def test_a_run_that_waits_for_a_lost_stage_reports_it() -> None:
     bench = lost_stage()
     bench.tick(0.5)
     assert "stage 1" in str(status_of(bench.run, bench.now)["waiting_for"])

@@ -45,7 +45,7 @@ def applied(bench: Bench) -> Bench:
 # ---- closing
 
 
-def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
+def test_each_member_is_sent_its_group_and_its_commit_set() -> None:
     bench = closing()
     closes = {peer: bench.close_of(peer) for peer in ALL}
     assert {peer: close.committed for peer, close in closes.items()} == {
@@ -60,7 +60,7 @@ def test_each_member_is_told_its_group_and_exactly_what_it_may_count() -> None:
         assert own.members == (("a0", "b0") if peer[1] == "0" else ("a1", "b1"))
 
 
-def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_same() -> None:
+def test_a_member_with_a_slow_uplink_sums_less_and_its_stage_receives_equal_weights() -> None:
     bench = Bench()
     thick, thin = Heartbeat(up_bytes_per_second=12.5e6), Heartbeat(up_bytes_per_second=6e5)
     bench.join_all("a0", "b0", "c0", "a1")
@@ -74,7 +74,7 @@ def test_a_member_with_a_thin_line_is_to_sum_less_and_all_of_its_stage_hear_the_
     assert bench.close_of("a1").reductions[0].weights == ()
 
 
-def test_a_step_is_durable_before_anybody_is_told_to_apply_it() -> None:
+def test_a_step_is_durable_before_any_member_is_sent_its_apply() -> None:
     bench = closing()
     for peer in ("a0", "b0", "a1"):
         assert not bench.commands(Persist, bench.averaged(peer, own=4.0 if peer[1] == "0" else 5.0))
@@ -156,7 +156,7 @@ def test_one_stage_alone_has_nothing_to_reduce_a_second_time() -> None:
 # ---- attempts that fail
 
 
-def test_a_carrier_that_fails_is_nobodys_fault_and_the_step_closes_the_next_time() -> None:
+def test_a_carrier_failure_counts_against_no_member_and_the_step_closes_the_next_time() -> None:
     bench = closing()
     commands = bench.failed("a0", culprit="b0", carrier_failed=True)
     assert all(bench.sent(peer, AbortRound, commands) for peer in ("a0", "b0"))
@@ -181,7 +181,7 @@ def test_what_a_member_lacks_is_leased_again_for_its_stage_alone() -> None:
     assert bench.close_of("b1").committed == (0,)
 
 
-def test_nobody_can_say_that_another_s_microbatch_is_missing() -> None:
+def test_no_peer_can_report_another_peer_s_microbatch_as_missing() -> None:
     bench = closing()
     bench.failed("a1", missing=(0, 1))
     assert len(bench.step().table) == 4
@@ -193,7 +193,7 @@ def test_a_member_that_emptied_its_accumulator_holds_nothing_any_more() -> None:
     assert {cell for cell in bench.step().table if cell[1] == 1} == set()
 
 
-def test_what_a_second_member_says_about_the_same_failed_attempt_counts_as_well() -> None:
+def test_a_second_member_s_report_of_the_same_failed_attempt_counts_as_well() -> None:
     bench = closing()
     bench.failed("a0", culprit="b0")
     assert bench.run.phase is RunPhase.COLLECT
@@ -201,7 +201,7 @@ def test_what_a_second_member_says_about_the_same_failed_attempt_counts_as_well(
     assert {cell for cell in bench.step().table if cell[1] == 1} == set()
 
 
-def test_a_report_of_an_earlier_attempt_is_not_listened_to() -> None:
+def test_a_report_of_an_earlier_attempt_is_ignored() -> None:
     bench = closing()
     old = bench.step().attempt
     bench.failed("a0")

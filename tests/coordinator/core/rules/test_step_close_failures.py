@@ -78,7 +78,7 @@ def test_a_member_that_applies_and_then_dies_does_not_hold_up_the_others() -> No
     assert bench.step().step == 2
 
 
-def test_who_is_named_for_three_failed_attempts_sits_the_step_out_and_is_synced_after_it() -> None:
+def test_a_peer_named_for_three_failed_attempts_is_excluded_and_synced_after_the_step() -> None:
     bench = stage_1_has_averaged(closing())
     for _ in range(3):
         bench.failed("a0", culprit="b0")
@@ -95,7 +95,7 @@ def test_who_is_named_for_three_failed_attempts_sits_the_step_out_and_is_synced_
     assert len(bench.sent("b0", AssignStage)) == 1
 
 
-def test_carriers_that_fail_again_and_again_are_no_excuse_in_the_end() -> None:
+def test_carrier_failures_beyond_the_limit_count_against_their_reporter() -> None:
     bench = stage_1_has_averaged(closing())
     for _ in range(MAX_CARRIER_FAILURES + MAX_FAILED_ATTEMPTS):
         assert "b0" not in bench.step().excluded
@@ -105,7 +105,7 @@ def test_carriers_that_fail_again_and_again_are_no_excuse_in_the_end() -> None:
     assert bench.step().carrier_failures == MAX_CARRIER_FAILURES
 
 
-def test_the_last_peer_of_a_stage_never_sits_out() -> None:
+def test_the_last_peer_of_a_stage_is_never_excluded() -> None:
     bench = stage_1_has_averaged(closing())
     bench.lose("a0")
     for _ in range(5):
@@ -115,7 +115,7 @@ def test_the_last_peer_of_a_stage_never_sits_out() -> None:
         bench.failed("b0")
 
 
-def test_who_sits_out_is_needed_again_when_the_others_are_gone() -> None:
+def test_an_excluded_peer_is_readmitted_when_its_stage_has_no_other_peer() -> None:
     bench = closing()
     for _ in range(3):
         bench.failed("a0", culprit="b0")
@@ -131,7 +131,7 @@ def test_who_sits_out_is_needed_again_when_the_others_are_gone() -> None:
     assert bench.close_of("b0").committed == (0, 1)
 
 
-def test_a_close_that_does_not_end_goes_on_without_those_who_are_silent() -> None:
+def test_an_overdue_close_goes_on_without_its_silent_members() -> None:
     bench = closing(limits={"lease_seconds": 20.0})
     for peer in ("a0", "a1", "b1"):
         bench.averaged(peer)
@@ -145,7 +145,7 @@ def test_a_close_that_does_not_end_goes_on_without_those_who_are_silent() -> Non
     assert bench.run.peers[PeerId("b0")].phase is PeerPhase.SYNCING
 
 
-def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_nobody() -> None:
+def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_no_member() -> None:
     bench = closing(limits={"lease_seconds": 20.0})
     bench.averaged("a0")
     bench.averaged("b0")
@@ -157,7 +157,9 @@ def test_a_stage_that_is_slow_as_a_whole_is_given_more_time_and_loses_nobody() -
 
 
 @pytest.mark.parametrize("named", ["a1", "stranger"])
-def test_who_keeps_naming_somebody_that_cannot_sit_out_sits_out_itself(named: str) -> None:
+def test_a_peer_that_keeps_naming_one_that_cannot_be_excluded_is_excluded_itself(
+    named: str,
+) -> None:
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
     bench.fill()

@@ -32,7 +32,7 @@ def test_a_run_that_has_begun_goes_on_with_one_peer_a_stage() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_after_a_restart_those_that_were_there_before_are_waited_for_but_not_for_ever() -> None:
+def test_after_a_restart_earlier_peers_are_waited_for_for_a_bounded_time() -> None:
     bench = Bench.restarted(3, starting=2)
     for peer, stage in (("a0", 0), ("b0", 0), ("c0", 0), ("a1", 1)):
         bench.attach(peer, stage=stage, version=3)
@@ -51,7 +51,7 @@ def test_after_a_restart_a_run_goes_on_at_once_when_all_are_back() -> None:
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_training_begins() -> None:
+def test_a_surplus_peer_moves_to_a_stage_that_lacks_one_before_training_begins() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0)
@@ -65,7 +65,7 @@ def test_who_is_one_too_many_in_a_stage_goes_to_one_that_is_short_before_trainin
     assert bench.run.phase is RunPhase.COLLECT
 
 
-def test_nobody_is_moved_who_chose_its_stage_or_does_not_fit_or_is_needed_where_it_is() -> None:
+def test_a_peer_that_chose_its_stage_or_does_not_fit_or_is_needed_is_not_moved() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("a0", stage=0, version=0, wanted_stage=0)
@@ -94,7 +94,7 @@ def test_a_stage_that_no_spare_peer_fits_does_not_keep_one_from_another_stage() 
     assert found == ["0", "0", "2"]
 
 
-def test_nobody_is_moved_while_a_newcomer_is_on_its_way_to_the_stage_that_is_short() -> None:
+def test_no_peer_is_moved_while_another_one_downloads_the_stage_that_lacks_one() -> None:
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("n1", wanted_stage=1)

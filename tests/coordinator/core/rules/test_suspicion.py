@@ -22,7 +22,7 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
     return bench.run.peers[PeerId(peer)].phase
 
 
-def marked(bench: Bench) -> dict[str, Any]:
+def flagged(bench: Bench) -> dict[str, Any]:
     status = status_of(bench.run, bench.now)
     peers: Any = status["peers"]
     return {
@@ -43,13 +43,13 @@ def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
     bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
 
 
-def test_a_peer_that_computes_no_numbers_is_marked_and_synced_anew() -> None:
+def test_a_peer_that_computes_no_numbers_is_flagged_and_synced_anew() -> None:
     bench = collecting()
     bench.report("b0", 1)
     say_not_finite(bench, "b0")
     assert phase(bench, "b0") is PeerPhase.SYNCING
     assert not bench.step().table.holds_any(PeerId("b0"))
-    assert marked(bench) == {"b0": (1, "what it computed was not finite")}
+    assert flagged(bench) == {"b0": (1, "what it computed was not finite")}
 
 
 def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> None:
@@ -57,20 +57,20 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     say_not_finite(bench, "b0")
     say_not_finite(bench, "a0")
     assert phase(bench, "a0") is PeerPhase.READY
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
 
 
-def test_the_last_peer_of_a_stage_is_marked_and_keeps_its_stage() -> None:
+def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
     bench = collecting()
     say_not_finite(bench, "a1")
     assert phase(bench, "a1") is PeerPhase.READY
-    assert set(marked(bench)) == {"a1"}
+    assert set(flagged(bench)) == {"a1"}
 
 
-def test_a_word_about_another_step_marks_nobody() -> None:
+def test_a_report_about_another_step_flags_no_peer() -> None:
     bench = collecting()
     bench.say("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
-    assert marked(bench) == {}
+    assert flagged(bench) == {}
 
 
 def test_a_sum_that_is_not_finite_ends_the_attempt_and_its_owner_is_synced_anew() -> None:
@@ -79,7 +79,7 @@ def test_a_sum_that_is_not_finite_ends_the_attempt_and_its_owner_is_synced_anew(
     commands = bench.failed("b0", reset=True, not_finite=True)
     assert bench.sent("a0", AbortRound, commands)
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
     assert bench.run.phase is RunPhase.COLLECT
 
 
@@ -88,19 +88,19 @@ def test_a_result_that_is_not_finite_at_one_member_is_tried_again_with_it() -> N
     bench.fill()
     bench.failed("b0", not_finite=True)
     assert phase(bench, "b0") is PeerPhase.READY
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
 
 
-def test_who_averaged_to_something_else_than_most_is_marked() -> None:
+def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None:
     bench = collecting()
     bench.fill()
     for peer in bench.closing():
         bench.averaged(peer, own=3.0 if peer == "b0" else 1.0)
     assert bench.run.phase is RunPhase.COLLECT
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
 
 
-def test_who_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
+def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
     bench = collecting()
     bench.fill()
     bench.average_all()
@@ -110,26 +110,26 @@ def test_who_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
         bench.apply(peer)
     assert bench.run.phase is RunPhase.COLLECT
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
 
 
-def test_who_was_equal_to_the_bit_and_is_not_any_more_is_synced_anew() -> None:
+def test_a_replica_that_is_no_longer_bitwise_equal_is_synced_anew() -> None:
     bench = collecting()
     applied_by_all(bench)
     applied_by_all(bench, b0="odd")
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(marked(bench)) == {"b0"}
+    assert set(flagged(bench)) == {"b0"}
 
 
-def test_who_was_never_equal_to_the_bit_is_of_another_kind_and_stays() -> None:
+def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() -> None:
     bench = collecting()
     for _ in range(3):
         applied_by_all(bench, b0="of another kind")
     assert phase(bench, "b0") is PeerPhase.READY
-    assert marked(bench) == {}
+    assert flagged(bench) == {}
 
 
-def test_two_that_differ_are_both_kept_for_nobody_knows_who_is_right() -> None:
+def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
     bench = Bench()
     bench.join_all("a0", "b0", "a1")
     applied_by_all(bench)
@@ -137,7 +137,7 @@ def test_two_that_differ_are_both_kept_for_nobody_knows_who_is_right() -> None:
     assert phase(bench, "a0") is phase(bench, "b0") is PeerPhase.READY
 
 
-def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again() -> None:
+def test_a_joining_peer_with_another_state_than_the_holders_fetches_it_again() -> None:
     bench = collecting()
     applied_by_all(bench)
     bench.attach("n0", wanted_stage=0)
@@ -148,7 +148,7 @@ def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again()
     assert bench.sent("n0", AssignStage)
     bench.say("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
     assert phase(bench, "n0") is PeerPhase.SYNCING
-    assert set(marked(bench)) == {"n0"}
+    assert set(flagged(bench)) == {"n0"}
     commands = bench.tick(1.5)
     for peer in ("a0", "b0", "c0"):
         commands += bench.save(peer)
@@ -157,9 +157,9 @@ def test_a_newcomer_that_holds_something_else_than_the_others_fetches_it_again()
     assert phase(bench, "n0") is PeerPhase.READY
 
 
-def test_a_mark_outlasts_the_attachment() -> None:
+def test_a_flag_outlasts_the_attachment() -> None:
     bench = collecting()
     say_not_finite(bench, "b0")
     bench.lose("b0")
     bench.join("b0", 0)
-    assert marked(bench)["b0"][0] == 1
+    assert flagged(bench)["b0"][0] == 1

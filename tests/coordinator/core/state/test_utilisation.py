@@ -82,7 +82,7 @@ def test_a_microbatch_that_takes_longer_than_a_heartbeat_counts_whole_when_it_is
     assert quantile(tally.buckets, 0.5) == pytest.approx(6.0, rel=WITHIN)
 
 
-def test_who_claims_more_time_than_there_was_gets_what_there_was() -> None:
+def test_a_claimed_time_is_cut_to_the_time_that_has_passed() -> None:
     figures = UtilisationStats(1)
     heard(figures, 10, 1e9, 1)
     heard(figures, 10, 0.0, 0)
@@ -149,7 +149,7 @@ def test_a_stage_that_waits_for_others_to_be_held_is_not_idle() -> None:
     assert idle(bench, 0) is None
 
 
-def test_a_peer_that_does_not_say_how_long_it_computed_is_left_out() -> None:
+def test_a_peer_without_a_reported_computing_time_is_left_out() -> None:
     bench = stepping()
     for _ in range(5):
         bench.now += 1.0
