@@ -17,6 +17,8 @@ from kits.swarm_world.checks import check_end
 from kits.swarm_world.facts import FAULTS, Fault, Options
 from kits.swarm_world.world import World
 from swarm_coordinator.core.events import AppliedStep
+from swarm_coordinator.core.rules import roster
+from swarm_coordinator.core.state.moves import RebalancingRule
 from swarm_coordinator.core.state.run import RunPhase
 
 CALM_SECONDS = 700.0
@@ -40,6 +42,17 @@ options_strategy = st.builds(
     evaluation=st.sampled_from([0, 1, 3]),
     tied=st.booleans(),
     starting=st.sampled_from([1, 1, 2]),
+    staleness=st.sampled_from([0, 1]),
+)
+moving_options_strategy = st.builds(
+    Options,
+    stages=st.sampled_from([2, 2, 3]),
+    peers=st.sampled_from([4, 6, 8]),
+    microbatches=st.sampled_from([3, 6]),
+    steps=st.sampled_from([4, 6]),
+    checkpoint_steps=st.sampled_from([2, 3, 10]),
+    tied=st.booleans(),
+    moves=st.sampled_from([RebalancingRule.THROUGHPUT, RebalancingRule.SWARM]),
     staleness=st.sampled_from([0, 1]),
 )
 faults_strategy = st.lists(
@@ -320,3 +333,44 @@ def test_the_same_options_seed_and_faults_give_the_same_run() -> None:
     assert first.store.records == second.store.records
     assert [r for r in first.store.records if isinstance(r, AppliedStep)]
     assert first.notes == second.notes
+
+
+# ---- peers that move between stages
+
+
+@settings(simulated, max_examples=80)
+@given(moving_options_strategy, st.integers(0, 2**32), faults_strategy)
+def test_moves_at_any_time_leave_every_microbatch_counted_once_and_the_run_ends(
+    options: Options, seed: int, faults: tuple[Fault, ...]
+) -> None:
+    run_to_the_end(options, seed, faults)
+
+
+def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
+    made = 0
+    still = Options(steps=8, peers=6, stages=3, microbatches=6)
+    moved = Options(steps=8, peers=6, stages=3, microbatches=6, moves=RebalancingRule.THROUGHPUT)
+    for seed in range(4):
+        quiet, busy = run_to_the_end(still, seed), run_to_the_end(moved, seed)
+        made += sum("switches from stage" in note for note in busy.notes)
+        assert [s.loss for s in quiet.store.applied.values()] == pytest.approx(
+            [s.loss for s in busy.store.applied.values()], rel=1e-12
+        )
+    assert made > 0
+
+
+def test_roster_changes_give_members_the_same_roster_as_whole_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a large run; every world checks each peer's roster when it is served."""
+    monkeypatch.setattr(roster, "SMALL_RUN_PEERS", 0)
+    monkeypatch.setattr(roster, "SPACING_PER_PEER_SECONDS", 0.01)
+    changes = 0
+    for seed in range(6):
+        faults = tuple(
+            Fault(1.1, ("join", "kill", "cut", "leave", "revoke", "move")[(seed + i) % 6], i, 3.0)
+            for i in range(10)
+        )
+        world = run_to_the_end(Options(steps=5, peers=6), seed, faults)
+        changes += world.roster_changes
+    assert changes > 0

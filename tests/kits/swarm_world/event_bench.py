@@ -52,6 +52,7 @@ from swarm_shared.protocol import (
     Hello,
     Ready,
     RoundReport,
+    SaveSnapshot,
     SnapshotReady,
     StageRequest,
 )
@@ -317,6 +318,21 @@ class Bench:
     def applied_step(step: int, attempt: int) -> AppliedStep:
         share = StageShare(PeerId("a0"), StageIndex(0), 2, 8)
         return AppliedStep(Step(step), attempt, 2.0, 8, 1.0, 3.0, 0.1, (share,))
+
+    def savers(self, commands: list[Command] | None = None) -> list[str]:
+        """Peers that were requested to save a snapshot, by default by the last event."""
+        return [p for p in sorted(self.run.peers) if self.sent(p, SaveSnapshot, commands)]
+
+    @classmethod
+    def trained(
+        cls, steps_done: int, /, names: tuple[str, ...] = ("a0", "b0", "a1", "b1"), **options: Any
+    ) -> Bench:
+        """A run whose peers have joined and made some steps."""
+        bench = cls(**options)
+        bench.join_all(*names)
+        for _ in range(steps_done):
+            bench.one_step()
+        return bench
 
     @classmethod
     def restarted(

@@ -16,13 +16,6 @@ from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, St
 ALL = ("a0", "b0", "a1", "b1")
 
 
-def trained(*names: str, **options: Any) -> Bench:
-    bench = Bench(**options)
-    bench.join_all(*(names or ALL))
-    bench.one_step()
-    return bench
-
-
 def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, bool]:
     """Whether each peer takes work, by the newest roster among the commands."""
     roster = bench.sent(to, Roster, commands)[-1]
@@ -34,13 +27,13 @@ def waits_for(bench: Bench) -> object:
 
 
 def test_a_paused_peer_accepts_no_work_in_the_roster_until_it_resumes() -> None:
-    bench = trained()
+    bench = Bench.trained(1)
     assert offered(bench, bench.pause("b0")) == {"a0": True, "b0": False, "a1": True, "b1": True}
     assert offered(bench, bench.resume("b0")) == dict.fromkeys(ALL, True)
 
 
 def test_a_paused_peer_gets_no_leases_and_stays_a_member_of_the_close() -> None:
-    bench = trained()
+    bench = Bench.trained(1)
     bench.resolve_all()
     bench.report("b0", 0)
     bench.pause("b0")
@@ -59,7 +52,7 @@ def test_a_paused_peer_gets_no_leases_and_stays_a_member_of_the_close() -> None:
 
 
 def test_leases_that_a_pausing_trainer_hands_back_go_to_the_others() -> None:
-    bench = trained()
+    bench = Bench.trained(1)
     bench.resolve_all()
     bench.tick(20.0)
     bench.pause("a0")
@@ -80,7 +73,7 @@ def test_leases_that_a_pausing_trainer_hands_back_go_to_the_others() -> None:
 
 @pytest.mark.parametrize("between", [False, True], ids=["in a step", "between two steps"])
 def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between: bool) -> None:
-    bench = trained("a0", "a1", "b1")
+    bench = Bench.trained(1, names=("a0", "a1", "b1"))
     if between:
         bench.fill()
         bench.pause("a0")
@@ -102,7 +95,7 @@ def test_the_run_waits_for_a_stage_whose_only_peer_pauses_and_reports_it(between
 
 
 def test_a_joining_peer_gets_a_stage_whose_peers_all_pause() -> None:
-    bench = trained("a0", "b0", "c0", "a1")
+    bench = Bench.trained(1, names=("a0", "b0", "c0", "a1"))
     bench.pause("a1")
     bench.attach("new")
     bench.say("new", StageRequest(stage=StageIndex(0)))
@@ -110,7 +103,7 @@ def test_a_joining_peer_gets_a_stage_whose_peers_all_pause() -> None:
 
 
 def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer() -> None:
-    bench = trained("a0", "a1")
+    bench = Bench.trained(1, names=("a0", "a1"))
     bench.pause("a0")
     bench.lose("a1")
     bench.attach("new")
@@ -136,7 +129,7 @@ def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_p
 
 
 def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_step() -> None:
-    bench = trained("a0", "b0", "a1")
+    bench = Bench.trained(1, names=("a0", "b0", "a1"))
     bench.resolve_all()
     bench.report("a0", 0)
     bench.pause("b0")
@@ -146,7 +139,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
 
 
 def test_the_status_shows_paused_peers() -> None:
-    bench = trained()
+    bench = Bench.trained(1)
     bench.pause("b1")
     peers: Any = status_of(bench.run, bench.now)["peers"]
     assert {peer["peer"]: peer["paused"] for peer in peers} == {
