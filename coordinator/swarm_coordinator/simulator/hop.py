@@ -16,11 +16,19 @@ from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.scheduling.routing import Observation, ShortestExpectedDelay
 
+# The values of the client.
+
 BUSY_PAUSE_SECONDS = 0.05
+"""Seconds before a request is repeated that a full queue has refused."""
+
 STEP_PAUSE_SECONDS = 0.1
+"""Seconds before a request is repeated that a peer at another step has refused."""
+
 CAPACITY_WAIT_SECONDS = 1.0
+"""Seconds before the choice of a peer is repeated while none has capacity."""
+
 MAXIMUM_ATTEMPTS = 8
-"""Values of the client for these four constants."""
+"""Failed attempts after which a microbatch has failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 
-from swarm_coordinator.core.rules import microbatches as progress
+from swarm_coordinator.core.rules import microbatches
 from swarm_coordinator.core.state.run import LeaseState, RunPhase, RunState, StepState, short
 from swarm_shared.base.types import MicrobatchIndex, PeerId
 
@@ -53,29 +53,29 @@ def lease_stragglers(run: RunState, now: float) -> None:
         if lease.resolved_at is None
         and lease.granted_at <= since
         and microbatch not in step.speculative_leases
-        and not progress.is_done(run, step, microbatch)
+        and not microbatches.is_done(run, step, microbatch)
     ]
     if late:
         _grant(run, step, late, now)
 
 
 def _mostly_done(run: RunState, step: StepState) -> bool:
-    total = progress.microbatch_count(run)
+    total = microbatches.microbatch_count(run)
     if run.phase is RunPhase.EVALUATING:
         return len(step.evaluations) >= SPECULATION_START_FRACTION * total
     return len(step.table) >= SPECULATION_START_FRACTION * total * run.manifest.stage_count
 
 
 def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: float) -> None:
-    driving = progress.trainer_loads(run, step, ())
+    driving = microbatches.trainer_loads(run, step, ())
     grants: dict[PeerId, list[MicrobatchIndex]] = {}
     for microbatch in late:
         trainer = _least_loaded_except(driving, step.leases[microbatch].trainer)
         if trainer is not None:
             grants.setdefault(trainer, []).append(microbatch)
-    for trainer, microbatches in grants.items():
-        number = progress.grant(run, step, trainer, microbatches, len(driving))
-        for microbatch in microbatches:
+    for trainer, granted in grants.items():
+        number = microbatches.grant(run, step, trainer, granted, len(driving))
+        for microbatch in granted:
             step.speculative_leases[microbatch] = LeaseState(number, trainer, now)
     if grants:
         run.note(

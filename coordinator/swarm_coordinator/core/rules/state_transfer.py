@@ -55,6 +55,9 @@ MIN_BANDWIDTH_SAMPLE_BYTES = 1_000_000
 """Smallest download that counts as a measurement of bandwidth; smaller ones are dominated by
 latency."""
 
+Download = PeerState | StageMove
+"""A download of a stage's state: the peer itself for its own stage, or its move to another one."""
+
 _JOINING_PHASES = (RunPhase.WAITING, RunPhase.COLLECT, RunPhase.EVALUATING)
 """Phases in which the parameters do not change, so that a download can end in time."""
 
@@ -64,12 +67,12 @@ def can_join(run: RunState, stage: StageIndex | None) -> bool:
     return run.phase in _JOINING_PHASES and run.round_of(stage) is None
 
 
-def delay_close(run: RunState, way: PeerState | StageMove, now: float) -> None:
+def delay_close(run: RunState, download: Download, now: float) -> None:
     """Delay the close for this joining peer at most MAX_CLOSE_DELAYS times; its download may never
     finish."""
-    way.close_delays += 1
-    if way.close_delays <= MAX_CLOSE_DELAYS:
-        way.close_delayed_until = now + run.manifest.limits.join_hold_seconds
+    download.close_delays += 1
+    if download.close_delays <= MAX_CLOSE_DELAYS:
+        download.close_delayed_until = now + run.manifest.limits.join_hold_seconds
 
 
 def find_sources(run: RunState, now: float) -> None:
@@ -111,74 +114,74 @@ class _SourceQueue:
 
     def _count(self) -> Counter[StageIndex]:
         peers, version = self._run.peers, self._run.version
-        ways: list[PeerState | StageMove] = list(peers.syncing.values())
-        ways += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
+        downloads: list[Download] = list(peers.syncing.values())
+        downloads += [p.moving for p in peers.movers.values() if p.moving and not p.moving.ready]
         return Counter(
-            way.stage
-            for way in ways
-            if way.source_assigned and way.version == version and way.stage is not None
+            download.stage
+            for download in downloads
+            if download.source_assigned
+            and download.version == version
+            and download.stage is not None
         )
 
 
 def _find_source(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
 ) -> None:
-    """Find a source for one download: `way` is the peer itself for its own stage, or its move."""
-    if now < way.ask_not_before or not can_join(run, way.stage):
+    """Find a source for one download."""
+    if now < download.ask_not_before or not can_join(run, download.stage):
         return  # a state that is ready before the step ends would be refused
     if run.version == 0:
-        _assign_from(run, peer, way, "fresh", (), ("", 0, ""), now)
-    elif not _from_checkpoint(run, peer, way, now):
-        _from_replicas(run, peer, way, now, queue)
+        _assign_from(run, peer, download, "fresh", (), ("", 0, ""), now)
+    elif not _from_checkpoint(run, peer, download, now):
+        _from_replicas(run, peer, download, now, queue)
 
 
 def _assign_from(
     run: RunState,
     peer: PeerState,
-    way: PeerState | StageMove,
+    download: Download,
     source: Literal["fresh", "snapshot"],
     holders: tuple[PeerRecord, ...],
     item: tuple[str, int, str],
     now: float,
 ) -> None:
-    assert way.stage is not None
-    way.source_assigned, way.version, way.asked_at = True, run.version, now
-    if way is not peer:
+    assert download.stage is not None
+    download.source_assigned, download.version, download.asked_at = True, run.version, now
+    if download is not peer:
         run.rebalancing.bytes_moved += item[1]
     run.send(
         peer.peer,
         AssignStage(
-            stage=way.stage,
+            stage=download.stage,
             version=run.version,
             source=source,
             item=item[0],
             bytes=item[1],
             sha256=item[2],
             holders=holders,
-            prepare=way is not peer,
+            prepare=download is not peer,
         ),
     )
 
 
-def _from_checkpoint(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float
-) -> bool:
+def _from_checkpoint(run: RunState, peer: PeerState, download: Download, now: float) -> bool:
     checkpoint = run.checkpoint
     if checkpoint is None or checkpoint.version != run.version:
         return False
-    stored = next((s for s in checkpoint.stages if s.stage == way.stage), None)
+    stored = next((s for s in checkpoint.stages if s.stage == download.stage), None)
     if stored is None:
         return False
     item = (stored.item, stored.bytes, stored.sha256)
-    _assign_from(run, peer, way, "snapshot", (run.coordinator,), item, now)
+    _assign_from(run, peer, download, "snapshot", (run.coordinator,), item, now)
     return True
 
 
 def _from_replicas(
-    run: RunState, peer: PeerState, way: PeerState | StageMove, now: float, queue: _SourceQueue
+    run: RunState, peer: PeerState, download: Download, now: float, queue: _SourceQueue
 ) -> None:
     """Request snapshots from holders of the stage, or assign those that are ready."""
-    stage = way.stage
+    stage = download.stage
     assert stage is not None
     if queue.is_full(stage):
         return
@@ -209,7 +212,7 @@ def _from_replicas(
     # Replicas are bitwise equal, and so are their files; the majority's hash is fetched.
     item, _ = Counter(snapshots.ready[p] for p in present).most_common(1)[0]
     records = tuple(run.record_of(h) for p, h in present.items() if snapshots.ready[p] == item)
-    _assign_from(run, peer, way, "snapshot", records, item, now)
+    _assign_from(run, peer, download, "snapshot", records, item, now)
 
 
 def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: float) -> None:
@@ -309,12 +312,10 @@ def drop_failed_moves(run: RunState, peers: Iterable[PeerId]) -> None:
             drop_move(run, peer, "an attempt to close the step with it failed")
 
 
-def _note_download(
-    peer: PeerState, way: PeerState | StageMove, state_bytes: int, now: float
-) -> None:
+def _note_download(peer: PeerState, download: Download, state_bytes: int, now: float) -> None:
     """Record the rate of a finished download, from which the time of the next one is estimated."""
-    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > way.asked_at:
-        peer.download_bytes_per_second = state_bytes / (now - way.asked_at)
+    if state_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES and now > download.asked_at:
+        peer.download_bytes_per_second = state_bytes / (now - download.asked_at)
 
 
 def _answers_assignment(peer: PeerState, version: Version) -> bool:

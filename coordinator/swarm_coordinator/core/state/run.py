@@ -34,7 +34,7 @@ from swarm_coordinator.core.state.peers import (
 from swarm_coordinator.core.state.step_table import Cell, CellKey, StepTable
 from swarm_coordinator.core.state.utilisation import Rejection, UtilisationStats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
-from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Reduction, Roster, StageRow
+from swarm_shared.protocol import CoordinatorMessage, PeerRecord, Roster, StageRow
 from swarm_shared.run.manifest import Manifest
 
 INITIAL = Version(0)
@@ -439,7 +439,6 @@ __all__ = [
     "PeerState",
     "PendingCheckpoint",
     "PendingMask",
-    "Reduction",
     "Round",
     "RunPhase",
     "RunState",
