@@ -185,12 +185,12 @@ def _create(
     warning = ""
     if mode != "token":
         warning = (
-            f'[admission] mode is "{mode}", so that no token is asked for; set it to "token" in '
+            f'[admission] mode is "{mode}", so no token is required; set it to "token" in '
             "run.toml and start the coordinator again"
         )
     return AdmissionChange(
         TokenCreated(number, hash_of(secret), request.note, request.uses, expires_at),
-        f"token {number} is made",
+        f"token {number} is created",
         {"token": number, "secret": secret, "uses": request.uses, "expires_at": expires_at},
         warning,
     )
@@ -218,7 +218,7 @@ def _unused_list_warning(mode: AdmissionMode) -> str:
     if mode == "allow-list":
         return ""
     return (
-        f'[admission] mode is "{mode}", so that the list is not looked at; set it to "allow-list" '
+        f'[admission] mode is "{mode}", so the list is not used; set it to "allow-list" '
         "in run.toml and start the coordinator again"
     )
 
@@ -229,7 +229,7 @@ def _new_identity_warning(
     """How the owner of a banned peer could join again with a new identity, which costs nothing."""
     if mode == "open":
         return (
-            '[admission] mode is "open", so that its owner can come back with a new identity; '
+            '[admission] mode is "open", so its owner can come back with a new identity; '
             'mode "token" or "allow-list" in run.toml keeps it out'
         )
     open_tokens = [

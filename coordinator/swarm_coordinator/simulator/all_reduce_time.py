@@ -82,20 +82,20 @@ class AllReduceTimes:
         swarm = self._swarm
         there = swarm.volunteers
         weights = reduction.weights or (1,) * len(reduction.members)
-        lines = [
+        links = [
             (there[peer].hardware, weight)
             for peer, weight in zip(reduction.members, weights, strict=True)
             if peer in there
         ]
-        if len(lines) < 2:
+        if len(links) < 2:
             return 0.0
         size = swarm.sizes[stage].gradient_bytes
         if reduction.part == "tied":
             size = swarm.table_bytes
-        rates = [min(line.up_bytes_per_second, line.down_bytes_per_second) for line, _ in lines]
+        rates = [min(link.up_bytes_per_second, link.down_bytes_per_second) for link, _ in links]
         total = sum(weights)
-        latency = 2 * max(line.latency_seconds for line, _ in lines)
-        shares = [weight / total for _, weight in lines]
+        latency = 2 * max(link.latency_seconds for link, _ in links)
+        shares = [weight / total for _, weight in links]
         return round_seconds(size, rates, shares) + LATENCIES_PER_ALL_REDUCE * latency
 
     def _report(self, close: Close, key: _Group) -> None:

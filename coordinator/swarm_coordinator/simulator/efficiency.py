@@ -29,18 +29,18 @@ def best_rate(machines: Sequence[SimulatedVolunteer], memory_bytes: Sequence[int
     Fastest first, each to the slowest stage that it fits. For identical machines that is the
     optimum.
     """
-    thinnest = [(0.0, stage) for stage in range(len(memory_bytes))]
+    slowest = [(0.0, stage) for stage in range(len(memory_bytes))]
     for machine in sorted(machines, key=lambda m: (-m.hardware.flops_per_second, m.peer)):
         passed: list[tuple[float, int]] = []
-        while thinnest and memory_bytes[thinnest[0][1]] > machine.hardware.memory_bytes:
-            passed.append(heapq.heappop(thinnest))
-        if thinnest:
-            rate, stage = thinnest[0]
+        while slowest and memory_bytes[slowest[0][1]] > machine.hardware.memory_bytes:
+            passed.append(heapq.heappop(slowest))
+        if slowest:
+            rate, stage = slowest[0]
             gained = rate + machine.steady_rate_at(StageIndex(stage))
-            heapq.heapreplace(thinnest, (gained, stage))
+            heapq.heapreplace(slowest, (gained, stage))
         for entry in passed:
-            heapq.heappush(thinnest, entry)
-    return thinnest[0][0]
+            heapq.heappush(slowest, entry)
+    return slowest[0][0]
 
 
 class EfficiencyMeter:

@@ -173,11 +173,11 @@ class FluidPlane:
         share = shares.rates.get(volunteer.peer, 0.0) / shares.rate if shares.rate else 0.0
         busy = self._rate / shares.rate if shares.rate else 0.0
         in_service = busy * len(shares.rates) * share
-        thinnest = [s for s in self._shares if s.rate <= self._rate * 1.02]
+        bottlenecks = [s for s in self._shares if s.rate <= self._rate * 1.02]
         waiting = 0.0
-        if shares in thinnest:
+        if shares in bottlenecks:
             in_flight = self._window() - self._rate * self._latency
-            waiting = max(0.0, in_flight) / len(thinnest) * share
+            waiting = max(0.0, in_flight) / len(bottlenecks) * share
         limit = self._swarm.manifest.limits.stage_queue
         return min(limit, round(in_service + waiting))
 

@@ -382,8 +382,8 @@ class MicrobatchPlane:
                 receipts = (*receipts, own)
             size = self._swarm.sizes[stage].input_gradient_bytes
             total = self.now - arrived
-            line = node.volunteer.uplink_seconds(stage)
-            answer(Answer("ok", receipts, node.microbatch_seconds, total, line), size)
+            uplink = node.volunteer.uplink_seconds(stage)
+            answer(Answer("ok", receipts, node.microbatch_seconds, total, uplink), size)
 
         def came_back(given: Answer) -> None:
             if given.state != "ok":

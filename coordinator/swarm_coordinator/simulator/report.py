@@ -68,11 +68,11 @@ def outcome_lines(document: dict[str, Any]) -> list[str]:
         f"{hours:.1f} hours in {document['wall_seconds']:.1f} s: {document['steps']} steps, "
         f"{document['microbatches_per_second']:.2f} microbatches/s "
         f"({document['tokens_per_second']:,.0f} tokens/s)",
-        f"  people: {document['joins']} came, {document['leaves']} left, "
-        f"{document['crashes']} vanished, {document['refused']} were refused",
+        f"  volunteers: {document['joins']} joined, {document['leaves']} left, "
+        f"{document['crashes']} crashed, {document['refused']} were refused",
         f"  pipeline: {document['pipeline_rate']:.3g} microbatches/s on average while it trained, "
         f"{100 * document['share_of_best']:.2f} % of the best placement's "
-        f"{document['best_pipeline_rate']:.3g}; it stood still for "
+        f"{document['best_pipeline_rate']:.3g}; it made no progress for "
         f"{document['standstill_seconds']:.0f} s",
         f"  moves ({rule['rule']}, every {rule['period']:.0f} s): {document['moves']} made of "
         f"{document['moves_decided']} decided, {document['moved_bytes'] / 1e9:.2f} GB for them",

@@ -87,12 +87,12 @@ class SimulatedVolunteer:
         return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
-        work, line = self._swarm.works[stage], self.hardware
+        work, hardware = self._swarm.works[stage], self.hardware
         sizes = self._swarm.sizes[stage]
         seconds = max(
-            work / line.flops_per_second,
-            sizes.sent_bytes / (uplink * line.up_bytes_per_second),
-            sizes.received_bytes / line.down_bytes_per_second,
+            work / hardware.flops_per_second,
+            sizes.sent_bytes / (uplink * hardware.up_bytes_per_second),
+            sizes.received_bytes / hardware.down_bytes_per_second,
         )
         return 1.0 / seconds
 
@@ -101,7 +101,7 @@ class SimulatedVolunteer:
         the limit."""
         return self._swarm.sizes[stage].sent_bytes / self._measured_up if self._measured_up else 0.0
 
-    def _line_is_full(self, stage: StageIndex) -> bool:
+    def _uplink_is_limit(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
         return (
             self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
@@ -149,7 +149,7 @@ class SimulatedVolunteer:
                 noise = swarm.options.measurement_noise
                 self.noise = swarm.rng.lognormvariate(0.0, noise)
                 rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
-                if self._line_is_full(self.stage):
+                if self._uplink_is_limit(self.stage):
                     # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)

@@ -138,7 +138,7 @@ class Stage:
         elif not self.attached:
             return
         elif kind == "say":
-            bench.say(HOSTILE, self.near(value))
+            bench.send(HOSTILE, self.near(value))
         elif kind == "receipts":
             found = tuple(bench.receipt(HOSTILE, r["microbatch"], **r) for r in map(dict, value))
             bench.event(ReceiptsVerified(bench.session(HOSTILE), PeerId(HOSTILE), found))

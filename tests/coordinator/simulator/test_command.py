@@ -84,7 +84,7 @@ def test_a_simulation_prints_its_result_and_changes_nothing_in_the_run(
     assert run(words) == 0
     told = capsys.readouterr().out
     assert "tokens/s" in told
-    assert "5 came, 0 left, 0 vanished" in told
+    assert "5 joined, 0 left, 0 crashed" in told
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 

@@ -117,7 +117,7 @@ class Bench:
 
     def beat(self, peer: str) -> list[Command]:
         paused = peer in self.paused
-        return self.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
+        return self.send(peer, Heartbeat(microbatches_per_second=1.0, queued=0, paused=paused))
 
     def pause(self, *peers: str) -> list[Command]:
         self.paused.update(peers)
@@ -143,7 +143,7 @@ class Bench:
     def session(self, peer: str) -> SessionNumber:
         return SessionNumber(self.sessions[peer])
 
-    def say(self, peer: str, message: ClientMessage) -> list[Command]:
+    def send(self, peer: str, message: ClientMessage) -> list[Command]:
         if isinstance(message, Heartbeat):
             return self.event(
                 HeartbeatsReceived((PeerHeartbeat(self.session(peer), PeerId(peer), message),))
@@ -157,13 +157,13 @@ class Bench:
         """Attach a new peer that wants `stage`, and let it hold the stage as soon as it has a
         source."""
         self.attach(peer, wanted_stage=stage, **hello)
-        self.say(peer, StageRequest(stage=StageIndex(stage)))
+        self.send(peer, StageRequest(stage=StageIndex(stage)))
         self.ready(peer)
 
     def ready(self, peer: str) -> list[Command]:
         state = self.run.peers[PeerId(peer)]
         assert state.stage is not None
-        return self.say(peer, Ready(stage=state.stage, version=state.version, digest="d"))
+        return self.send(peer, Ready(stage=state.stage, version=state.version, digest="d"))
 
     def join_all(self, *names: str) -> None:
         """Join peers with names like "a0", "b1": a letter and the stage."""
@@ -220,7 +220,7 @@ class Bench:
             "step": step.step, "attempt": attempt, "ok": True, "own_squared": own,
             "tied_squared": tied,
         }  # fmt: skip
-        return self.say(peer, RoundReport(**{**values, **changes}))
+        return self.send(peer, RoundReport(**{**values, **changes}))
 
     def failed(self, peer: str, **changes: Any) -> list[Command]:
         values: dict[str, Any] = {"ok": False, "reason": "it failed"}
@@ -235,7 +235,7 @@ class Bench:
         return commands
 
     def apply(self, peer: str, digest: str = "d", norm: float = 1.0) -> list[Command]:
-        return self.say(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
+        return self.send(peer, Applied(step=Step(self.run.version), digest=digest, norm=norm))
 
     def one_step(self) -> list[Command]:
         """From COLLECT to the next COLLECT, or to wherever the run continues."""
@@ -248,7 +248,7 @@ class Bench:
         """The peer has saved the snapshot of its stage at the run's version."""
         state = self.run.peers[PeerId(peer)]
         assert state.stage is not None
-        return self.say(
+        return self.send(
             peer,
             SnapshotReady(
                 version=self.run.version, stage=state.stage, item=f"item-{state.stage}", bytes=5,

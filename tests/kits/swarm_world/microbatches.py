@@ -150,7 +150,7 @@ class Computing(PeerBase):
             return
         ok = answer.state == "ok"
         evaluated = ok and lease.mode == "evaluate"
-        self.tell(
+        self.deliver(
             LeaseResolved(
                 SessionNumber(self.link.number), self.id, lease.step, microbatch, lease.lease, ok,
                 "" if ok else answer.state, answer.receipts,
@@ -180,7 +180,7 @@ class Computing(PeerBase):
             return
         self._masks_asked += 1
         self.masks[self._masks_asked] = answer
-        self.say(
+        self.send(
             MaskRequest(
                 request=self._masks_asked, step=Step(parcel.step),
                 microbatch=MicrobatchIndex(parcel.microbatch), suspect=suspect,
@@ -208,7 +208,7 @@ class Computing(PeerBase):
         last = stage == world.options.stages - 1
         if self.gives_nan and parcel.mode == "train":
             self.gives_nan = False
-            self.say(NotFinite(step=Step(parcel.step), microbatch=parcel.microbatch))
+            self.send(NotFinite(step=Step(parcel.step), microbatch=parcel.microbatch))
             holding.in_flight -= 1
             self.serving.remove(entry)
             reply(Answer("failed"))

@@ -48,7 +48,7 @@ class SimPeer(Averaging, Computing):
         self.alive, self.hung, self.wedged = True, False, False
         self._forget()
         self.later(self.world.rng.random(), self.attach)
-        self.later(1.0, self._beat)
+        self.later(1.0, self._heartbeats)
         self.later(0.5, self._report)
 
     def kill(self, _seconds: float = 0.0) -> None:
@@ -87,12 +87,12 @@ class SimPeer(Averaging, Computing):
         for lease, leased in self.waiting:
             self._resolve(lease, leased.microbatch, Answer("failed"))
         self.waiting.clear()
-        self._say_how_it_is()
+        self._send_heartbeat()
         self.later(seconds, self._resume)
 
     def _resume(self) -> None:
         self.paused = False
-        self._say_how_it_is()
+        self._send_heartbeat()
 
     def wedge(self, seconds: float) -> None:
         """Averaging stands still while heartbeats continue."""
@@ -158,7 +158,7 @@ class SimPeer(Averaging, Computing):
     def move(self, _seconds: float) -> None:
         """Its router assigns another address."""
         self.address += 1
-        self.say(
+        self.send(
             AddressUpdate(
                 addresses=self.addresses, carrier=self.carrier,
                 reachability=Reachability.BEHIND_NAT, offers_relay=False,
@@ -170,7 +170,7 @@ class SimPeer(Averaging, Computing):
         for lease, leased in self.waiting:
             self._resolve(lease, leased.microbatch, Answer("failed"))
         self.waiting.clear()
-        self.say(Leaving())
+        self.send(Leaving())
 
     # ---- sessions
 
@@ -217,19 +217,19 @@ class SimPeer(Averaging, Computing):
         if not self.gone:
             self.later(0.2 + 2.0 * self.world.rng.random(), self.attach)
 
-    def _beat(self) -> None:
-        self._say_how_it_is()
-        self.later(1.0, self._beat)
+    def _heartbeats(self) -> None:
+        self._send_heartbeat()
+        self.later(1.0, self._heartbeats)
 
-    def _say_how_it_is(self) -> None:
+    def _send_heartbeat(self) -> None:
         queued = len(self.serving)
-        self.say(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
+        self.send(Heartbeat(microbatches_per_second=self.speed, queued=queued, paused=self.paused))
 
     def _report(self) -> None:
         holding = self.holding
         if holding is not None and holding.unreported and self.link is not None and self.attached:
             batch, holding.unreported = tuple(holding.unreported), []
-            self.tell(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
+            self.deliver(ReceiptsVerified(SessionNumber(self.link.number), self.id, batch))
         self.later(0.5, self._report)
 
     # ---- messages of the coordinator
@@ -289,7 +289,7 @@ class SimPeer(Averaging, Computing):
         self.attached, self.generation = True, message.generation
         self.attached_at = self.world.now
         if self.leaving:
-            self.say(Leaving())
+            self.send(Leaving())
         if message.keep:
             return
         self._drop()
@@ -298,7 +298,7 @@ class SimPeer(Averaging, Computing):
                 stage = most_underserved_stage(message.stages, self.memory_bytes)
             except CapacityError:
                 stage = StageIndex(0)  # the coordinator has to refuse it
-            self.later(0.1 * self.world.rng.random(), lambda: self.say(StageRequest(stage=stage)))
+            self.later(0.1 * self.world.rng.random(), lambda: self.send(StageRequest(stage=stage)))
 
     def _drop(self) -> None:
         self._cancel_round()
@@ -344,7 +344,7 @@ class SimPeer(Averaging, Computing):
         else:
             self.preparation = None
         if params is None:
-            self.say(SyncFailed(stage=stage, version=version, reason="no holder has it"))
+            self.send(SyncFailed(stage=stage, version=version, reason="no holder has it"))
             return
         if len(params) != version:
             raise Violation(f"{self.id} fetched version {version} and got {params}")
@@ -352,7 +352,7 @@ class SimPeer(Averaging, Computing):
             self.prepared = Holding(stage, version, params, self.world.options.staleness)
         else:
             self.holding = Holding(stage, version, params, self.world.options.staleness)
-        self.say(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
+        self.send(Ready(stage=stage, version=version, digest=sha_of(params, stage)[:16]))
 
     def _saving(self, message: SaveSnapshot) -> Callable[[], None]:
         holding = self.holding
@@ -361,10 +361,10 @@ class SimPeer(Averaging, Computing):
             version, stage = message.version, message.stage
             elsewhere = holding is None or (holding.version, holding.stage) != (version, stage)
             if elsewhere or holding is None or self.world.now < self.unsaving_until:
-                self.say(SnapshotFailed(version=version, stage=stage, reason="elsewhere by now"))
+                self.send(SnapshotFailed(version=version, stage=stage, reason="elsewhere by now"))
                 return
             item, sha = f"snapshot/{version}/{stage}", sha_of(holding.params, stage)
             self.snapshots[item] = (sha, holding.params)
-            self.say(SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha))
+            self.send(SnapshotReady(version=version, stage=stage, item=item, bytes=1, sha256=sha))
 
         return save

@@ -185,14 +185,14 @@ class PeerBase:
         else:
             action()
 
-    def say(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage) -> None:
         if self.link is not None:
             session = SessionNumber(self.link.number)
             if isinstance(message, Heartbeat):
-                self.tell(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
+                self.deliver(HeartbeatsReceived((PeerHeartbeat(session, self.id, message),)))
             else:
-                self.tell(MessageReceived(session, self.id, message))
+                self.deliver(MessageReceived(session, self.id, message))
 
-    def tell(self, event: Event) -> None:
+    def deliver(self, event: Event) -> None:
         if self.link is not None and self.link.open and self.attached:
             self.world.to_coordinator(self.link, event)

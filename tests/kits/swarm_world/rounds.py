@@ -18,7 +18,7 @@ class Averaging(PeerBase):
     def _close(self, close: Close) -> None:
         holding = self.holding
         if holding is None or close.step != holding.version + 1:
-            self.say(
+            self.send(
                 RoundReport(
                     step=close.step, attempt=close.attempt, ok=False, reason="not at this step",
                     missing=close.committed,
@@ -65,7 +65,7 @@ class Averaging(PeerBase):
             self._average(self.prepared, close, close.moving, Counter(), {})
 
     def _failed(self, close: Close, **details: Any) -> None:
-        self.say(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
+        self.send(RoundReport(step=close.step, attempt=close.attempt, ok=False, **details))
 
     def _average(
         self,
@@ -114,7 +114,7 @@ class Averaging(PeerBase):
         assert holding.averaged is not None
         self.averaging = False
         tied = 0.0 if holding.averaged[2] is None else tied_squared(close.step)
-        self.say(
+        self.send(
             RoundReport(
                 step=close.step, attempt=close.attempt, ok=True,
                 own_squared=own_squared(close.step, holding.stage), tied_squared=tied,
@@ -180,4 +180,4 @@ class Averaging(PeerBase):
         digest = sha_of(holding.params, holding.stage)[:16]
         if not self.wedged:
             norm, self.differs = 2.0 if self.differs else 1.0, False
-            self.say(Applied(step=Step(message.step), digest=digest, norm=norm))
+            self.send(Applied(step=Step(message.step), digest=digest, norm=norm))

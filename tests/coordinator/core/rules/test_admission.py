@@ -287,7 +287,7 @@ def test_a_peer_s_new_address_reaches_all_members() -> None:
     bench = staffed()
     bench.tick(5.0)
     carrier = CarrierAddress(peer="p2pd-2", addresses=("c",), binding="b")
-    bench.say("a1", where("new", carrier=carrier))
+    bench.send("a1", where("new", carrier=carrier))
     for peer in ("a0", "a1", "b0", "b1"):
         [roster] = rosters(bench, peer)
         record = next(r for r in roster.peers if r.peer == A1)
@@ -301,10 +301,10 @@ def test_a_peer_s_new_address_reaches_all_members() -> None:
 def test_an_unchanged_address_update_causes_no_roster() -> None:
     bench = staffed()
     bench.tick(5.0)
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0")
     bench.tick(5.0)
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0") == []
 
 
@@ -314,7 +314,7 @@ def test_a_peer_whose_addresses_flicker_costs_one_roster_a_second_at_most() -> N
     sent = 0
     for number in range(100):  # over five seconds
         bench.now += 0.05
-        bench.say("a1", where(f"address-{number}"))
+        bench.send("a1", where(f"address-{number}"))
         sent += len(rosters(bench, "a0"))
     assert 4 <= sent <= 6
     commands = bench.tick(ADDRESS_ROSTER_SECONDS)
@@ -326,7 +326,7 @@ def test_a_new_address_of_a_peer_without_a_stage_is_not_published() -> None:
     bench = staffed()
     bench.tick(5.0)
     bench.attach("c")
-    bench.say("c", where())
+    bench.send("c", where())
     assert rosters(bench, "a0") == []
     assert bench.run.peers[PeerId("c")].addresses == ("new",)
 
@@ -335,7 +335,7 @@ def test_a_new_address_during_an_apply_is_published_after_it() -> None:
     bench = staffed()
     bench.fill()
     bench.average_all()
-    bench.say("a1", where())
+    bench.send("a1", where())
     assert rosters(bench, "a0") == []
     for peer in ("a0", "a1", "b0", "b1"):
         bench.apply(peer)

@@ -19,7 +19,7 @@ ALL = ("a0", "b0", "a1", "b1")
 
 
 def leave(bench: Bench, peer: str) -> list[Command]:
-    return bench.say(peer, Leaving())
+    return bench.send(peer, Leaving())
 
 
 def test_a_leaver_that_holds_nothing_of_the_step_goes_at_once() -> None:
@@ -42,7 +42,7 @@ def test_a_leaver_gets_no_stage_any_more() -> None:
     bench.attach("new")
     leave(bench, "new")
     assert PeerId("new") in bench.run.peers, "nobody goes in the middle of a close"
-    commands = bench.say("new", StageRequest(stage=StageIndex(0)))
+    commands = bench.send("new", StageRequest(stage=StageIndex(0)))
     assert not bench.sent("new", AssignStage, commands)
     assert bench.run.peers[PeerId("new")].stage is None
 
@@ -84,7 +84,7 @@ def test_the_last_peer_of_a_stage_keeps_working_and_leaves_a_checkpoint_behind()
     commands = bench.checkpoint()
     assert bench.sent("a1", Goodbye, commands)
     bench.attach("c1", wanted_stage=1)
-    commands = bench.say("c1", StageRequest(stage=StageIndex(1)))
+    commands = bench.send("c1", StageRequest(stage=StageIndex(1)))
     assert bench.sent("c1", AssignStage, commands)[0].item == "checkpoint/2/1"
 
 

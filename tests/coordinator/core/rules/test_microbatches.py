@@ -232,7 +232,7 @@ def test_a_leaving_trainer_gets_no_new_lease() -> None:
     bench = Bench(starting=2, limits={"lease_seconds": 20.0})
     bench.join_all("a0", "b0", "a1", "b1")
     bench.report("a0", 0)
-    bench.say("a0", Leaving())
+    bench.send("a0", Leaving())
     commands = bench.tick(25.0)
     assert leased(bench, commands)
     assert "a0" not in {peer for peer, *_ in leased(bench, commands)}
@@ -242,7 +242,7 @@ def test_a_leaving_trainer_gets_no_new_lease() -> None:
 
 
 def ask(bench: Bench, peer: str, microbatch: int, step: int = 1) -> list[Command]:
-    return bench.say(
+    return bench.send(
         peer,
         MaskRequest(request=5, step=Step(step), microbatch=MicrobatchIndex(microbatch)),
     )

@@ -98,7 +98,7 @@ def test_a_joining_peer_gets_a_stage_whose_peers_all_pause() -> None:
     bench = Bench.trained(1, names=("a0", "b0", "c0", "a1"))
     bench.pause("a1")
     bench.attach("new")
-    bench.say("new", StageRequest(stage=StageIndex(0)))
+    bench.send("new", StageRequest(stage=StageIndex(0)))
     assert bench.run.peers[PeerId("new")].stage == 1
 
 
@@ -107,10 +107,10 @@ def test_a_joining_peer_gets_an_empty_stage_rather_than_one_with_a_paused_peer()
     bench.pause("a0")
     bench.lose("a1")
     bench.attach("new")
-    bench.say("new", StageRequest(stage=StageIndex(0)))
+    bench.send("new", StageRequest(stage=StageIndex(0)))
     assert bench.run.peers[PeerId("new")].stage == 1
     bench.attach("next")
-    bench.say("next", StageRequest(stage=StageIndex(0)))
+    bench.send("next", StageRequest(stage=StageIndex(0)))
     assert bench.run.peers[PeerId("next")].stage == 0
 
 
@@ -124,7 +124,7 @@ def test_a_joining_peer_too_small_for_the_empty_stage_gets_one_whose_peers_all_p
     bench.pause("a0")
     bench.lose("a1")
     bench.attach("new", memory_bytes=899)
-    bench.say("new", StageRequest(stage=StageIndex(1)))
+    bench.send("new", StageRequest(stage=StageIndex(1)))
     assert bench.run.peers[PeerId("new")].stage == 0
 
 
@@ -133,7 +133,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
     bench.resolve_all()
     bench.report("a0", 0)
     bench.pause("b0")
-    commands = bench.say("a0", Leaving())
+    commands = bench.send("a0", Leaving())
     assert offered(bench, commands)["a0"], "it is the only one that works"
     assert not bench.sent("b0", AssignStage, commands)
 

@@ -32,7 +32,7 @@ def lopsided(memory_bytes: int = 1000, at_stage_1: str = "d") -> Bench:
     for stage, peers in enumerate(("abc", at_stage_1)):
         for peer in peers:
             bench.attach(peer, memory_bytes=memory_bytes, wanted_stage=stage)
-            bench.say(peer, StageRequest(stage=StageIndex(stage)))
+            bench.send(peer, StageRequest(stage=StageIndex(stage)))
             bench.run.peers[PeerId(peer)].wanted_stage = None  # it would be moved, too
     for peer in ("a", "b", "c", *at_stage_1):
         bench.ready(peer)
@@ -59,7 +59,7 @@ def fetch_beside(bench: Bench, mover: str) -> AssignStage:
     (asked,) = bench.sent("d", SaveSnapshot, bench.log)
     assert asked.stage == 1
     ready = SnapshotReady(version=asked.version, stage=asked.stage, item="x", bytes=10, sha256=SHA)
-    (assigned,) = bench.sent(mover, AssignStage, bench.say("d", ready))
+    (assigned,) = bench.sent(mover, AssignStage, bench.send("d", ready))
     return assigned
 
 
@@ -83,7 +83,7 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assigned = fetch_beside(bench, mover)
     assert (assigned.prepare, assigned.stage, assigned.version) == (True, 1, 1)
     assert bench.run.peers[PeerId(mover)].stage == 0
-    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
     assert mover in {record.peer for record in bench.run.roster()[0]}
 
     bench.fill()
@@ -106,7 +106,7 @@ def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
     bench = lopsided()
     mover = decided(bench)
     fetch_beside(bench, mover)
-    bench.say(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
+    bench.send(mover, Ready(stage=StageIndex(1), version=Version(1), digest="d"))
     bench.fill()
     assert bench.close_of(mover).moving
     bench.failed(mover)
@@ -147,7 +147,7 @@ def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
     bench = lopsided()
     for peer, rate in zip("abcd", (1.0, 1.0, 1.0, 3.0), strict=True):
         for _ in range(40):
-            bench.say(peer, Heartbeat(microbatches_per_second=rate, queued=0))
+            bench.send(peer, Heartbeat(microbatches_per_second=rate, queued=0))
     bench.run.rebalancing.due_at = bench.now
     bench.event(Tick())
     assert not bench.run.peers.movers
@@ -160,10 +160,10 @@ def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
     assert sent > 0
     bench.tick(1.0)
     beat = Heartbeat(microbatches_per_second=1.0, queued=0, up_bytes_per_second=sent / 4)
-    bench.say("a", beat)
+    bench.send("a", beat)
     assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25
     assert bench.run.stage_rows()[0].microbatches_per_second == 2.25
-    bench.say("a", Heartbeat())
+    bench.send("a", Heartbeat())
     assert bench.run.peers[PeerId("a")].microbatches_per_second == 0.25, "nothing new was said"
-    bench.say("a", Heartbeat(up_bytes_per_second=0.0))
+    bench.send("a", Heartbeat(up_bytes_per_second=0.0))
     assert bench.run.stage_rows()[0].microbatches_per_second == 3.0

@@ -252,7 +252,7 @@ def test_a_norm_of_the_whole_that_is_not_finite_ends_all_rounds() -> None:
             step=bench.step().step, attempt=bench.step().attempt, ok=True, own_squared=1.0
         )
         # Past the parser's check, which refuses it already.
-        commands = bench.say(peer, report.model_copy(update={"own_squared": 1.7e308}))
+        commands = bench.send(peer, report.model_copy(update={"own_squared": 1.7e308}))
     assert told(bench, AbortRound, commands) == set(ALL)
     assert bench.step().closing is None
 
@@ -284,7 +284,7 @@ def test_what_is_not_finite_at_one_that_has_averaged_changes_nothing() -> None:
     stage_0_alone_again(bench)
     bench.failed("a0", missing=(0,))
     assert bench.run.phase is RunPhase.COLLECT
-    bench.say("a1", NotFinite(step=bench.step().step, microbatch=0))
+    bench.send("a1", NotFinite(step=bench.step().step, microbatch=0))
     assert bench.run.peers[PeerId("a1")].phase is PeerPhase.READY
     assert {cell for cell in bench.step().table if cell[1] == 1} == {(0, 1), (1, 1)}
 
@@ -293,7 +293,7 @@ def test_a_leaver_that_has_averaged_applies_the_step_before_it_goes() -> None:
     bench = closing()
     stage_0_alone_again(bench)
     bench.failed("a0")
-    bench.say("b1", Leaving())
+    bench.send("b1", Leaving())
     bench.tick(2.0)
     assert PeerId("b1") in bench.run.peers
     bench.averaged("a0")

@@ -71,7 +71,7 @@ def test_a_checkpoint_that_fails_lets_training_go_on(word: str) -> None:
         bench.event(CheckpointFailed(Version(2), "the disk is full"))
     else:
         reason = "the disk is full"
-        bench.say("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
+        bench.send("a0", SnapshotFailed(version=Version(2), stage=StageIndex(0), reason=reason))
     assert bench.run.pending_checkpoint is None
     assert not bench.savers(bench.tick(10.0))
     bench.one_step()
@@ -179,7 +179,7 @@ def test_a_stage_that_is_lost_during_the_evaluation_does_not_stop_the_run() -> N
     assert bench.run.phase is RunPhase.EVALUATING
     bench.lose("a1")
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     commands = bench.tick(11.0)
     assert [r.version for r in bench.records(RolledBack, commands)] == [0]
     assert bench.sent("c1", AssignStage, commands)

@@ -45,7 +45,7 @@ def lost_stage() -> Bench:
 def test_a_lost_stage_is_waited_for_before_the_run_goes_back_to_its_checkpoint() -> None:
     bench = lost_stage()
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(9.0)
     assert not bench.records(RolledBack)
     commands = bench.tick(2.0)
@@ -78,7 +78,7 @@ def test_after_a_restart_peers_have_longer_to_come_back() -> None:
     bench = Bench.restarted(3, checkpoint=2)
     bench.attach("a0", stage=0, version=3)
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(19.0)
     assert not bench.records(RolledBack)
     bench.tick(2.0)
@@ -89,7 +89,7 @@ def test_a_mask_that_was_asked_before_a_roll_back_is_answered_after_it() -> None
     bench = lost_stage()
     bench.join("c1", 1)
     bench.tick(9.8)
-    bench.say("a0", MaskRequest(request=5, step=Step(4), microbatch=MicrobatchIndex(0)))
+    bench.send("a0", MaskRequest(request=5, step=Step(4), microbatch=MicrobatchIndex(0)))
     assert bench.records(RolledBack, bench.tick(0.3))
     [mask] = bench.sent("a0", Mask, bench.tick(0.5))
     assert (mask.request, mask.accumulate) == (5, ())
@@ -107,7 +107,7 @@ def test_a_peer_that_comes_back_in_time_saves_the_run_from_going_back() -> None:
 def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
     bench = lost_stage()
     bench.attach("c1", wanted_stage=1)
-    bench.say("c1", StageRequest(stage=StageIndex(1)))
+    bench.send("c1", StageRequest(stage=StageIndex(1)))
     bench.tick(11.0)
     assert bench.run.version == 2
     for stale in (
@@ -115,7 +115,7 @@ def test_answers_to_a_withdrawn_assignment_are_ignored() -> None:
         SyncFailed(stage=0, version=3, reason="?"),
         Applied(step=3, digest="d", norm=1.0),
     ):
-        assert not bench.sent("a0", AssignStage, bench.say("a0", stale))
+        assert not bench.sent("a0", AssignStage, bench.send("a0", stale))
     assert bench.run.peers[PeerId("a0")].phase is PeerPhase.SYNCING
 
 
@@ -168,7 +168,7 @@ def test_a_stage_without_a_holder_gets_a_peer_from_the_stage_that_can_spare_one(
     bench = Bench(checkpoint_steps=100)
     for name in ("x", "y", "z"):
         bench.attach(name)
-        bench.say(name, StageRequest(stage=StageIndex(0)))
+        bench.send(name, StageRequest(stage=StageIndex(0)))
         bench.ready(name)
     assert [len(bench.run.ready_peers(s)) for s in (0, 1)] == [2, 1]
     bench.one_step()
@@ -188,7 +188,7 @@ def stages_of(bench: Bench) -> dict[str, int | None]:
 
 def newcomer(bench: Bench, name: str, **hello: Any) -> None:
     bench.attach(name, **hello)
-    bench.say(name, StageRequest(stage=StageIndex(0)))
+    bench.send(name, StageRequest(stage=StageIndex(0)))
 
 
 def test_two_peers_that_download_one_lost_stage_are_spread_over_both_lost_stages() -> None:
@@ -280,7 +280,7 @@ def test_a_peer_that_is_back_with_the_last_step_averaged_saves_the_run_from_goin
     bench = lost_and_back()
     bench.tick(5.0)
     assert not bench.records(RolledBack)
-    bench.say("a1", Applied(step=Step(3), digest="d", norm=1.0))
+    bench.send("a1", Applied(step=Step(3), digest="d", norm=1.0))
     bench.tick(1.0)
     assert bench.run.phase is RunPhase.COLLECT
     assert (bench.run.version, bench.records(RolledBack)) == (3, [])
@@ -302,7 +302,7 @@ def test_a_peer_that_never_applies_the_step_that_it_missed_is_synced_anew() -> N
 def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once() -> None:
     bench = lost_and_back()
     report = RoundReport(step=Step(3), attempt=7, ok=False, reset=True, reason="no memory")
-    commands = bench.say("a1", report)
+    commands = bench.send("a1", report)
     assert [r.version for r in bench.records(RolledBack, commands)] == [2]
     assert bench.sent("a1", AssignStage, commands)
     assert "could not apply step 3" in bench.run.flags[PeerId("a1")].reason

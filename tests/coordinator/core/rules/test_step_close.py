@@ -75,7 +75,7 @@ def test_a_member_with_a_slow_uplink_sums_less_and_its_stage_receives_equal_weig
     thick, thin = Heartbeat(up_bytes_per_second=12.5e6), Heartbeat(up_bytes_per_second=6e5)
     bench.join_all("a0", "b0", "c0", "a1")
     for peer, beat in {"a0": thick, "b0": thin, "c0": thick, "a1": thin}.items():
-        bench.say(peer, beat)
+        bench.send(peer, beat)
     bench.report("a0", 0, 1)
     bench.report("a1", 0, 1)
     of_first = [bench.close_of(peer).reductions for peer in ("a0", "b0", "c0")]
@@ -283,7 +283,7 @@ def test_a_norm_that_is_no_number_ends_the_attempt_and_not_the_coordinator() -> 
     sound = RoundReport(step=step.step, attempt=step.attempt, ok=True, own_squared=1.0)
     for peer in ALL:
         # Past the parser's check, which refuses it already.
-        bench.say(peer, sound.model_copy(update={"own_squared": 1.7e308}))
+        bench.send(peer, sound.model_copy(update={"own_squared": 1.7e308}))
     assert not bench.records(AppliedStep)
     assert bench.run.phase is RunPhase.COLLECT
 

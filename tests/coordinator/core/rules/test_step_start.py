@@ -98,7 +98,7 @@ def test_no_peer_is_moved_while_another_one_downloads_the_stage_that_lacks_one()
     bench = Bench.restarted(0, starting=2)
     bench.attach("a1", stage=1, version=0)
     bench.attach("n1", wanted_stage=1)
-    bench.say("n1", StageRequest(stage=StageIndex(1)))
+    bench.send("n1", StageRequest(stage=StageIndex(1)))
     for peer in ("a0", "b0", "c0"):
         bench.attach(peer, stage=0, version=0)
     assert [bench.run.peers[PeerId(p)].stage for p in ("a0", "b0", "c0")] == [0, 0, 0]

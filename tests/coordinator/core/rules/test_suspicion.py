@@ -40,7 +40,7 @@ def applied_by_all(bench: Bench, **digests: str) -> None:
 
 def say_not_finite(bench: Bench, peer: str, microbatch: int = 0) -> None:
     step = Step(bench.run.version + 1)
-    bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
+    bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(microbatch)))
 
 
 def test_a_peer_that_computes_no_numbers_is_flagged_and_synced_anew() -> None:
@@ -69,7 +69,7 @@ def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
 
 def test_a_report_about_another_step_flags_no_peer() -> None:
     bench = collecting()
-    bench.say("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
+    bench.send("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
     assert flagged(bench) == {}
 
 
@@ -141,12 +141,12 @@ def test_a_joining_peer_with_another_state_than_the_holders_fetches_it_again() -
     bench = collecting()
     applied_by_all(bench)
     bench.attach("n0", wanted_stage=0)
-    bench.say("n0", StageRequest(stage=StageIndex(0)))
+    bench.send("n0", StageRequest(stage=StageIndex(0)))
     bench.save("a0")
     bench.save("b0")
     bench.save("c0")
     assert bench.sent("n0", AssignStage)
-    bench.say("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
+    bench.send("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
     assert phase(bench, "n0") is PeerPhase.SYNCING
     assert set(flagged(bench)) == {"n0"}
     commands = bench.tick(1.5)

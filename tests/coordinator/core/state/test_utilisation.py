@@ -117,7 +117,7 @@ def stepping() -> Bench:
 
 
 def beat(bench: Bench, peer: str, **told: Any) -> None:
-    bench.say(peer, Heartbeat(microbatches_per_second=1.0, queued=0, **told))
+    bench.send(peer, Heartbeat(microbatches_per_second=1.0, queued=0, **told))
 
 
 def figures_of(bench: Bench) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def test_gradients_that_are_not_finite_and_parameters_that_differ_are_counted() 
     bench = stepping()
     step = Step(bench.run.version + 1)
     for peer in ("b0", "a0"):  # the second one is not flagged: the model is the cause
-        bench.say(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
+        bench.send(peer, NotFinite(step=step, microbatch=MicrobatchIndex(0)))
     assert rejected(bench) == {Rejection.NOT_FINITE: 2}
     bench = stepping()
     bench.one_step()
