@@ -179,8 +179,8 @@ def rows_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 HEAD: Sequence[str] = (
-    "activation / gradient", "average", "farthest step", "median step", "within 1e-4",
-    "one process, other order",
+    "activation / gradient", "average", "largest difference", "median difference",
+    "steps within 1e-4", "one process, reversed order",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import click
 
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.quality import (
     PACKAGES,
@@ -98,26 +99,30 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def bottlenecks_markdown(document: Mapping[str, Any]) -> str:
-    """A row per width and codec."""
-    ways, wide = document["ways"], document["settings"]["model.hidden_size"]
-    lines = [
+    """Loss and compression by bottleneck width and codec."""
+    ways, full = document["ways"], document["settings"]["model.hidden_size"]
+    head = (
         f"{document['measured_at'][:10]}: {document['steps']} steps of "
-        f"{document['tokens_per_step']:,} tokens, the model and the data of the codecs' table, "
-        f"{document['stages']} stages, {len(document['seeds'])} seeds. The noise from seed to seed "
-        f"is {document['noise']:.4f}.",
-        "",
-        "| width of the border | codec | times smaller | loss, mean | gap, mean | its spread |",
-        "|---:|---|---:|---:|---:|---:|",
-    ]
-    for one in ways:
-        smaller = ways[0]["bytes_per_microbatch"] / one["bytes_per_microbatch"]
-        lines.append(
-            f"| {one['bottleneck_size'] or wide} | {one['codec']} | {smaller:.2f} "
-            f"| {statistics.mean(one['losses']):.4f} "
-            f"| {one['gap_mean']:+.4f} ({100 * one['gap_relative']:+.2f}%) "
-            f"| {one['gap_spread']:.4f} |"
+        f"{document['tokens_per_step']:,} tokens, model and data of the codec table, "
+        f"{document['stages']} stages, {len(document['seeds'])} seeds. The noise over the seeds is "
+        f"{document['noise']:.4f}."
+    )
+    rows = [
+        (
+            str(one["bottleneck_size"] or full),
+            one["codec"],
+            f"{ways[0]['bytes_per_microbatch'] / one['bytes_per_microbatch']:.2f}",
+            f"{statistics.mean(one['losses']):.4f}",
+            f"{one['gap_mean']:+.4f} ({100 * one['gap_relative']:+.2f}%)",
+            f"{one['gap_spread']:.4f}",
         )
-    return "\n".join(lines)
+        for one in ways
+    ]
+    columns = (
+        "width at the boundary", "codec", "compression", "mean loss", "mean gap",
+        "spread of the gap",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rlrrrr", rows)])
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def average_rows_of(codecs: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 HEAD: Sequence[str] = (
-    "codec", "times smaller", "encode, ms", "decode, ms", "error", "pays below"
+    "codec", "compression", "encode, ms", "decode, ms", "error", "pays below"
 )  # fmt: skip
 
 

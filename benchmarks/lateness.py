@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.quality import (
     PACKAGES,
@@ -96,27 +97,32 @@ def _one_of(manifest: Manifest, seed: int, rate: float, staleness: int, steps: i
 
 
 def lateness_markdown(document: Mapping[str, Any]) -> str:
-    """A row per learning rate."""
-    lines = [
+    """Loss with and without staleness, by learning rate."""
+    head = (
         f"{document['measured_at'][:10]}: {document['steps']} steps of "
-        f"{document['tokens_per_step']:,} tokens, the model and the data of the codecs' table, "
-        f"{len(document['seeds'])} seeds. Losses are held-out, in nats per token.",
-        "",
-        f"| learning rate | staleness 0 | staleness 1 | gap | staleness 1, "
-        f"{document['longer_steps']} steps | gap | noise from seed to seed |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for one in document["rates"]:
-        lines.append(
-            f"| {one['learning_rate']:g} | {statistics.mean(one['prompt']):.4f} "
-            f"| {_cells(one['late'])} | {_cells(one['longer'])} | {one['noise']:.4f} |"
+        f"{document['tokens_per_step']:,} tokens, model and data of the codec table, "
+        f"{len(document['seeds'])} seeds. Held-out loss in nats per token."
+    )
+    rows = [
+        (
+            f"{one['learning_rate']:g}",
+            f"{statistics.mean(one['prompt']):.4f}",
+            *_cells(one["late"]),
+            *_cells(one["longer"]),
+            f"{one['noise']:.4f}",
         )
-    return "\n".join(lines)
+        for one in document["rates"]
+    ]
+    columns = (
+        "learning rate", "staleness 0", "staleness 1", "gap",
+        f"staleness 1, {document['longer_steps']} steps", "gap", "noise over the seeds",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", rows)])
 
 
-def _cells(found: Mapping[str, Any]) -> str:
+def _cells(found: Mapping[str, Any]) -> tuple[str, str]:
     mean, share = statistics.mean(found["losses"]), 100 * found["gap_relative"]
-    return f"{mean:.4f} | {found['gap_mean']:+.4f} ({share:+.2f}%)"
+    return f"{mean:.4f}", f"{found['gap_mean']:+.4f} ({share:+.2f}%)"
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.markdown import markdown_table
 from benchmarks.simulator_scenarios import manifest_of
 from benchmarks.trace_formats import convert
 from swarm_coordinator.moving import RebalancingRule, RebalancingSettings
@@ -207,27 +208,27 @@ def summed(
     }  # fmt: skip
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For docs/simulator.md: share of the best placement (moves an hour, GB an hour)."""
-    lines = [
-        "| | none | SWARM's, 60 s | ours, 60 s | SWARM's, 300 s | ours, 300 s |",
-        "|---|---:|---:|---:|---:|---:|",
+def rebalancing_markdown(document: Mapping[str, Any]) -> str:
+    """Share of the best placement (moves an hour, GB an hour) by scenario and rule."""
+    rows = {(row["scenario"], row["rule"], row["period_seconds"]): row for row in document["rows"]}
+    head = (
+        f"{document['date']}, {document['seeds']} seeds of {document['hours']:g} h each. "
+        "Throughput in percent of the best placement's (moves per hour, gigabytes per hour):"
+    )
+    columns = ("", "none", "SWARM, 60 s", "ours, 60 s", "SWARM, 300 s", "ours, 300 s")
+    cells = [
+        (name, *(_cell(rows[name, rule.value, period], rule) for rule, period in RULES))
+        for name in dict.fromkeys(scenario for scenario, _, _ in rows)
     ]
-    names = list(dict.fromkeys(row["scenario"] for row in rows))
-    for name in names:
-        cells = []
-        for rule, period in RULES:
-            row = next(
-                r for r in rows
-                if (r["scenario"], r["rule"], r["period_seconds"]) == (name, rule.value, period)
-            )  # fmt: skip
-            share = f"{100 * row['share_of_best']:.1f}"
-            if rule is not RebalancingRule.NONE:
-                gigabytes = row["moved_bytes_per_hour"] / 1e9
-                share += f" ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
-            cells.append(share)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    return "\n".join([head, "", *markdown_table(columns, "lrrrrr", cells)])
+
+
+def _cell(row: Mapping[str, Any], rule: RebalancingRule) -> str:
+    share = f"{100 * row['share_of_best']:.1f}"
+    if rule is RebalancingRule.NONE:
+        return share
+    gigabytes = row["moved_bytes_per_hour"] / 1e9
+    return f"{share} ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
 
 
 @click.command()
@@ -252,7 +253,7 @@ def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) ->
                 f"best, {row['moves_per_hour']:.1f} moves/h"
             )
         write_atomically(out, (json.dumps(_document(rows, seeds, hours, began)) + "\n").encode())
-    click.echo("\n".join(table(rows)))
+    click.echo(rebalancing_markdown(_document(rows, seeds, hours, began)))
 
 
 def _document(rows: list[dict[str, Any]], seeds: int, hours: float, began: float) -> dict[str, Any]:
