@@ -1,9 +1,8 @@
-"""What bottlenecks between stages cost in loss, and what they save: `make bench-bottlenecks`.
+"""Cost in loss and savings of bottlenecks between stages: `make bench-bottlenecks`.
 
-A bottleneck (`[model] bottleneck_size`, decision 0027) is a part of the model, which learns with
-it; a codec is not. Both make less of what crosses a border, and both can be had at once. Measured
-as the codecs are (`benchmarks.quality`): the same model, data, steps and seeds, against the runs
-without either.
+A bottleneck (`[model] bottleneck_size`, decision 0027) is a trained part of the model; a codec is
+not. Both reduce the bytes at a stage boundary and can be combined. The model, data, steps and seeds
+are those of `benchmarks.quality`; the baseline has neither.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ WAYS: tuple[tuple[int, ActivationCodec], ...] = (
     (16, "int8"),
     (8, "none"),
 )
-"""Width of the border, of 64 (0: all of it), and codec both ways; others are compared with the
-first."""
+"""Boundary width of 64 (0: full width) and the codec of both directions; the first is the
+baseline."""
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """Tokens per second and FLOPs utilisation of one middle stage on a GPU: `make bench-gpu`.
 
-Forward, backward and the optimizer's step of the worker's own code, in bfloat16, with and without
-torch.compile. Without a GPU it says so and ends well.
+Runs forward, backward and the optimizer's step of the worker's own code in bfloat16, with and
+without torch.compile. Without a GPU it reports that and exits with code 0.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def measure(
     name: str, device: torch.device, layers: int | None, microbatches: int, steps: int,
     backend: str, peak: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One stage of the preset, as it is and compiled."""
+    """Measure one stage of the preset, uncompiled and compiled."""
     preset = PRESETS[name]
     host_bytes = int(psutil.virtual_memory().available)
     held = layers or layers_that_fit(preset, "bfloat16", _free_bytes(device), host_bytes)
@@ -115,7 +115,7 @@ def measure(
 def figures(
     timed: Sequence[Timed], tokens: int, flops: float, peak: float | None
 ) -> dict[str, float | None]:
-    """Medians over steps. Computing alone; with the optimizer's step, tokens/s once more."""
+    """Return medians over steps: of computing alone, and tokens/s with the optimizer's step."""
     seconds = median(one.seconds for one in timed)
     whole = median(one.seconds + one.optimizer_seconds for one in timed)
     teraflops = flops / seconds / 1e12

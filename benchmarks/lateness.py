@@ -1,10 +1,9 @@
-"""What gradients that are one version late cost in loss: `make bench-lateness`.
+"""Cost in loss of gradients that are one version stale: `make bench-lateness`.
 
-Trains one small model as `swarm-coordinator reference` does, with staleness 0 and 1 (decision
-0024), with several seeds and learning rates: a delay does more harm the further a step goes.
-A swarm of the same manifest computes the same (tests/integration/test_staleness.py). Runs of one
-seed have the same initial values and the same data; model and data are those of
-`benchmarks.quality`.
+Trains one small model like `swarm-coordinator reference`, with staleness 0 and 1 (decision 0024),
+several seeds and learning rates: a delay harms more the larger the steps are. A swarm of the same
+manifest computes the same (tests/integration/test_staleness.py). Runs of one seed have the same
+initial values and the same data; model and data are those of `benchmarks.quality`.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from benchmarks.quality import (
 from swarm_shared.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
-"""The first is that of `benchmarks.quality`."""
+"""Learning rates; the first is that of `benchmarks.quality`."""
 
 TIMES_AS_MANY = 1.5
-"""Steps that a run with staleness takes on a cable line while one without takes one
-(docs/benchmarks.md): what counts for its organiser is the loss after the same time."""
+"""Steps that a run with staleness takes on a cable link per step of one without
+(docs/benchmarks.md); it allows comparing the loss after equal time."""
 
 
 @click.command()
