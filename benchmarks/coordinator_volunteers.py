@@ -216,7 +216,7 @@ class SimulatedVolunteer:
 
     def _assigned(self, message: dict[str, Any]) -> None:
         if message["prepare"]:
-            return  # never reached: another benchmark measures moves
+            return  # the move never completes: another benchmark measures moves
         stage, version = StageIndex(message["stage"]), Version(message["version"])
 
         def ready() -> None:

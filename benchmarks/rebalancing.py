@@ -1,11 +1,12 @@
-"""Which rule of moving peers comes nearest to the best placement, and at what price.
+"""Throughput over that of the best placement, and moves, by rebalancing rule.
 
     make bench-rebalancing ARGS="FOLDER_OF_TRACES"
 
-Simulates the same machines, coming and going the same way, under no rebalancing, SWARM's rule of
-queue lengths and ours, every 60 and every 300 seconds. Recordings lie outside the project: the
-folder is an argument, and without it only generated churn is simulated. Every seed takes another
-window of a recording, so that ten of them cover it. Writes benchmarks/results/rebalancing.json.
+Simulates the same machines with the same churn without rebalancing, with SWARM's rule of queue
+lengths and with this project's, every 60 and every 300 seconds. Recordings are not part of the
+project: their folder is an argument, and without it only generated churn is simulated. Every seed
+takes another window of a recording, so that ten of them cover it. Writes
+benchmarks/results/rebalancing.json.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ RENTED = Hardware(
     kind="rented", flops_per_second=2.5e12, memory_bytes=32 * GIBIBYTE,
     up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
 )  # fmt: skip
-"""All alike, as in a cloud's zone: with them the best placement is known exactly."""
+"""Rented machines, all alike as in a cloud zone: their best placement is known exactly."""
 PROCESSORS = FleetFile(
     classes=(
         HardwareClass(
@@ -65,8 +66,8 @@ PROCESSORS = FleetFile(
         ),
     )
 )  # fmt: skip
-"""Unlike each other, and computing takes them longer than sending. Graphics cards at home (`HOME`)
-are the other way round for a model as small as this one."""
+"""Desktop CPUs of different speeds, which take longer to compute than to send. Graphics cards at
+home (`HOME`) take longer to send for a model as small as this one."""
 
 FIRST_MINUTE = 60.0
 
@@ -78,13 +79,14 @@ class Scenario:
     name: str
     stages: int
     fleet: FleetFile | None
-    """None: rented machines, all alike."""
+    """The fleet; None for rented machines, all alike."""
     changes: MakeChanges
-    """Of a seed, over so many hours."""
+    """Makes the joins and leaves of a seed over a number of hours."""
 
 
 def manifest_for(scenario: Scenario) -> Manifest:
-    """A step takes half a minute or so, a stage's state some seconds: several moves a period."""
+    """Return a run whose step takes about half a minute and whose stage transfer takes seconds,
+    so that several moves fit into a period."""
     if scenario.fleet is HOME:
         return manifest_of("small", scenario.stages, 128, sequences=32)
     if scenario.fleet is not None:
@@ -92,11 +94,14 @@ def manifest_for(scenario: Scenario) -> Manifest:
     return manifest_of("125m", scenario.stages, 32, sequences=32)
 
 
-# ---------------------------------------------------------------- coming and going
+# ---------------------------------------------------------------- churn
 
 
 def window(changes: Sequence[Change], begin_seconds: float, hours: float) -> list[Change]:
-    """A part of a trace from its own second 0; who is there by then comes in the first minute."""
+    """Cut a window out of a trace and shift it to second 0.
+
+    Machines present at its beginning join within the first minute.
+    """
     end_seconds = begin_seconds + 3600 * hours
     present: list[str] = []
     found: list[Change] = []
@@ -144,7 +149,7 @@ def recordings(folder: Path) -> Iterator[Scenario]:
          skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
     ):  # fmt: skip
         yield Scenario(name, stages, None, of_recording(form, path))
-    # Its end is the experimenter's own shutdown.
+    # The recording ends with the experimenter's own shutdown.
     full = of_recording("counts", bamboo / "full-64-node-trace.csv", end_hours=5.5)
     yield Scenario("full-64-node", 4, None, full)
     phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"

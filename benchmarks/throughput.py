@@ -1,8 +1,8 @@
-"""Throughput of the swarm beside torch alone: `make bench`.
+"""Throughput of the swarm compared with torch alone: `make bench`.
 
-The same model, data, microbatches, optimizer and stage boundaries for everybody; repetitions
-interleaved, so that a machine that slows down slows everybody down; medians. Losses are compared
-across contenders at the end: a contender that computed something else would win nothing.
+All contenders have the same model, data, microbatches, optimizer and stage boundaries. Repetitions
+are interleaved, so that a slowdown of the machine affects all of them; results are medians. Losses
+are compared at the end: a contender that computed something else fails the benchmark.
 
 Throughput is tokens over seconds of the steps after the warm-up. Nothing else should run on the
 machine meanwhile.
@@ -29,7 +29,8 @@ from swarm_shared.model_config import PRESETS
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 LOSS_TOLERANCE = 1e-4
-"""Relative; contenders differ by the order of float32 additions only."""
+"""Largest relative difference of losses; contenders differ only in the order of float32
+additions."""
 
 Results = dict[str, list[Sequence[TimedStep]]]
 
@@ -90,7 +91,7 @@ def _measure(
 
 
 def _shape(contender: Contender) -> tuple[int, int]:
-    """Stages, and peers in each."""
+    """Return the number of stages and of peers in each."""
     return contender.stages, contender.processes // contender.stages
 
 
@@ -132,7 +133,7 @@ def _document(
 
 
 def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
-    """Every swarm over one torch process, and over torch's pipeline of as many processes."""
+    """Return each swarm's rate over one torch process and over torch's pipeline of equal size."""
     found: dict[str, float] = {}
     for name, rate in medians.items():
         processes = CONTENDERS[name].processes
@@ -143,7 +144,7 @@ def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
 
 
 def _loss_disagreement(results: Results) -> str:
-    """Which step of which contender lies how far from the first contender's; empty if none."""
+    """Describe the step and contender that differ from the first contender; empty if none does."""
     names = list(results)
     base = results[names[0]][0]
     for name in names:
@@ -159,7 +160,7 @@ def _loss_disagreement(results: Results) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The table for people, from what the JSON file holds."""
+    """Format the result document as a text table."""
     rows = []
     contenders: Mapping[str, Any] = document["contenders"]
     ratios: Mapping[str, float] = document["ratios"]

@@ -1,13 +1,12 @@
-"""Recordings of machines that come and go, made into traces of this project's own format.
+"""Converts recordings of machine churn to traces of this project's format.
 
     python -m benchmarks.trace_formats FORMAT FILE OUT
 
-Formats: `events` (milliseconds,add|remove,name), `counts` (how many machines there are, as
-time,count rows, with times in seconds, in ISO 8601, or as date,time,count), `hours` (the
-same with times in hours), `gaps` (JSON with a
-list of counts and the seconds between them) and `sessions` (one line per user and week: states
-and their lengths). Counts have no identities: which machine goes is drawn with `--seed`. The
-recordings themselves are no part of the project.
+Formats: `events` (milliseconds,add|remove,name), `counts` (number of machines as time,count rows,
+with times in seconds, in ISO 8601, or as date,time,count), `hours` (the same with times in hours),
+`gaps` (JSON with a list of counts and the seconds between them) and `sessions` (one line per user
+and week: states and their lengths). Counts have no identities: the machines that leave are drawn
+with `--seed`. The recordings are not part of the project.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WEEK_SECONDS = 7 * 24 * HOUR_SECONDS
 def convert(
     form: str, path: Path, seed: int, hours: float = math.inf, users: int | None = None
 ) -> list[Change]:
-    """A recording's changes, from second 0 and for so many hours; of so many users, if told."""
+    """Return a recording's changes from second 0 for `hours`, optionally of `users` users only."""
     text = path.read_text(encoding="utf-8")
     rng = random.Random(seed)
     try:
@@ -94,11 +93,11 @@ def _gap_rows(text: str) -> Iterator[tuple[float, int]]:
 
 
 def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Iterator[Change]:
-    """Machines so that there are as many as was counted; who goes is drawn."""
+    """Yield joins and leaves that reproduce the counts; the machines that leave are drawn."""
     present: list[str] = []
     made, seconds = 0, -math.inf
     for told_seconds, count in rows:
-        # A poller whose clock was set back still wrote its rows one after the other.
+        # A poller whose clock was set back still wrote its rows in order.
         seconds = max(seconds, told_seconds)
         while len(present) < count:
             made += 1
@@ -109,7 +108,7 @@ def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Itera
 
 
 def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Change]:
-    """Every user's recorded weeks, one of them drawn, laid over each other from their start."""
+    """Yield the changes of one drawn week per user, all aligned to their start."""
     weeks: dict[str, list[tuple[int, list[float]]]] = {}
     for line in text.splitlines():
         user, told_state, _epoch, _zone, *words = line.split()

@@ -1,4 +1,4 @@
-"""`make bench-counts`: counts, and compares with the baseline; exit code 1 when something grew."""
+"""Compares counts with the baseline, exit code 1 on growth: `make bench-counts`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from swarm_shared.errors import SwarmError
 
 BASELINE = Path(__file__).with_name("baseline.json")
 PACKAGES = ("libp2p", "pydantic", "trio")
-"""Whose versions change what is counted."""
+"""Packages whose versions affect the counts."""
 
 
 @click.command()
@@ -42,7 +42,7 @@ def main(accept: bool, quiet: bool, baseline: Path) -> None:
 
 
 def conclude(now: Mapping[str, Any], baseline: Path) -> None:
-    """Say what differs; exit code 1 when something grew."""
+    """Print the differences; exit with code 1 when a count grew."""
     try:
         verdict = compare(now, json.loads(baseline.read_text()))
     except SwarmError as error:

@@ -1,10 +1,10 @@
-"""Training over an emulated wide-area network, side by side: `make bench-wan`, as root.
+"""Training over an emulated wide-area network, by contender: `make bench-wan`, as root.
 
-Every contender gets the same model, data, machines and lines; the lines are checked with iperf3 and
-ping first; repetitions take turns, so that a machine that slows down slows everybody down. All
-machines share this one's cores: they compute at a pace of their own (`swarm_client.worker.pace`),
-slow enough that the cores carry all of them (`busy cores` in the table tells). Nothing else should
-run meanwhile. docs/benchmarks.md says what is compared and how.
+All contenders have the same model, data, machines and links; iperf3 and ping check the links first;
+repetitions are interleaved, so that a slowdown of the machine affects all contenders. All emulated
+machines share this machine's cores: each computes at its own pace (`swarm_client.worker.pace`),
+slow enough for the cores (see `busy cores` in the table). Nothing else should run meanwhile.
+docs/benchmarks.md describes the comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from swarm_shared.errors import SwarmError
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 SERVER = "server"
-"""The coordinator's line in the file of mixes."""
+"""Name of the coordinator's link in the file of mixes."""
 
 
 @click.command()
@@ -69,7 +69,7 @@ def main(
         raise click.UsageError(
             "--steps must be more than --warmup and --cooldown, or nothing is measured"
         )
-    # Asked to end, everything is torn down as after Ctrl-C.
+    # SIGTERM tears everything down like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     chosen = tuple(name for name in CONTENDERS if not only or name in only)
@@ -105,7 +105,7 @@ def main(
                 missing.append(name)
                 click.echo(f"benchmark: {name} is left out: {error}", err=True)
                 continue
-            # What has been measured stays, whatever becomes of the next mix.
+            # Write after every mix, so that a failure of the next one loses nothing.
             write_result(out, document)
     click.echo(f"\n{render(document)}")
     click.echo(f"\nwritten to {out}")
@@ -116,7 +116,7 @@ def main(
 
 
 def _refuse_other_losses(document: dict[str, Any]) -> None:
-    """A contender that computed something else has won nothing."""
+    """Exit with an error when a contender's losses differ."""
     found = [
         f"{name}: {mix['loss_disagreement']}"
         for name, mix in document["mixes"].items()

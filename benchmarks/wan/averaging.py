@@ -1,4 +1,4 @@
-"""How long an average takes beside its bound, from what its members wrote down. Pure."""
+"""Time of an all-reduce, from its members' records, and its bound. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarm_shared.errors import SwarmError
 
 
 def step_seconds(processes: Sequence[Sequence[Sequence[Any]]], step: int, members: int) -> float:
-    """From the first member's begin to the last one's end."""
+    """Return the seconds from the first member's start to the last one's end."""
     spans = [
         (event[4], event[5])
         for events in processes
@@ -25,11 +25,11 @@ def step_seconds(processes: Sequence[Sequence[Sequence[Any]]], step: int, member
 
 
 def bound_seconds(gradient_bytes: int, lines: Sequence[Link]) -> float:
-    """The least time of an all-reduce of two or more members in which each sums a part of its own.
+    """Return the minimum time of an all-reduce of two or more members, each reducing a share.
 
-    Whoever sums the share s moves 1 + s(n-2) vectors each way. So in a given time each line allows
-    a share, and the least time is the one in which shares add up to the whole; with like lines
-    that is 2(n-1)/n vectors.
+    A member that reduces the share s moves 1 + s(n-2) vectors each way. A given time therefore
+    allows each link a share; the minimum is the time at which the shares add up to one. With equal
+    links it is that of 2(n-1)/n vectors.
     """
     rates = [min(line.up_bytes_per_second, line.down_bytes_per_second) for line in lines]
     others = len(rates) - 2

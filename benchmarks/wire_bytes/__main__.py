@@ -1,7 +1,7 @@
-"""`make bench-bytes`: a short real run of three stages, and what its bytes on the wire were for.
+"""Bytes on the wire of a short real run of three stages, by purpose: `make bench-bytes`.
 
-One volunteer for each stage, a coordinator, everything over loopback: real programs, each with an
-instrument inside (`instrument`). Counts do not depend on how fast the machine is, or how busy.
+Runs a coordinator and one volunteer per stage over loopback, real programs with an instrument
+inside (`instrument`). Counts do not depend on the machine's speed or load.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _document(
     missing = stage_of.keys() - {process["peer"] for process in processes}
     if missing or not stage_of:
         raise SwarmError(f"of {len(stage_of)} volunteers {len(missing)} left no counts")
-    # The presets' codecs are none: a gradient has as many.
+    # The presets' codecs are `none`: a gradient has as many bytes as an activation.
     border_bytes = manifest.activation_bytes
     steps = len(finished.steps)
     counted = steps * manifest.training.microbatches_per_step

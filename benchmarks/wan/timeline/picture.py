@@ -1,4 +1,4 @@
-"""Draws a timeline's file: of every stage's step, how long it did what.
+"""Draws the parts of every stage's step from a result file of the timeline.
 
 .venv/bin/python -m benchmarks.wan.timeline.picture benchmarks/results/wan-timeline.json OUT.png
 """
@@ -46,7 +46,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(axis: Any, top: int, stages: list[Mapping[str, float]]) -> None:
-    """One bar for each stage, the first one at the top."""
+    """Draw one bar per stage, the first one at the top."""
     for place, parts in enumerate(stages):
         begun = 0.0
         for part, colour in COLOURS.items():
