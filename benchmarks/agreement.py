@@ -77,7 +77,9 @@ class Measured:
 
 
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice(list(CODECS)), help="May be repeated.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(CODECS)), help="Codecs to measure; repeatable."
+)
 @click.option("--steps", type=click.IntRange(WARMUP_STEPS + 2), default=STEPS, show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "agreement.json"

@@ -50,7 +50,7 @@ baseline."""
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "bottlenecks.json"
 )
 def main(steps: int, seeds: int, out: Path) -> None:
-    """Final held-out loss with narrow borders, against wide ones."""
+    """Measure the final held-out loss with bottlenecks, compared with the full width."""
     with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)

@@ -281,7 +281,7 @@ async def measure_sockets(
         try:
             while served.coordinator.attached < volunteers:
                 if any(process.poll() is not None for process in processes):
-                    raise click.ClickException("volunteers have ended while others still came")
+                    raise click.ClickException("volunteers ended while others were still joining")
                 await trio.sleep(0.1)
             joined_seconds = time.monotonic() - began
             click.echo(f"{volunteers:,} joined over sockets in {joined_seconds:.0f} s")
@@ -327,14 +327,16 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--volunteers", default=10_000, help="In memory; 0: none.")
+@click.option("--volunteers", default=10_000, help="Volunteers in memory; 0: none.")
 @click.option("--sockets", default=1000, help="Volunteers over real sockets; 0: none.")
 @click.option("--stages", default=64)
-@click.option("--microbatches", default=128, help="A step.")
+@click.option("--microbatches", default=128, help="Microbatches per step.")
 @click.option("--seconds", default=60.0)
-@click.option("--step-seconds", default=20.0, help="Until the last microbatch of a step is done.")
+@click.option(
+    "--step-seconds", default=20.0, help="Until the last microbatch of a step is completed."
+)
 @click.option("--profile", is_flag=True)
-@click.option("--holds", is_flag=True, help="Name what takes the loop's time; nothing is written.")
+@click.option("--holds", is_flag=True, help="Print what occupies the event loop; write no result.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(
     volunteers: int, sockets: int, stages: int, microbatches: int, seconds: float,

@@ -186,10 +186,12 @@ class Swarm:
 @click.command()
 @click.option("--kills", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--every", default=30.0, show_default=True, help="Seconds between two kills.")
-@click.option("--repetitions", default=2, show_default=True, help="Of each single fault.")
+@click.option(
+    "--repetitions", default=2, show_default=True, help="Repetitions of each single fault."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "faults.json")
 def main(kills: int, every: float, repetitions: int, out: Path) -> None:
-    """Measure what killed, frozen and leaving peers and a killed coordinator cost."""
+    """Measure the cost of killed, frozen and leaving peers and of a killed coordinator."""
     with work_folder("faults") as work, Children() as children:
         document = measure(work, children, kills, every, repetitions)
     write_result(out, document)

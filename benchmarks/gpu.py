@@ -31,16 +31,24 @@ WARM_UP_STEPS = 2
 
 
 @click.command()
-@click.option("--device", "wanted", default="auto", show_default=True, help="auto, cpu or cuda:0.")
+@click.option(
+    "--device", "wanted", default="auto", show_default=True, help="Device: auto, cpu or cuda:0."
+)
 @click.option("--preset", "presets", multiple=True, type=click.Choice(list(PRESETS)),
               help="Repeatable; default: 1b and 7b.")  # fmt: skip
-@click.option("--layers", type=click.IntRange(1), help="Default: as many as fit.")
+@click.option(
+    "--layers", type=click.IntRange(1), help="Layers of the stage; default: as many as fit."
+)
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--backend", default=BACKENDS[0], show_default=True, type=click.Choice(BACKENDS))
 @click.option("--peak-tflops", type=click.FloatRange(min=0, min_open=True),
-              help="Of the device in bfloat16, where the table does not know it.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="Default: results/gpu.json on a GPU.")
+              help="The device's peak in bfloat16, if it is not in the table.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Result file; default: results/gpu.json on a GPU.",
+)
 def main(
     wanted: str, presets: tuple[str, ...], layers: int | None, microbatches: int, steps: int,
     backend: str, peak_tflops: float | None, out: Path | None,
@@ -48,8 +56,8 @@ def main(
     """Measure one stage: tokens/s, model FLOPs utilisation, and how long the device waits."""
     if wanted != "cpu" and not torch.cuda.is_available():
         click.echo(
-            "gpu: torch sees no GPU here, so nothing was measured; --device cpu --preset tiny "
-            "shows what would be"
+            "gpu: torch finds no GPU, nothing was measured; --device cpu --preset tiny runs the "
+            "same on a CPU"
         )
         return
     device = torch.device("cuda:0" if wanted == "auto" else wanted)
@@ -85,7 +93,7 @@ def measure(
     host_bytes = int(psutil.virtual_memory().available)
     held = layers or layers_that_fit(preset, "bfloat16", _free_bytes(device), host_bytes)
     if held < preset.model.layers:
-        why = "asked for" if layers else "what fits into the memory"
+        why = "as requested" if layers else "the number that fits into memory"
         click.echo(f"{name}: {held} of the model's {preset.model.layers} layers, {why}")
     manifest = stage_manifest(preset, held, "bfloat16")
     peak = peak or peak_tflops(device_name(device))

@@ -45,7 +45,7 @@ TIMES_AS_MANY = 1.5
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "lateness.json"
 )
 def main(steps: int, seeds: int, out: Path) -> None:
-    """Final held-out loss with late gradients, against prompt ones."""
+    """Measure the final held-out loss with staleness 1, compared with staleness 0."""
     with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)

@@ -32,9 +32,19 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @click.command()
 @click.option("--repetitions", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--joins", default=3, show_default=True, type=click.IntRange(0), help="Per router.")
-@click.option("--pairs", default=8, show_default=True, type=click.IntRange(1), help="At once.")
-@click.option("--p2pd/--no-p2pd", default=True, help="hivemind's daemon through our relay.")
+@click.option(
+    "--joins",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Joins per kind of router.",
+)
+@click.option(
+    "--pairs", default=8, show_default=True, type=click.IntRange(1), help="Concurrent links."
+)
+@click.option(
+    "--p2pd/--no-p2pd", default=True, help="Also measure hivemind's daemon through the relay."
+)
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> None:
     """Measure direct, punched and relayed links, and how long joining takes behind a router."""

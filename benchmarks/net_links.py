@@ -93,7 +93,7 @@ class LinkLab:
                 )
                 if reached["seconds"] is None:
                     raise SwarmError(
-                        f"a {kind} link became {reached['kind']} instead; logs: {self._folder}"
+                        f"not a {kind} link but {reached['kind']}; logs: {self._folder}"
                     )
                 if kind == "punched":
                     punched.append(time.monotonic() - began)

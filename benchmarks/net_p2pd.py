@@ -32,4 +32,6 @@ class P2pdProcess(ToldProcess):
             if relayed:
                 return relayed
             time.sleep(0.1)
-        raise SwarmError(f"p2pd on {self.host.name} has no slot at the relay; see {self.log}")
+        raise SwarmError(
+            f"p2pd on {self.host.name} has no reservation at the relay; see {self.log}"
+        )

@@ -118,7 +118,7 @@ def predicted(manifest: Manifest, case: Case) -> list[float]:
 
 @click.command()
 @click.option("--steps", default=10)
-@click.option("--microbatches", default=48, help="A step.")
+@click.option("--microbatches", default=48, help="Microbatches per step.")
 def main(steps: int, microbatches: int) -> None:
     rows: list[dict[str, Any]] = []
     for case in CASES:
@@ -137,7 +137,7 @@ def main(steps: int, microbatches: int) -> None:
             }
         )  # fmt: skip
         click.echo(
-            f"{case.name}: a step takes {measurement:.2f} s, {prediction:.2f} s were predicted "
+            f"{case.name}: a step takes {measurement:.2f} s, predicted {prediction:.2f} s "
             f"({100 * rows[-1]['error']:+.1f} %)"
         )
     document = {

@@ -88,13 +88,13 @@ SEEDS = 3
     "--from",
     "measured",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Write the package's table of this result and measure nothing.",
+    help="Write the package's table from this result without measuring.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
 )
 def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
-    """Final held-out loss per pair of codecs, against none."""
+    """Measure the final held-out loss per pair of codecs, compared with none."""
     if measured is not None:
         write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
         return
@@ -233,10 +233,10 @@ def render(document: dict[str, Any]) -> str:
         )
         for name, one in document["pairs"].items()
     ]  # fmt: skip
-    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of gaps")
+    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of the gap")
     return (
         table(head, rows, right=(1, 2, 3, 4))
-        + f"\nnoise from seed to seed without codecs: {document['noise']:.4f}; the cheapest pair "
+        + f"\nnoise over the seeds without codecs: {document['noise']:.4f}; the smallest pair "
         f"within it: {document['cheapest_within_noise']}"
     )
 

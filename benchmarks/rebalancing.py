@@ -239,8 +239,8 @@ def _cell(row: Mapping[str, Any], rule: RebalancingRule) -> str:
 @click.command()
 @click.argument("traces", required=False, type=click.Path(path_type=Path, exists=True))
 @click.option("--seeds", default=10)
-@click.option("--hours", default=1.0, help="Of each simulation.")
-@click.option("--only", default="", help="Scenarios whose names contain this.")
+@click.option("--hours", default=1.0, help="Hours of each simulation.")
+@click.option("--only", default="", help="Run only scenarios whose names contain this.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
     scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]

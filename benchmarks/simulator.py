@@ -138,7 +138,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         last = rows[-1]
         scale = last[key] / (last["machines"] * math.log(last["machines"]))
         axis.loglog(sizes, [scale * n * math.log(n) for n in sizes], "--", label="n log n")
-        axis.set(title=title, xlabel="machines", ylabel="processor seconds")
+        axis.set(title=title, xlabel="machines", ylabel="CPU seconds")
         axis.grid(True, which="both", alpha=0.3)
         axis.legend()
     figure.tight_layout()
@@ -153,8 +153,8 @@ def growth_over_nlogn(rows: list[dict[str, Any]], key: str) -> float:
 
 
 @click.command()
-@click.option("--hours", default=1.0, help="Of the run with 10,000 machines.")
-@click.option("--largest", default=100_000, help="Of the fleets over which growth is measured.")
+@click.option("--hours", default=1.0, help="Simulated hours of the run with 10,000 machines.")
+@click.option("--largest", default=100_000, help="Machines of the largest fleet.")
 def main(hours: float, largest: int) -> None:
     sizes = [size for size in (1_000, 3_000, 10_000, 30_000, 100_000) if size <= largest]
     decisions = [decision_seconds(size) for size in sizes]
@@ -162,8 +162,8 @@ def main(hours: float, largest: int) -> None:
         click.echo(f"decision, {row['machines']:>7,} machines: {row['seconds_median']:.3f} s")
     hour = simulated(10_000, hours)
     click.echo(
-        f"10,000 machines, {STAGES} stages, {hours:g} h: {hour['cpu_seconds']:.0f} processor "
-        f"seconds, {hour['wall_seconds']:.0f} s by the clock, {hour['steps']} steps"
+        f"10,000 machines, {STAGES} stages, {hours:g} h: {hour['cpu_seconds']:.0f} CPU "
+        f"seconds, {hour['wall_seconds']:.0f} s wall-clock time, {hour['steps']} steps"
     )
     growth = []
     for size in sizes:

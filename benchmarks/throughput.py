@@ -36,18 +36,22 @@ Results = dict[str, list[Sequence[TimedStep]]]
 
 
 @click.command()
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option(
+    "--steps", default=6, show_default=True, type=click.IntRange(2), help="Steps per run."
+)
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), help=f"Default: under {RESULTS.name}/.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help=f"Result file; default: under {RESULTS.name}/."
+)
 def main(
     steps: int, warmup: int, repetitions: int, preset: str, only: tuple[str, ...], out: Path | None
 ) -> None:
     """Measure tokens/s of the swarm, of one torch process and of torch's own pipeline."""
     if warmup >= steps:
-        raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
+        raise click.UsageError("--steps must exceed --warmup")
     chosen = {name: CONTENDERS[name] for name in CONTENDERS if not only or name in only}
     with work_folder("throughput") as work:
         results = _measure(chosen, work, steps, repetitions, preset)

@@ -87,10 +87,16 @@ class Place:
 @click.option("--rank", type=int, required=True)
 @click.option("--steps", type=int, required=True)
 @click.option("--threads", type=int, required=True)
-@click.option("--chunks", type=int, default=1, help="Stages of each rank; 2 or more interleave.")
+@click.option(
+    "--chunks", type=int, default=1, help="Stages per rank; 2 or more: interleaved schedule."
+)
 @click.option("--pipelines", type=int, default=1, help="Replicas of the whole pipeline.")
-@click.option("--store", type=click.Path(path_type=Path), required=True, help="gloo's rendezvous.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Rank 0 writes it.")
+@click.option(
+    "--store", type=click.Path(path_type=Path), required=True, help="File for gloo's rendezvous."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Result file, written by rank 0."
+)
 def main(
     run_dir: Path, rank: int, steps: int, threads: int, chunks: int, pipelines: int, store: Path,
     out: Path,

@@ -50,7 +50,7 @@ def convert(
     except (ValueError, KeyError, IndexError) as error:
         raise DataError(f"{path} is not in the format {form!r}: {error}") from error
     if not found:
-        raise DataError(f"{path} holds no change at all")
+        raise DataError(f"{path} holds no change")
     found.sort(key=lambda change: change.seconds)
     began = found[0].seconds
     return [
@@ -136,8 +136,8 @@ def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Chan
 @click.argument("source", type=click.Path(path_type=Path, exists=True), metavar="FILE")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", default=1, show_default=True)
-@click.option("--hours", default=math.inf, help="Cut it after so many.")
-@click.option("--users", type=int, help="Of recorded sessions, so many users' only.")
+@click.option("--hours", default=math.inf, help="Hours of the trace; the rest is cut.")
+@click.option("--users", type=int, help="Number of users to draw from recorded sessions.")
 def main(form: str, source: Path, out: Path, seed: int, hours: float, users: int | None) -> None:
     """Convert a recording FILE into a trace OUT."""
     changes = convert(form, source, seed, hours, users)

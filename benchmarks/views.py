@@ -203,7 +203,7 @@ def render(document: dict[str, Any]) -> str:
                 f"{one['cpu_share']:.1%}", f"{one['memory_bytes'] / 2**20:.0f}",
             )
         )  # fmt: skip
-    heads = ("view", "first frame, s", "with its words, s", "processor, s", "of a core", "MiB")
+    heads = ("view", "first frame, s", "with data, s", "CPU, s", "share of a core", "MiB")
     return table(heads, rows, right=(1, 2, 3, 4, 5))
 
 
@@ -213,11 +213,11 @@ def render(document: dict[str, Any]) -> str:
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "views.json"
 )
 def main(starts: int, out: Path) -> None:
-    """Measure how soon both views are on the screen, and what they take while they are open."""
+    """Measure the start-up time of both views and their cost while they are open."""
     with work_folder("views") as work:
         document = measure(work, starts)
     write_result(out, document)
-    click.echo(f"\n{render(document)}\n\nmedians (slowest); written to {out}")
+    click.echo(f"\n{render(document)}\n\nmedians (maximum); written to {out}")
 
 
 if __name__ == "__main__":

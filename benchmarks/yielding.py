@@ -128,7 +128,7 @@ class Volunteer:
 @click.option("--repetitions", default=12, show_default=True, type=click.IntRange(1))
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "yielding.json")
 def main(repetitions: int, out: Path) -> None:
-    """Measure how soon a volunteer yields to somebody who comes back to the machine."""
+    """Measure how soon a volunteer yields to a user who returns to the machine."""
     with work_folder("yielding") as work, Children() as children:
         document = measure(work, children, repetitions)
     write_result(out, document)
@@ -195,10 +195,10 @@ def looking_share(home: Path) -> float:
 
 def render(document: dict[str, Any]) -> str:
     rows = []
-    for name, what in (("reason_seconds", "the reason is shown"), ("work_seconds", "last work")):
+    for name, what in (("reason_seconds", "pause shown"), ("work_seconds", "last work")):
         seconds = [key[name] for key in document["keys"]]
         rows.append((f"{what} after", f"{median(seconds):.2f} s", f"{max(seconds):.2f} s"))
-    rows.append(("the probes take, of a core", f"{document['looking_share_of_a_core']:.2%}", ""))
+    rows.append(("probes, share of a core", f"{document['looking_share_of_a_core']:.2%}", ""))
     return table(("what", "median", "longest"), rows, right=(1, 2))
 
 

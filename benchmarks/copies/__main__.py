@@ -95,7 +95,7 @@ def _answer(program: subprocess.Popen[str]) -> dict[str, Any]:
     assert program.stdout is not None
     line = program.stdout.readline()
     if not line:
-        raise SwarmError("a measuring process ended early; what it said is above")
+        raise SwarmError("a measuring process ended early; its output is above")
     answer: dict[str, Any] = json.loads(line)
     return answer
 

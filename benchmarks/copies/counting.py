@@ -29,9 +29,7 @@ def build(folder: Path) -> Path:
     """Build the library to preload; raises CapacityError where it cannot be built or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not sys.platform.startswith("linux") or compiler is None:
-        raise CapacityError(
-            "copies are counted on Linux with a C compiler only; none is here (install gcc)"
-        )
+        raise CapacityError("counting copies requires Linux and a C compiler (install gcc)")
     library = folder / "interpose.so"
     options = ["-O2", "-shared", "-fPIC", "-fno-builtin"]
     command = [compiler, *options, "-o", str(library), str(SOURCE), "-ldl"]

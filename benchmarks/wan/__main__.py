@@ -35,27 +35,29 @@ SERVER = "server"
 
 
 @click.command()
-@click.option("--mix", "mixes", multiple=True, help="Repeatable; default: all.")
+@click.option("--mix", "mixes", multiple=True, help="Mixes to measure; repeatable; default: all.")
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option(
+    "--steps", default=6, show_default=True, type=click.IntRange(2), help="Steps per run."
+)
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--cooldown", default=1, show_default=True, type=click.IntRange(0),
               help="Steps at the end that are not measured.")  # fmt: skip
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1),
-              help="Of a step.")  # fmt: skip
-@click.option("--check/--no-check", default=True, help="Measure the lines first.")
+              help="Microbatches per step.")  # fmt: skip
+@click.option("--check/--no-check", default=True, help="Measure the links first.")
 @click.option(
     "--keep",
     is_flag=True,
-    help="Keep the result's other mixes, if they were measured in the same way.",
+    help="Keep the result's other mixes, if their settings are the same.",
 )
 @click.option(
     "--add",
     is_flag=True,
-    help="Like --keep, and repetitions of mixes that the result has are added to its own.",
+    help="Like --keep, and add the repetitions to those of mixes in the result.",
 )
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
@@ -64,11 +66,9 @@ def main(
     repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, add: bool,
     mix_file: Path, out: Path,
 ) -> None:  # fmt: skip
-    """Measure the swarm and its opponents over emulated lines."""
+    """Measure the swarm and its opponents over emulated links."""
     if warmup + cooldown >= steps:
-        raise click.UsageError(
-            "--steps must be more than --warmup and --cooldown, or nothing is measured"
-        )
+        raise click.UsageError("--steps must exceed --warmup and --cooldown together")
     # SIGTERM tears everything down like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
@@ -103,7 +103,7 @@ def main(
                 found[name] = added(found[name], mix) if add and name in found else mix
             except SwarmError as error:
                 missing.append(name)
-                click.echo(f"benchmark: {name} is left out: {error}", err=True)
+                click.echo(f"benchmark: {name} is omitted: {error}", err=True)
                 continue
             # Write after every mix, so that a failure of the next one loses nothing.
             write_result(out, document)

@@ -63,7 +63,7 @@ members: a member without any has zero gradients, which `exact` encodes in no by
 
 @click.command()
 @click.option("--link", "links", multiple=True, default=("fibre", "cable", "dsl", "fibre+dsl"),
-              help="Kinds of lines; with a + members have them in turn.")  # fmt: skip
+              help="Kinds of links; members alternate between kinds joined by +.")  # fmt: skip
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
@@ -71,7 +71,7 @@ members: a member without any has zero gradients, which `exact` encodes in no by
 def main(
     links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
 ) -> None:
-    """Seconds of an all-reduce, over its bound."""
+    """Measure an all-reduce and compare it with its bound."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     file = read_mixes(MIXES)

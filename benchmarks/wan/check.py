@@ -96,8 +96,8 @@ def render(checks: Iterable[LinkCheck]) -> str:
         for one in checks
     ]  # fmt: skip
     header = (
-        "line of", "up Mbit/s", "found", "down Mbit/s", "found", "RTT ms", "found", "sd",
-        "jitter asked", "loss % asked",
+        "link of", "up Mbit/s", "found", "down Mbit/s", "found", "RTT ms", "found", "sd",
+        "jitter set", "loss % set",
     )  # fmt: skip
     return table(header, rows, right=tuple(range(1, 10)))
 

@@ -165,11 +165,11 @@ def data_parallel(field: Field, work: Path) -> Outcome:
 
 
 def several_to_choose_from(field: Field) -> str | None:
-    return None if field.pipelines > 1 else "each stage has one machine, there is nothing to route"
+    return None if field.pipelines > 1 else "each stage has one machine only"
 
 
 def one_pipeline(field: Field) -> str | None:
-    return None if field.pipelines == 1 else "it has no averaging inside a stage"
+    return None if field.pipelines == 1 else "it does not average within a stage"
 
 
 CONTENDERS: dict[str, Contender] = {

@@ -56,9 +56,16 @@ def make_optimizer(dht: Any, manifest: Manifest, module: torch.nn.Module) -> Any
 @click.option("--member", type=int, required=True)
 @click.option("--members", type=int, required=True)
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
 @click.option("--steps", type=int, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Member 0 writes it.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Result file, written by member 0.",
+)
 def main(
     run_dir: Path, member: int, members: int, address: str, folder: Path, steps: int, out: Path
 ) -> None:

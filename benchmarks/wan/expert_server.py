@@ -160,8 +160,10 @@ def make_backends(manifest: Manifest, index: int, compression: Any) -> dict[str,
 @click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
 @click.option("--stage", type=int, required=True)
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
-@click.option("--fp16/--fp32", default=False, help="Of activations and gradients on the wire.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
+@click.option("--fp16/--fp32", default=False, help="Type of activations and gradients on the wire.")
 def main(run_dir: Path, stage: int, address: str, folder: Path, fp16: bool) -> None:
     """Serve one stage until a signal ends the process."""
     torch.set_num_threads(1)

@@ -66,7 +66,9 @@ class Trainer:
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
 @click.option("--steps", type=int, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(run_dir: Path, address: str, folder: Path, steps: int, out: Path) -> None:

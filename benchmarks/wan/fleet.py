@@ -74,8 +74,8 @@ def assign(mix: Mix, stages: int, work_flops: Sequence[float], seconds: float) -
     places, left = divmod(len(mix.peers), stages)
     if left or not places:
         raise ConfigurationError(
-            f"mix {mix.name!r} has {len(mix.peers)} machines; a multiple of {stages} is needed, so "
-            "that every stage gets as many"
+            f"mix {mix.name!r} has {len(mix.peers)} machines; stages of equal size need a multiple "
+            f"of {stages}"
         )
     ordinary = sum(work_flops) / len(work_flops) / seconds
     rates, taken = [0.0] * stages, [0] * stages

@@ -70,7 +70,7 @@ def wait_for_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline:
             missing = [path.name for path in paths if not path.exists()]
-            raise TimeoutError(f"waited {WAIT_SECONDS:.0f} s in vain for {', '.join(missing)}")
+            raise TimeoutError(f"no {', '.join(missing)} after {WAIT_SECONDS:.0f} s")
         time.sleep(0.1)
     return [json.loads(path.read_text()) for path in paths]
 

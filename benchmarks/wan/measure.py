@@ -80,10 +80,10 @@ def _checked(network: Network) -> list[LinkCheck]:
         wrong = [text for one in checks for text in one.complaints()]
         if not wrong:
             return checks
-        click.echo(f"not as asked: {'; '.join(wrong)}")
+        click.echo(f"links deviate: {'; '.join(wrong)}")
     raise SwarmError(
-        f"the emulated network is not as asked, {CHECKS} times in a row: {'; '.join(wrong)}. Is "
-        "something else running on this machine?"
+        f"the emulated links deviate, {CHECKS} times in a row: {'; '.join(wrong)}. Is something "
+        "else running on this machine?"
     )
 
 
@@ -93,7 +93,7 @@ def _take_turns(field: Field, plan: Plan, work: Path) -> dict[str, list[dict[str
         if (reason := CONTENDERS[name].why_not(field)) is None:
             rows[name] = []
         else:
-            click.echo(f"{CONTENDERS[name].title}: left out, {reason}")
+            click.echo(f"{CONTENDERS[name].title}: omitted, {reason}")
     for repetition in range(1, plan.repetitions + 1):
         for name, runs in rows.items():
             place = work / f"{name}-{repetition}"

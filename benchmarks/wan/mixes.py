@@ -109,7 +109,7 @@ def read_mixes(path: Path = MIXES) -> MixFile:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path} is no TOML: {error}") from error
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"

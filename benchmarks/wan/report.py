@@ -131,7 +131,7 @@ def render(document: Mapping[str, Any]) -> str:
         rows = [_cells(document["contenders"][name], one, ours) for name, one in contenders.items()]
         header = (
             f"{mix['name']}", "tokens/s", "spread", "s/step", "of bound", "compute",
-            "MB/step", "/ least", "swarm /", "busy cores",
+            "MB/step", "/ minimum", "swarm /", "busy cores",
         )  # fmt: skip
         bound = mix["bound_tokens_per_second"]
         parts.append(

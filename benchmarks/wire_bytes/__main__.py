@@ -65,7 +65,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
         finished = swarm.watch(lambda seen, status: gossip.sample())
         left = swarm.wait_for_goodbye()
     if left:
-        raise SwarmError(f"{', '.join(child.name for child in left)} did not end in peace")
+        raise SwarmError(f"{', '.join(child.name for child in left)} did not end cleanly")
     processes = [json.loads(path.read_text()) for path in sorted(counts.glob("*.json"))]
     stage_of: dict[str, int] = {
         peer.peer: stage_of_name[peer.name] for peer in finished.peers if peer.name in stage_of_name

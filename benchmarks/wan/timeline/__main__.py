@@ -44,10 +44,16 @@ WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
 
 @click.command()
 @click.option("--mix", "mixes", multiple=True, default=("cable",), show_default=True)
-@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Default: all.")
+@click.option(
+    "--way",
+    "ways",
+    multiple=True,
+    type=click.Choice(list(WAYS)),
+    help="Configurations; repeatable; default: all.",
+)
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
 @click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(

@@ -34,7 +34,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         for group, name in enumerate(ways):
             if name in mix:
                 _bars(axis, -group * (stages + 1), mix[name]["stages"])
-        axis.set(title=title, xlabel="seconds of a step", xlim=(0, None))
+        axis.set(title=title, xlabel="seconds per step", xlim=(0, None))
         axis.grid(True, axis="x", alpha=0.3)
         axis.set_axisbelow(True)
     middles = [-group * (stages + 1) - (stages - 1) / 2 for group in range(len(ways))]
