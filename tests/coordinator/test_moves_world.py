@@ -69,6 +69,19 @@ def test_a_newcomer_is_given_one_stage_while_a_mover_is_on_its_way_to_a_lost_one
     run_to_the_end(options, 505329034, faults)
 
 
+@pytest.mark.parametrize(
+    ("seed", "fault"),
+    [(1371, Fault(3.4, "wedge", 1, 60.0)), (8944, Fault(1.5, "block", 1, 15.0))],
+)
+def test_two_peers_that_average_alone_change_places(seed: int, fault: Fault) -> None:
+    """Both stages of the exchange average in the same close and have the same members."""
+    options = Options(
+        peers=3, microbatches=6, steps=4, evaluation=0, checkpoint_steps=10,
+        moves=RebalancingRule.THROUGHPUT,
+    )  # fmt: skip
+    run_to_the_end(options, seed, (fault,))
+
+
 def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
     made = 0
     still = Options(steps=8, peers=6, stages=3, microbatches=6)
