@@ -175,7 +175,8 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _notice_the_dead(run, now)
-        closing.give_up_catching_up(run, now)
+        if run.peers.syncing:
+            closing.give_up_catching_up(run, now)
         roster.forget_revoked(run, now)
     elif isinstance(event, PeerAttached):
         # Whatever the older attachment held is either told again in this Hello or gone.
