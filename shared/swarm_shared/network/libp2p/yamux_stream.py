@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import trio
 from libp2p.abc import IMuxedStream
@@ -15,7 +15,6 @@ from libp2p.stream_muxer.exceptions import (
     MuxedStreamReset,
 )
 
-from swarm_shared.network.libp2p.send_queue import SendQueue
 from swarm_shared.network.libp2p.yamux_frames import (
     MAX_FRAME_PAYLOAD_BYTES,
     Flag,
@@ -23,6 +22,9 @@ from swarm_shared.network.libp2p.yamux_frames import (
     YamuxViolation,
     data_header,
 )
+
+if TYPE_CHECKING:
+    from swarm_shared.network.libp2p.yamux import YamuxConnection
 
 INITIAL_WINDOW_BYTES = 256 * 1024
 """What the protocol grants on every stream before anything is said."""
@@ -33,29 +35,10 @@ FIRST_WINDOW_BYTES = 1024 * 1024
 window to grow, which takes a round trip for each doubling."""
 
 
-class StreamConnection(Protocol):
-    """The part of a yamux connection that its streams use."""
-
-    queue: SendQueue
-    rtt_seconds: float
-
-    def queue_control(self, kind: FrameType, flags: Flag, stream_id: int, value: int) -> None:
-        """Queue a frame without payload."""
-
-    def take_window_budget(self, size: int) -> int:
-        """Up to `size` bytes of the connection's budget for windows."""
-
-    def forget(self, stream: YamuxStream) -> None:
-        """Drop a stream that has ended in both directions, or was reset."""
-
-    def get_remote_address(self) -> tuple[str, int] | None:
-        """Host and port of the remote end, where known."""
-
-
 class YamuxStream(IMuxedStream):  # type: ignore[misc]
     """One stream. Reads and writes may run at once; each of them in one task at a time."""
 
-    def __init__(self, connection: StreamConnection, stream_id: int) -> None:
+    def __init__(self, connection: YamuxConnection, stream_id: int) -> None:
         self.muxed_conn = connection
         self.connection = connection
         self.stream_id = stream_id
