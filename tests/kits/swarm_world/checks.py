@@ -103,9 +103,9 @@ def check_revoked(world: World, roster: Roster) -> None:
     now = world.now
     banned = {p for p, since in world.banned.items() if now - since < CERTIFICATE_SECONDS}
     if not banned <= set(roster.revoked):
-        raise Violation(f"{banned} are banned and everybody is told of {roster.revoked}")
+        raise Violation(f"{banned} are banned but the roster revokes {roster.revoked}")
     if offered := [r.peer for r in roster.peers if r.peer in world.banned]:
-        raise Violation(f"{offered} are banned and everybody is offered them")
+        raise Violation(f"{offered} are banned but in the roster")
 
 
 def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
@@ -176,7 +176,7 @@ def check_applied(world: World, record: AppliedStep) -> None:
         if link is not None and link.open:
             world.peers[member].check_averaged(step, record.attempt_of(stage), stage)
         if (member, record.attempt_of(stage)) in world.aborted:
-            raise Violation(f"{member} was told to abort {record.attempt_of(stage)}")
+            raise Violation(f"{member} was sent an abort of {record.attempt_of(stage)}")
 
 
 def check_replicas(world: World, peer: PeerBase) -> None:

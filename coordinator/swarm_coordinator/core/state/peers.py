@@ -289,6 +289,10 @@ class PeerTable(dict[PeerId, PeerState]):
         """Peers that hold or download the stage; a moving peer counts only at its destination."""
         return self._bound_for.get(stage, {}).values()
 
+    def at(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Those that hold the stage or download it; who moves counts where it still is."""
+        return self._by_stage.get(stage, {}).values()
+
     def admits(self, peer: PeerId) -> bool:
         """Whether the ID is that of a member, or of a member's p2pd."""
         return peer in self or peer in self._carriers
