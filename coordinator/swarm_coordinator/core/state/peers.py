@@ -290,7 +290,8 @@ class PeerTable(dict[PeerId, PeerState]):
         return self._bound_for.get(stage, {}).values()
 
     def at(self, stage: StageIndex) -> Iterable[PeerState]:
-        """Those that hold the stage or download it; who moves counts where it still is."""
+        """Peers that hold or download the stage; a moving peer counts at the stage that it still
+        holds."""
         return self._by_stage.get(stage, {}).values()
 
     def admits(self, peer: PeerId) -> bool:
