@@ -117,8 +117,10 @@ class AdmissionAuthority:
 
 
 def compatible(theirs: str, ours: str) -> bool:
-    """Whether two software versions are compatible: equal minor versions before 1.0, equal major
-    versions after."""
+    """Whether two software versions are compatible.
+
+    Before 1.0 the minor versions must be equal, afterwards the major versions.
+    """
 
     def key(version: str) -> tuple[str, ...]:
         parts = version.split(".")

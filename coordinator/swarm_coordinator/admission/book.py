@@ -24,8 +24,7 @@ AdmissionMode = Literal["open", "token", "allow-list"]
 
 @dataclass(frozen=True, slots=True)
 class TokenCreated:
-    """A new token. The secret itself is shown once and never stored; 24 random bytes need no slow
-    hash."""
+    """A new token. The secret is shown once and never stored; 24 random bytes need no slow hash."""
 
     token: int
     secret_sha256: str
@@ -162,8 +161,7 @@ class AdmissionBook:
         return TokenState.USED_UP if self.uses_left(token) == 0 else TokenState.VALID
 
     def token_of(self, secret: str) -> TokenEntry | None:
-        """Find a token by its secret's hash: the time of the search reveals nothing about the
-        secret."""
+        """Find a token by its secret's hash: the search time reveals nothing about the secret."""
         token = self._by_hash.get(hash_of(secret))
         return None if token is None else self.tokens[token]
 

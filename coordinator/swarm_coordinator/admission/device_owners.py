@@ -28,8 +28,10 @@ class DeviceOwners:
         return self._bound.get(peer)
 
     def enter(self, device: PeerId, owner: PeerId | None) -> None:
-        """Bind a device to an owner, or unbind it. ProtocolError, without a change, if a chain of
-        owners would result."""
+        """Bind a device to an owner, or unbind it.
+
+        ProtocolError, without a change, if a chain of owners would result.
+        """
         if owner is not None and owner in self._bound:
             raise ProtocolError(
                 f"{device} names {owner} as its owner, which is itself bound to "
@@ -51,8 +53,7 @@ class DeviceOwners:
 
 
 def named_owner(device: PeerId, binding: str | None) -> PeerId | None:
-    """The owner named by a hello's binding; ProtocolError if the binding is invalid for the
-    device."""
+    """The owner named by a hello's binding; ProtocolError if it is invalid for the device."""
     if binding is None:
         return None
     return open_owner_binding(decoded(binding), device).owner

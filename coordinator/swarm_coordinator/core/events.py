@@ -111,8 +111,7 @@ class CheckpointStored:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """A checkpoint could not be stored (disk full, holder disconnected); training goes on without
-    it."""
+    """A checkpoint could not be stored (disk full, holder lost); training goes on without it."""
 
     version: Version
     reason: str
@@ -209,8 +208,7 @@ class StageShare:
 
 @dataclass(frozen=True, slots=True)
 class AppliedStep:
-    """The durable record of one optimizer step, written before any peer is instructed to apply
-    it."""
+    """The durable record of one optimizer step, written before any Apply is sent."""
 
     step: Step
     attempt: int

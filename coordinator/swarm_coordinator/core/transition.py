@@ -339,8 +339,7 @@ def _collect(run: RunState, now: float) -> None:
 
 
 def _joining_peer_delays_close(run: RunState, now: float) -> bool:
-    """Whether a joining peer that downloads the current version delays the close, for a bounded
-    time."""
+    """Whether a peer that downloads the current version delays the close, for a bounded time."""
     return any(
         not peer.leaving and now < peer.close_delayed_until and run.round_of(peer.stage) is None
         for peer in run.peers.syncing.values()
@@ -407,8 +406,8 @@ def _finish(run: RunState) -> None:
 
 
 def _stop(run: RunState, now: float) -> None:
-    """Stop on the organiser's request: let a close end, store a checkpoint, then disconnect every
-    peer."""
+    """Stop on the organiser's request: let a close end, store a checkpoint, disconnect the
+    peers."""
     assert run.stop_requested_at is not None
     if run.phase in (RunPhase.STOPPING, RunPhase.FINISHED):
         return

@@ -50,8 +50,7 @@ class Downloads:
         return message.bytes / rate if rate else 30.0
 
     def end(self, message: AssignStage) -> None:
-        """Release the sources of a finished or abandoned download; repeated calls have no
-        effect."""
+        """Release the sources of a finished or abandoned download; repeated calls do nothing."""
         if id(message) not in self._sources:
             return
         if any(record.peer == self._swarm.coordinator for record in message.holders):

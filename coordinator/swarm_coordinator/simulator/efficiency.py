@@ -47,8 +47,7 @@ class EfficiencyMeter:
     """Integrates the rates over the time in which the run trains."""
 
     def __init__(self, swarm: Swarm, weights: Sequence[float] | None = None) -> None:
-        """`weights` of the stages for the bound; they sum to 1, and any such weights give a
-        bound."""
+        """`weights` of the stages for the bound sum to 1; any such weights give a bound."""
         self._swarm = swarm
         stages = len(swarm.works)
         self._memory = [stage.memory_bytes for stage in swarm.manifest.stages]

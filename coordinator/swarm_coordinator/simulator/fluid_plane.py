@@ -135,8 +135,7 @@ class FluidPlane:
         self._rates_changed()
 
     def leaving(self, volunteer: SimulatedVolunteer) -> None:
-        """Give the peer no new work unless it is the last of its stage; it still counts as a
-        member."""
+        """Give the peer no new work unless it is the last of its stage; it remains a member."""
         self._settle()
         self._report_of(volunteer)
         stage = self._where.get(volunteer.peer)
@@ -164,7 +163,7 @@ class FluidPlane:
         self._rates_changed()
 
     def queued(self, volunteer: SimulatedVolunteer) -> int:
-        """The peer's share of the microbatches in flight; those not in service wait at the
+        """The peer's share of the microbatches in flight; those not in service wait at a
         bottleneck."""
         stage = self._where.get(volunteer.peer)
         if stage is None or not self._waiting or self._rate <= 0:
@@ -208,8 +207,7 @@ class FluidPlane:
                 self._swarm.event_heap.later(REPORT_SECONDS, self._report_now)
 
     def _pipeline_seconds(self) -> float:
-        """Seconds that one microbatch takes through an idle pipeline and back, at the average
-        peer."""
+        """Seconds for one microbatch through an idle pipeline and back, at the average peer."""
         swarm = self._swarm
         seconds = 0.0
         for stage, shares in enumerate(self._shares):

@@ -130,8 +130,7 @@ class _Node:
     # ---- counting
 
     def count(self, parcel: RoutedMicrobatch) -> Receipt | None:
-        """Accumulate a microbatch once if the mask includes this stage; returns its receipt if
-        held."""
+        """Accumulate a microbatch once if the mask includes this stage; its receipt if held."""
         if self.held_step != parcel.step:
             self.held_step, self.held, self.unreported = parcel.step, {}, []
         known = self.held.get(parcel.microbatch)
@@ -317,8 +316,7 @@ class MicrobatchPlane:
         self._transfer(sender, receiver, size, arrive)
 
     def _transfer(self, sender: _Node, receiver: _Node, size: int, arrive: Action) -> None:
-        """Send over the sender's uplink and the receiver's downlink, one large payload after the
-        other.
+        """Send over the sender's uplink and the receiver's downlink, one large payload at a time.
 
         Small payloads do not queue: the streams of one connection share it fairly.
         """

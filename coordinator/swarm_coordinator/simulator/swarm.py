@@ -1,5 +1,4 @@
-"""The simulated swarm: the coordinator's core in a simulated shell, and the volunteers around
-it."""
+"""The simulated swarm: the coordinator's core in a simulated shell, and its volunteers."""
 
 from __future__ import annotations
 
@@ -164,8 +163,7 @@ class Swarm:
         self.event_heap.later(LAST_HEARD_INTERVAL_SECONDS, self._refresh_last_heard)
 
     def _cost_shares(self) -> list[float]:
-        """Fraction of the fleet's time that each stage takes: nearly the best weights for the
-        bound."""
+        """Fraction of the fleet's time per stage: nearly the best weights for the bound."""
         typical = sorted(self._fleet, key=lambda one: one.flops_per_second)[len(self._fleet) // 2]
         probe = SimulatedVolunteer(self, "", typical, 0)
         seconds = [1 / probe.steady_rate_at(StageIndex(s)) for s in range(len(self.works))]
@@ -285,8 +283,7 @@ class Swarm:
             self.stopped = True
 
     def _broadcast(self, command: Broadcast) -> None:
-        """Deliver a roster change, which the planes take as the whole roster, or a message of the
-        close."""
+        """Deliver a roster change, as the whole roster, or a message of the close."""
         if not isinstance(command.message, RosterChange):
             for peer in command.peers:
                 self._carry_out(Send(peer, command.message))

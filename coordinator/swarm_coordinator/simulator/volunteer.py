@@ -97,8 +97,7 @@ class SimulatedVolunteer:
         return 1.0 / seconds
 
     def uplink_seconds(self, stage: StageIndex) -> float:
-        """Seconds of its uplink per microbatch as reported to senders; 0 until the uplink has been
-        the limit."""
+        """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""
         return self._swarm.sizes[stage].sent_bytes / self._measured_up if self._measured_up else 0.0
 
     def _uplink_is_limit(self, stage: StageIndex) -> bool:

@@ -98,8 +98,7 @@ def check_send(world: World, command: Send) -> None:
 
 
 def check_revoked(world: World, roster: Roster) -> None:
-    """A revoked peer is in no roster, and is listed as revoked for as long as its certificate is
-    valid."""
+    """A revoked peer is in no roster, and is listed as revoked while its certificate is valid."""
     now = world.now
     banned = {p for p, since in world.banned.items() if now - since < CERTIFICATE_SECONDS}
     if not banned <= set(roster.revoked):
@@ -109,8 +108,7 @@ def check_revoked(world: World, roster: Roster) -> None:
 
 
 def check_served(world: World, peer: PeerBase, sender: PeerBase) -> None:
-    """No peer with a connection to the coordinator serves a revoked peer for more than a few
-    seconds."""
+    """No attached peer serves a revoked peer for more than a few seconds."""
     since = world.banned.get(sender.id)
     # A peer that has hung may not have noticed yet that its link was closed.
     hears = peer.attached and peer.link is not None and peer.link.open

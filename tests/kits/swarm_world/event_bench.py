@@ -64,8 +64,7 @@ SHA = "a" * 64
 
 
 class Bench:
-    """A run of two stages with two microbatches a step and no evaluation, unless configured
-    otherwise."""
+    """A run of two stages, two microbatches a step and no evaluation unless configured."""
 
     def __init__(
         self,
@@ -100,8 +99,7 @@ class Bench:
         return self.last
 
     def tick(self, seconds: float = 0.0, silent: tuple[str, ...] = ()) -> list[Command]:
-        """Let time pass, with heartbeats of all peers but the silent ones; returns all commands of
-        that time."""
+        """Let time pass, with heartbeats of all peers but the silent ones; returns its commands."""
         commands: list[Command] = []
         left = seconds
         while True:
@@ -154,8 +152,7 @@ class Bench:
         return self.event(SessionLost(self.session(peer), PeerId(peer)))
 
     def join(self, peer: str, stage: int, **hello: Any) -> None:
-        """Attach a new peer that wants `stage`, and let it hold the stage as soon as it has a
-        source."""
+        """Attach a new peer that wants `stage`, and let it hold the stage once it has a source."""
         self.attach(peer, wanted_stage=stage, **hello)
         self.send(peer, StageRequest(stage=StageIndex(stage)))
         self.ready(peer)

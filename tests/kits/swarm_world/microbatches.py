@@ -161,8 +161,8 @@ class Computing(PeerBase):
     # ---- stage to stage
 
     def _send_on(self, stage: int, parcel: Parcel, done: Callable[[Answer], None]) -> None:
-        """Send a microbatch to a peer of `stage`, repeatedly with masks if needed, and to a second
-        peer when the first is slow."""
+        """Send a microbatch to a peer of `stage`, with masks on retries, and hedge a slow
+        request."""
         holding = self.holding
 
         def wanted() -> bool:

@@ -166,8 +166,7 @@ class PeerBase:
         self.serving[:] = kept
 
     def refuses(self, sender: PeerId) -> bool:
-        """Whether the sender is revoked by the newest roster received, or its certificate has
-        expired."""
+        """Whether the newest roster revokes the sender, or its certificate has expired."""
         since = self.world.banned.get(sender)
         expired = since is not None and self.world.now - since > CERTIFICATE_SECONDS
         return expired or (self.roster is not None and sender in self.roster.revoked)

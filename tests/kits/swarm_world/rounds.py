@@ -75,8 +75,7 @@ class Averaging(PeerBase):
         own: Counter[Any],
         results: dict[str, Any],
     ) -> None:
-        """One stage's reductions, one after the other; both stages of a moving peer
-        concurrently."""
+        """One stage's reductions in sequence; both stages of a moving peer concurrently."""
         if not self._holds(holding) or holding.closing is not close:
             return
         if len(results) == len(reductions):

@@ -73,8 +73,7 @@ TICK_SECONDS = 0.25
 
 @dataclass
 class SimStore:
-    """The durable records, and what a restart reads from them (as
-    `storage.records.read_restored`)."""
+    """The durable records, and what a restart reads from them (`storage.records.read_restored`)."""
 
     records: list[object] = field(default_factory=list)
     applied: dict[int, AppliedStep] = field(default_factory=dict)
@@ -125,8 +124,7 @@ class SimStore:
 
 
 class World:
-    """A simulated run: construct it and call `run`; a violated invariant ends it with an
-    exception."""
+    """A simulated run: construct it and call `run`; a violated invariant raises an exception."""
 
     def __init__(self, options: Options, seed: int, faults: tuple[Fault, ...] = ()) -> None:
         self.options, self.rng, self.now = options, random.Random(seed), 0.0
@@ -187,8 +185,7 @@ class World:
         return 0.3 * self.rng.random() if chance < 0.03 else 0.005 + 0.04 * chance
 
     def run(self, limit_seconds: float = 1500.0, until: Callable[[], bool] | None = None) -> None:
-        """Run until the coordinator has stopped (or `until`); a Violation if that takes too
-        long."""
+        """Run until the coordinator has stopped (or `until`); a Violation if it takes too long."""
         end = self.now + limit_seconds
         while not (until() if until else self.stopped):
             if not self._queue or self._queue[0][0] > end:
@@ -469,8 +466,7 @@ class World:
         self.deliver(StopRequested())
 
     def ban(self, peer: SimPeer, seconds: float) -> None:
-        """Ban by the organiser, whether the coordinator runs or not; after `seconds` the peer may
-        return."""
+        """Ban by the organiser, also without a coordinator; after `seconds` the peer may return."""
         if peer.id in self.banned:
             return
         self.banned[peer.id] = self.now

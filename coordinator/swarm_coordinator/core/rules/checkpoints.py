@@ -30,8 +30,7 @@ space."""
 
 
 def due(run: RunState) -> bool:
-    """Whether the manifest asks for a checkpoint at the run's version, or the restored one is too
-    old.
+    """Whether the manifest asks for a checkpoint at this version, or the restored one is too old.
 
     The latter happens when a coordinator takes over with a folder of its own, and after damage:
     until one is stored, losing every holder of a stage would cost all steps since.

@@ -23,8 +23,7 @@ def release_leavers(run: RunState, now: float) -> None:
 
 
 def must_wait(run: RunState) -> bool:
-    """Whether the next step waits for the checkpoint that the last peer of a stage leaves
-    behind."""
+    """Whether the next step waits for the checkpoint of a stage whose last peer leaves."""
     pending = run.pending_checkpoint
     return (
         pending is not None
@@ -40,8 +39,10 @@ def _is_last(run: RunState, peer: PeerState) -> bool:
 
 
 def _is_needed(run: RunState, peer: PeerState, now: float) -> bool:
-    """Whether this step should end before the peer goes. Between steps nothing depends on a peer,
-    unless the next step has begun already."""
+    """Whether this step should end before the peer goes.
+
+    Between steps nothing depends on a peer, unless the next step has begun already.
+    """
     if now - peer.leaving_since > LEAVE_TIMEOUT_SECONDS or not run.has_complete_pipeline():
         return False
     closing = run.step.closing if run.step is not None else None

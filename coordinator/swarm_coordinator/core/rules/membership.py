@@ -78,8 +78,10 @@ def attach(run: RunState, event: PeerAttached, now: float) -> None:
 
 
 def _still_current(run: RunState, event: PeerAttached) -> bool:
-    """Whether the peer returns with its stage at the run's version, after either side has restarted
-    or lost the connection."""
+    """Whether the peer returns with its stage at the run's version.
+
+    That is so after either side has restarted or lost the connection.
+    """
     hello = event.hello
     return (
         hello.stage is not None
@@ -126,8 +128,7 @@ def _send_missed_apply(
 
 
 def _dht_entry_points(run: RunState, joining: PeerState) -> tuple[str, ...]:
-    """p2pd addresses of up to four other peers, through which a joining peer enters hivemind's
-    DHT."""
+    """p2pd addresses of a few other peers, for a joining peer to enter hivemind's DHT."""
     found: list[str] = []
     for peer in run.peers.with_carrier.values():
         # A peer that attaches again is listed itself, and cannot enter through itself.

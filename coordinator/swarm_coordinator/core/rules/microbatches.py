@@ -106,8 +106,7 @@ def begin_step(run: RunState, now: float) -> None:
 
 
 def begin_ahead(run: RunState, now: float) -> None:
-    """Under staleness 1, open the following step once the rest of this one no longer fills the
-    pipelines.
+    """Under staleness 1, open the following step once this one no longer fills the pipelines.
 
     Delayed parameter updates; docs/decisions, number 0024.
     """
@@ -129,8 +128,7 @@ def begin_ahead(run: RunState, now: float) -> None:
 
 
 def commit_early_receipts(run: RunState, peer: PeerState) -> None:
-    """Enter receipts that a peer reported before their step began; those of later steps are
-    kept."""
+    """Enter receipts that were reported before their step began; keep those of later steps."""
     early, peer.early_receipts = peer.early_receipts, {}
     for receipt in early.values():
         commit(run, receipt)
@@ -213,8 +211,7 @@ def commit(run: RunState, receipt: Receipt) -> bool:
 
 
 def _rejection_of(run: RunState, peer: PeerState | None, receipt: Receipt) -> Rejection | None:
-    """Why a receipt is rejected: wrong step, not the stage's holder, or impossible values; None if
-    valid."""
+    """Why a receipt is rejected: wrong step, not the holder, or impossible; None if valid."""
     last = run.version + 1 + run.manifest.training.staleness
     if not run.version < receipt.step <= last or receipt.generation > run.generation:
         return Rejection.OTHER_STEP
@@ -311,8 +308,7 @@ def _record_evaluation(run: RunState, step: StepState, event: LeaseResolved) -> 
 
 
 def _promote_speculative_lease(run: RunState, step: StepState, microbatch: MicrobatchIndex) -> bool:
-    """Put the speculative lease in the place of a first lease that has failed; False without
-    one."""
+    """Replace a failed first lease by the speculative one; False without one."""
     hedge = step.speculative_leases.pop(microbatch, None)
     if hedge is None:
         return False
@@ -374,8 +370,7 @@ def _due_at(run: RunState, lease: LeaseState) -> float:
 def trainer_loads(
     run: RunState, step: StepState, granted: Collection[MicrobatchIndex]
 ) -> list[tuple[int, int, PeerId]]:
-    """Return a heap of trainers by the microbatches that each drives; ties in the roster's
-    order."""
+    """Return a heap of trainers by microbatches being driven; ties in the roster's order."""
     trainers = run.trainers()
     again: Counter[PeerId] = Counter()
     for microbatch in granted:

@@ -128,8 +128,10 @@ def consider(run: RunState, now: float) -> None:
 
 
 def _has_lost_many(run: RunState) -> bool:
-    """Whether enough stage holders were lost since the last decision: one per PEERS_PER_LOSS peers,
-    at least one."""
+    """Whether enough stage holders were lost since the last decision.
+
+    Enough is one per PEERS_PER_LOSS peers, at least one.
+    """
     lost = run.peers.losses - run.rebalancing.losses_seen
     return lost >= max(1, len(run.peers) // PEERS_PER_LOSS)
 
@@ -151,8 +153,11 @@ def _decide(run: RunState, now: float) -> MoveDecision | None:
 
 
 def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
-    """Bound the allowed download time by the step's: state is exact only within one step, whose
-    close is delayed for downloads by `join_hold_seconds` at most."""
+    """Bound the allowed download time by the duration of a step.
+
+    State is exact only within one step, whose close is delayed for downloads by `join_hold_seconds`
+    at most.
+    """
     if run.last_applied is None:
         return policy
     longest = run.last_applied.seconds + run.manifest.limits.join_hold_seconds
@@ -160,11 +165,11 @@ def _within_a_step(run: RunState, policy: MovePolicy) -> MovePolicy:
 
 
 def _loads(run: RunState, policy: MovePolicy) -> list[PeerLoad]:
-    """The load of every staying peer, at the stage that it holds or moves to; empty without any
-    rate.
+    """The load of every staying peer, at the stage that it holds or moves to.
 
-    A peer without a reported rate counts with the mean of the other peers. A peer without a
-    measured download is assumed to finish one within a step; a first attempt shows whether it does.
+    Empty if no rate is known. A peer without a reported rate counts with the mean of the other
+    peers. A peer without a measured download is assumed to finish one within a step; a first
+    attempt shows whether it does.
     """
     rebalancing = run.rebalancing
     largest_bytes = max(stage.state_bytes for stage in rebalancing.stages)
@@ -221,8 +226,7 @@ def _begin(run: RunState, move: Move, now: float) -> None:
 
 
 def _are_tied_ends(run: RunState, one: StageIndex, other: StageIndex) -> bool:
-    """Whether the stages are both ends of a tied model: a peer would join the same all-reduce
-    twice."""
+    """Whether the stages are both ends of a tied model: one peer would join an all-reduce twice."""
     return run.manifest.model.tie_embeddings and {one, other} == {StageIndex(0), run.last_stage}
 
 

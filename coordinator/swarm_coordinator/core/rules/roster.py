@@ -65,8 +65,10 @@ def update_addresses(run: RunState, peer: PeerState, message: AddressUpdate, now
 
 
 def certificate_issued(run: RunState, event: CertificateIssued, now: float) -> None:
-    """Send the member its renewed certificate at once; the roster follows later, because the older
-    certificate is still valid."""
+    """Send the member its renewed certificate at once, and the roster later.
+
+    The older certificate is still valid.
+    """
     if event.peer == run.coordinator.peer:
         run.coordinator = run.coordinator.model_copy(update={"certificate": event.certificate})
         return
@@ -113,8 +115,8 @@ def drop_expired_revocations(run: RunState, now: float) -> None:
 
 
 def heartbeat_seconds(run: RunState) -> float:
-    """Heartbeat interval of a joining peer: in a large run the longest that still detects its death
-    in time."""
+    """Heartbeat interval of a joining peer: longer in a large run, but short enough to detect a
+    death."""
     limits = run.manifest.limits
     if len(run.peers) <= SLOW_HEARTBEAT_PEERS:
         return limits.heartbeat_seconds
@@ -150,7 +152,7 @@ def publish(run: RunState, now: float) -> bool:
 
 
 def _can_wait(run: RunState, now: float) -> bool:
-    """Whether a large run's roster was sent recently, and no close in this batch relies on a new
+    """Whether a large run's roster was sent recently, and no close in this batch needs a new
     one."""
     if len(run.peers) <= SMALL_RUN_PEERS:
         return False

@@ -21,8 +21,7 @@ ABORT_BACKOFF_MAXIMUM_SECONDS = 5.0
 
 
 def forget(run: RunState, peer: PeerId, reason: str, now: float) -> None:
-    """Remove a peer that is lost, or has lost what it held, from the close, the tables and the
-    leases."""
+    """Remove a peer, or what it held, from the close, the tables and the leases."""
     leave(run, peer, reason, now)
     closing = run.step.closing if run.step is not None else None
     kept = closing.kept_stages(peer) if closing is not None else frozenset[StageIndex]()
@@ -106,8 +105,7 @@ def readmit(run: RunState) -> None:
 
 
 def rejoin(run: RunState, peer: PeerId, stage: StageIndex, averaged_attempt: int | None) -> None:
-    """Restore a lost member that has re-attached with the average of its round: it can still
-    apply."""
+    """Restore a lost member that has returned with its round's average: it can still apply."""
     closing = run.step.closing if run.step is not None else None
     found = closing.rounds.get(stage) if closing is not None else None
     if closing is None or found is None or run.phase is RunPhase.APPLYING:

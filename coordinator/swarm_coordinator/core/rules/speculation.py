@@ -85,8 +85,7 @@ def _grant(run: RunState, step: StepState, late: list[MicrobatchIndex], now: flo
 
 
 def _least_loaded_except(driving: list[tuple[int, int, PeerId]], first: PeerId) -> PeerId | None:
-    """Take the least loaded trainer other than `first` and count one microbatch for it; None
-    without one."""
+    """Take the least loaded trainer other than `first`, adding one microbatch to its load."""
     aside = heapq.heappop(driving) if driving and driving[0][2] == first else None
     found: PeerId | None = None
     if driving:

@@ -22,8 +22,7 @@ away."""
 
 
 def recover_lost_stages(run: RunState, now: float) -> None:
-    """Assign a peer to a stage without one, and roll back to a checkpoint if the stage's state is
-    lost.
+    """Assign a peer to a stage without one; roll back to a checkpoint if its state is lost.
 
     The roll-back waits until every stage has a peer, and for a grace period in which peers that
     only lost the coordinator return with newer state.

@@ -68,8 +68,7 @@ def can_join(run: RunState, stage: StageIndex | None) -> bool:
 
 
 def delay_close(run: RunState, download: Download, now: float) -> None:
-    """Delay the close for this joining peer at most MAX_CLOSE_DELAYS times; its download may never
-    finish."""
+    """Delay the close for this download, at most MAX_CLOSE_DELAYS times; it may never finish."""
     download.close_delays += 1
     if download.close_delays <= MAX_CLOSE_DELAYS:
         download.close_delayed_until = now + run.manifest.limits.join_hold_seconds
@@ -230,8 +229,7 @@ def snapshot_ready(run: RunState, peer: PeerState, message: SnapshotReady, now: 
 
 
 def _has_wrong_fingerprint(run: RunState, peer: PeerState, message: Ready) -> bool:
-    """Whether the downloaded state differs from the fingerprint of the stage's holders; flags the
-    peer."""
+    """Whether the downloaded state differs from that of the stage's holders; flags the peer."""
     known = run.fingerprints.get(message.stage)
     if known is None or message.version != run.version or message.digest in known:
         return False
@@ -319,8 +317,7 @@ def _note_download(peer: PeerState, download: Download, state_bytes: int, now: f
 
 
 def _answers_assignment(peer: PeerState, version: Version) -> bool:
-    """Whether a message answers the latest assignment of the peer's stage, and not a withdrawn
-    one."""
+    """Whether a message answers the latest assignment of the peer's stage."""
     return (
         peer.phase is PeerPhase.SYNCING
         and peer.source_assigned

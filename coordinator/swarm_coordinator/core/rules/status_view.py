@@ -59,8 +59,7 @@ def status_but_peers(run: RunState, now: float) -> dict[str, object]:
 
 
 def peer_rows(run: RunState, peers: Sequence[PeerState], now: float) -> list[dict[str, object]]:
-    """The status rows of `peers`; computed in portions, because ten thousand at once block the
-    server."""
+    """The status rows of `peers`; in portions, because ten thousand at once block the server."""
     return [
         {
             "peer": peer.peer,

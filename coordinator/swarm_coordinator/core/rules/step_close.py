@@ -51,8 +51,7 @@ bitwise."""
 
 
 def start_close(run: RunState, now: float) -> None:
-    """Open rounds for the stages that have none, and send each member its group and its commit
-    set."""
+    """Open rounds for the stages without one, and send each member its group and commit set."""
     step = run.step
     assert step is not None
     opened = [StageIndex(s) for s in run.stage_indices if run.round_of(StageIndex(s)) is None]
@@ -89,8 +88,7 @@ def start_close(run: RunState, now: float) -> None:
 def _connected_stages(
     stages: list[StageIndex], pairs: list[tuple[StageIndex, StageIndex]]
 ) -> list[frozenset[StageIndex]]:
-    """Group the stages into rounds: stages that a pair connects, directly or through others, share
-    one."""
+    """Group the stages into rounds: stages connected by pairs, also through others, share one."""
     found = {stage: frozenset((stage,)) for stage in stages}
     for one, other in pairs:
         both = found[one] | found[other]
@@ -139,8 +137,7 @@ def _reductions(
 
 
 def _weights(run: RunState, members: tuple[PeerId, ...]) -> tuple[int, ...]:
-    """Reduce-scatter weights by uplink: a member sends the share that it sums to all other
-    members."""
+    """Reduce-scatter weights by uplink: a member sends what it sums to all other members."""
     return reduce_weights([run.peers[peer].up_bytes_per_second for peer in members])
 
 
@@ -435,8 +432,7 @@ def _finish_when_applied(run: RunState, closing: CloseState, now: float) -> None
 def _compare_replicas(
     run: RunState, stage: StageIndex, fingerprints: dict[PeerId, tuple[str, float]], now: float
 ) -> None:
-    """Flag and resync replicas whose fingerprint differs: bitwise on like devices, by norm on
-    others.
+    """Flag and resync replicas with a different fingerprint: bitwise on like devices, else by norm.
 
     Device names do not show which devices are alike. A peer that has agreed with the majority
     before is like it, so that a later mismatch is attributed to this peer alone.

@@ -15,8 +15,7 @@ from swarm_shared.base.types import PeerId, StageIndex
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """One averaging round: a single stage, or all stages that share parameters or switching
-    members."""
+    """One averaging round: one stage, or all stages with shared parameters or switching members."""
 
     attempt: int
     """Attempt number; never reused for a round that one of the members could mistake for this
@@ -109,8 +108,8 @@ class CloseState:
         self.members[peer] = found.members[peer] = stage
 
     def kept_stages(self, peer: PeerId) -> frozenset[StageIndex]:
-        """Stages in which the peer's cells count although it is no member of their round any
-        more."""
+        """Stages whose round includes the peer's gradient although it is no longer a member
+        there."""
         return frozenset(
             stage for stage, found in self.rounds.items() if found.kept.get(peer) == stage
         )

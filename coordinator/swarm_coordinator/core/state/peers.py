@@ -183,8 +183,10 @@ class StagePeers:
 
 @dataclass(frozen=True, slots=True)
 class StageCapacity:
-    """The rates that a stage can count on: of peers that hold it or are on their way to it, without
-    those that leave or pause."""
+    """The computing rates that a stage can count on.
+
+    Of peers that hold it or are on their way to it, without those that leave or pause.
+    """
 
     peers: int
     measured: int
@@ -290,8 +292,7 @@ class PeerTable(dict[PeerId, PeerState]):
         return self._bound_for.get(stage, {}).values()
 
     def at(self, stage: StageIndex) -> Iterable[PeerState]:
-        """Peers that hold or download the stage; a moving peer counts at the stage that it still
-        holds."""
+        """Peers that hold or download the stage; a moving peer counts where it still is."""
         return self._by_stage.get(stage, {}).values()
 
     def admits(self, peer: PeerId) -> bool:

@@ -150,8 +150,7 @@ class SuspicionFlags:
 
 @dataclass(slots=True)
 class WorkCounters:
-    """Counts of cells (microbatch and stage) since this start of the coordinator: the cost of
-    faults."""
+    """Counts of cells since this start of the coordinator: the cost of faults."""
 
     counted: int = 0
     """Cells entered in a table, including those that were cleared again."""
@@ -283,8 +282,7 @@ class RunState:
         return None
 
     def round_of(self, stage: StageIndex | None) -> Round | None:
-        """The stage's round in this step. Until it ends, its cells do not change and no peer joins
-        it."""
+        """The stage's round in this step; until it ends, its cells and members are fixed."""
         if self.step is None or self.step.closing is None or stage is None:
             return None
         return self.step.closing.rounds.get(stage)
@@ -332,8 +330,10 @@ class RunState:
         return sorted(set(self.idle()) - set(self.unheld()))
 
     def working_peers(self, stage: int) -> Sequence[PeerState]:
-        """Ready peers that may get new microbatches: a leaving one only if all of them leave, a
-        paused one never."""
+        """Ready peers that may get new microbatches.
+
+        A leaving peer only if all of them leave, a paused one never.
+        """
         if self.step is not None and self.step.excluded:
             active = [peer for peer in self.ready_peers(stage) if not peer.paused]
             return [peer for peer in active if not peer.leaving] or active
@@ -348,8 +348,7 @@ class RunState:
         ]
 
     def stage_rows(self) -> tuple[StageRow, ...]:
-        """The capacity of each stage. A peer without a reported rate counts with the mean of the
-        other peers."""
+        """The capacity of each stage; a peer without a reported rate counts with the mean."""
         capacities = [self.peers.capacity(StageIndex(stage)) for stage in self.stage_indices]
         measured = sum(capacity.measured for capacity in capacities)
         mean = sum(t.flops_per_second for t in capacities) / measured if measured else 0.0
@@ -421,8 +420,7 @@ class RunState:
 
 
 def short(peer: PeerId) -> str:
-    """The last eight characters of a peer ID: enough to distinguish the peers of a run in a
-    text."""
+    """The last eight characters of a peer ID, enough to distinguish the peers of a run."""
     return f"…{peer[-8:]}"
 
 

@@ -1,5 +1,4 @@
-"""Admission in the core: a revoked peer is removed like a dead one, and members are notified at
-once."""
+"""Admission in the core: a revoked peer is removed, and members are notified at once."""
 
 from __future__ import annotations
 

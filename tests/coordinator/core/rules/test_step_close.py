@@ -1,5 +1,4 @@
-"""Close, norm, apply: when a step counts, when an attempt is aborted, and which peer is
-excluded."""
+"""Close, norm, apply: when a step counts, and which attempts and members fail."""
 
 from __future__ import annotations
 

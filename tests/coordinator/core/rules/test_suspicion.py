@@ -1,5 +1,4 @@
-"""Peers that compute wrongly: flagged, shown as such, and synced anew if another peer holds the
-stage."""
+"""Peers that compute wrongly: flagged, shown in the status, and synced anew where possible."""
 
 from __future__ import annotations
 
