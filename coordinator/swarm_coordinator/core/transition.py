@@ -164,7 +164,7 @@ _ROSTER_KINDS = frozenset({"roster", "roster_change"})
 
 
 def _order_roster_first(run: RunState) -> None:
-    """Move rosters ahead of the work that relies on them, and behind Welcome and certificates."""
+    """Move rosters ahead of the work that relies on them, and behind Welcome and records."""
     rosters = [c for c in run.commands if _kind(c) in _ROSTER_KINDS]
     if not rosters:
         return

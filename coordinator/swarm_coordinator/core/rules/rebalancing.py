@@ -52,8 +52,8 @@ MOVE_TIMEOUT_SECONDS = 900.0
 
 
 PEERS_PER_LOSS = 256
-"""Peers in the run per lost holder that triggers a decision ahead of its period; fewer losses
-change the fleet too little."""
+"""Number of peers per lost stage holder that triggers an early decision; fewer losses change the
+fleet too little."""
 
 LOSS_REACTION_SECONDS = 2.0
 """Seconds from a loss to the decision. Peers lost together are noticed within a second or two."""
@@ -77,7 +77,7 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
 
 
 def status_section(run: RunState, now: float) -> dict[str, object]:
-    """The rebalancing section of the status: plain JSON values."""
+    """What `status` shows of it: plain JSON values only."""
     rebalancing = run.rebalancing
     return {
         "rule": rebalancing.settings.rule.value,

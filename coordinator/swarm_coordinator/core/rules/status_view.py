@@ -1,7 +1,6 @@
-"""The status of a run as plain JSON values, and the reason why no step goes on.
+"""What the core says of a run: its status as plain JSON values, and why no step goes on.
 
-Part of the pure core: reads a RunState, changes nothing. `swarm_coordinator.status` writes the
-file.
+Part of the pure core: reads a RunState, changes nothing. `status` writes it to the file.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from swarm_shared.base.types import Step
 
 
 def status_of(run: RunState, now: float) -> dict[str, object]:
-    """The whole status: plain JSON values only."""
+    """What `status` shows: plain JSON values only."""
     return {**status_but_peers(run, now), "peers": peer_rows(run, list(run.peers.values()), now)}
 
 
 def status_but_peers(run: RunState, now: float) -> dict[str, object]:
-    """The status without the rows of the peers."""
     step = run.step
     done = len(step.table) if step is not None else 0
     last = run.last_applied
@@ -59,7 +57,7 @@ def status_but_peers(run: RunState, now: float) -> dict[str, object]:
 
 
 def peer_rows(run: RunState, peers: Sequence[PeerState], now: float) -> list[dict[str, object]]:
-    """The status rows of `peers`; in portions, because ten thousand at once block the server."""
+    """Some of the rows of `peers`: ten thousand at once keep everybody waiting."""
     return [
         {
             "peer": peer.peer,

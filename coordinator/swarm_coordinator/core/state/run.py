@@ -205,7 +205,7 @@ class RunState:
     published: Roster | None = None
     """The roster that was sent last."""
     published_stages: tuple[tuple[PeerRecord, ...], ...] = ()
-    """Its records by stage, from which the next change is computed."""
+    """Its records by stage, for removals during an apply and for the next change."""
     published_at: float = -math.inf
     revoked: dict[PeerId, float] = field(default_factory=dict)
     """Peers that must not be served, and until when each could present a valid certificate."""
@@ -282,7 +282,7 @@ class RunState:
         return None
 
     def round_of(self, stage: StageIndex | None) -> Round | None:
-        """The stage's round in this step; until it ends, its cells and members are fixed."""
+        """The stage's round in this step; until it ends, its cells stay and no peer joins it."""
         if self.step is None or self.step.closing is None or stage is None:
             return None
         return self.step.closing.rounds.get(stage)

@@ -150,7 +150,7 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
 
 
 def status_section(figures: UtilisationStats) -> dict[str, object]:
-    """The utilisation section of the status: plain JSON values."""
+    """For `status`: plain JSON values."""
     recent = figures.recent()
     whole = StageUtilisation(
         sum(tally.held_seconds for tally in recent), sum(tally.busy_seconds for tally in recent)

@@ -21,7 +21,7 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
     return bench.run.peers[PeerId(peer)].phase
 
 
-def flagged(bench: Bench) -> dict[str, Any]:
+def marked(bench: Bench) -> dict[str, Any]:
     status = status_of(bench.run, bench.now)
     peers: Any = status["peers"]
     return {
@@ -48,7 +48,7 @@ def test_a_peer_that_computes_no_numbers_is_flagged_and_synced_anew() -> None:
     say_not_finite(bench, "b0")
     assert phase(bench, "b0") is PeerPhase.SYNCING
     assert not bench.step().table.holds_any(PeerId("b0"))
-    assert flagged(bench) == {"b0": (1, "what it computed was not finite")}
+    assert marked(bench) == {"b0": (1, "what it computed was not finite")}
 
 
 def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> None:
@@ -56,20 +56,20 @@ def test_a_microbatch_that_is_finite_nowhere_is_held_against_one_peer_only() -> 
     say_not_finite(bench, "b0")
     say_not_finite(bench, "a0")
     assert phase(bench, "a0") is PeerPhase.READY
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
 
 
 def test_the_last_peer_of_a_stage_is_flagged_and_keeps_its_stage() -> None:
     bench = collecting()
     say_not_finite(bench, "a1")
     assert phase(bench, "a1") is PeerPhase.READY
-    assert set(flagged(bench)) == {"a1"}
+    assert set(marked(bench)) == {"a1"}
 
 
 def test_a_report_about_another_step_flags_no_peer() -> None:
     bench = collecting()
     bench.send("b0", NotFinite(step=Step(7), microbatch=MicrobatchIndex(0)))
-    assert flagged(bench) == {}
+    assert marked(bench) == {}
 
 
 def test_a_sum_that_is_not_finite_ends_the_attempt_and_its_owner_is_synced_anew() -> None:
@@ -78,7 +78,7 @@ def test_a_sum_that_is_not_finite_ends_the_attempt_and_its_owner_is_synced_anew(
     commands = bench.failed("b0", reset=True, not_finite=True)
     assert bench.sent("a0", AbortRound, commands)
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
     assert bench.run.phase is RunPhase.COLLECT
 
 
@@ -87,7 +87,7 @@ def test_a_result_that_is_not_finite_at_one_member_is_tried_again_with_it() -> N
     bench.fill()
     bench.failed("b0", not_finite=True)
     assert phase(bench, "b0") is PeerPhase.READY
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
 
 
 def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None:
@@ -96,7 +96,7 @@ def test_a_member_that_averaged_to_another_result_than_most_is_flagged() -> None
     for peer in bench.closing():
         bench.averaged(peer, own=3.0 if peer == "b0" else 1.0)
     assert bench.run.phase is RunPhase.COLLECT
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
 
 
 def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> None:
@@ -109,7 +109,7 @@ def test_a_member_that_cannot_apply_is_synced_anew_and_the_others_go_on() -> Non
         bench.apply(peer)
     assert bench.run.phase is RunPhase.COLLECT
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
 
 
 def test_a_replica_that_is_no_longer_bitwise_equal_is_synced_anew() -> None:
@@ -117,7 +117,7 @@ def test_a_replica_that_is_no_longer_bitwise_equal_is_synced_anew() -> None:
     applied_by_all(bench)
     applied_by_all(bench, b0="odd")
     assert phase(bench, "b0") is PeerPhase.SYNCING
-    assert set(flagged(bench)) == {"b0"}
+    assert set(marked(bench)) == {"b0"}
 
 
 def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() -> None:
@@ -125,7 +125,7 @@ def test_a_replica_that_was_never_bitwise_equal_is_an_unlike_device_and_stays() 
     for _ in range(3):
         applied_by_all(bench, b0="of another kind")
     assert phase(bench, "b0") is PeerPhase.READY
-    assert flagged(bench) == {}
+    assert marked(bench) == {}
 
 
 def test_two_replicas_that_differ_are_both_kept_without_a_majority() -> None:
@@ -147,7 +147,7 @@ def test_a_joining_peer_with_another_state_than_the_holders_fetches_it_again() -
     assert bench.sent("n0", AssignStage)
     bench.send("n0", Ready(stage=StageIndex(0), version=Version(1), digest="damaged"))
     assert phase(bench, "n0") is PeerPhase.SYNCING
-    assert set(flagged(bench)) == {"n0"}
+    assert set(marked(bench)) == {"n0"}
     commands = bench.tick(1.5)
     for peer in ("a0", "b0", "c0"):
         commands += bench.save(peer)
@@ -161,4 +161,4 @@ def test_a_flag_outlasts_the_attachment() -> None:
     say_not_finite(bench, "b0")
     bench.lose("b0")
     bench.join("b0", 0)
-    assert flagged(bench)["b0"][0] == 1
+    assert marked(bench)["b0"][0] == 1
