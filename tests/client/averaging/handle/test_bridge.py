@@ -134,12 +134,12 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
-        await d.remote_end.send(b"late_abort_frame")
+        await d.remote_end.send(b"farewell")
         await d.remote_end.aclose()
-        # The worker writes before it has read; a reset here would cost it the late_abort_frame.
+        # The worker writes before it has read; a reset here would lose it the remote's last bytes.
         for _ in range(8):
             await stream.send_all(bytes(PIECE_BYTES))
-        assert await read_exactly(stream, 8) == b"late_abort_frame"
+        assert await read_exactly(stream, 8) == b"farewell"
         assert await stream.receive_some(1) == b""
 
 

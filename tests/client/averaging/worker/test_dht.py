@@ -68,7 +68,7 @@ async def test_members_find_each_others_records_and_the_newest_of_them(tmp_path:
     async with volunteers(tmp_path, 3) as all_three:
         first, *others = all_three
         for each in all_three:
-            await each.worker.set_membership(organiser.membership(each.key, each.p2pd))
+            each.worker.set_membership(organiser.membership(each.key, each.p2pd))
         for each in others:
             assert await each.worker.directory.bootstrap((first.entrance,)) == 1
         expires = time.time() + 60
@@ -93,11 +93,11 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
     organiser = Organiser()
     other_run = Organiser(RunId("cd" * 32))
     async with volunteers(tmp_path, 4) as (first, second, stranger, foreigner):
-        await first.worker.set_membership(organiser.membership(first.key, first.p2pd))
-        await second.worker.set_membership(organiser.membership(second.key, second.p2pd))
-        await foreigner.worker.set_membership(other_run.membership(foreigner.key, foreigner.p2pd))
+        first.worker.set_membership(organiser.membership(first.key, first.p2pd))
+        second.worker.set_membership(organiser.membership(second.key, second.p2pd))
+        foreigner.worker.set_membership(other_run.membership(foreigner.key, foreigner.p2pd))
         # The stranger has copied a certificate and its binding; but not the key of that p2pd.
-        await stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
+        stranger.worker.set_membership(organiser.membership(second.key, second.p2pd))
         expires = time.time() + 60
         assert await second.worker.directory.bootstrap((first.entrance,)) == 1
         assert await second.worker.directory.publish("stage 0", "second", b"true", expires)
@@ -107,7 +107,7 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
             await outsider.worker.directory.publish("stage 0", "second", b"false", expires + 1)
         assert await first.worker.directory.lookup("stage 0") == {"second": b"true"}
         # A member that is revoked finds nobody any more either.
-        await first.worker.set_membership(
+        first.worker.set_membership(
             organiser.membership(first.key, first.p2pd, revoked=(second.key.peer_id,))
         )
         assert await second.worker.directory.bootstrap((first.entrance,)) == 0
@@ -117,10 +117,10 @@ async def test_strangers_and_members_of_other_runs_can_neither_store_nor_find(
 async def test_who_is_not_admitted_yet_answers_nobody_and_asks_nobody(tmp_path: Path) -> None:
     organiser = Organiser()
     async with volunteers(tmp_path, 2) as (member, newcomer):
-        await member.worker.set_membership(organiser.membership(member.key, member.p2pd))
+        member.worker.set_membership(organiser.membership(member.key, member.p2pd))
         assert await member.worker.directory.bootstrap((newcomer.entrance,)) == 0
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 0
-        await newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
+        newcomer.worker.set_membership(organiser.membership(newcomer.key, newcomer.p2pd))
         assert await newcomer.worker.directory.bootstrap((member.entrance,)) == 1
 
 
@@ -161,10 +161,12 @@ class Scene:
         self.organiser = Organiser()
         self.member, self.p2pd = Identity.generate(), Identity.generate()
         self.sender = RunAuthorizer(self.p2pd, lambda: self.now)
-        self.sender.show(self.organiser.membership(self.member, self.p2pd.peer_id, **changes))
+        self.sender.set_membership(
+            self.organiser.membership(self.member, self.p2pd.peer_id, **changes)
+        )
         checker, checker_p2pd = Identity.generate(), Identity.generate()
         self.checker = RunAuthorizer(checker_p2pd, lambda: self.now)
-        self.checker.show(self.organiser.membership(checker, checker_p2pd.peer_id))
+        self.checker.set_membership(self.organiser.membership(checker, checker_p2pd.peer_id))
 
     async def signed(self) -> Any:
         request = ping()
@@ -231,7 +233,9 @@ async def test_what_holds_in_another_run_holds_nothing_here() -> None:
 
 async def test_a_binding_to_another_p2pd_does_not_let_this_one_sign() -> None:
     scene = Scene()
-    scene.sender.show(scene.organiser.membership(scene.member, Identity.generate().peer_id))
+    scene.sender.set_membership(
+        scene.organiser.membership(scene.member, Identity.generate().peer_id)
+    )
     assert not await scene.checker.validate_request(await scene.signed())
 
 
@@ -240,7 +244,7 @@ async def test_a_binding_by_somebody_else_is_worth_nothing() -> None:
     thief = Identity.generate()
     stolen = scene.organiser.membership(scene.member, scene.p2pd.peer_id)
     own = scene.organiser.membership(thief, scene.p2pd.peer_id)
-    scene.sender.show(stolen.model_copy(update={"binding": own.binding}))
+    scene.sender.set_membership(stolen.model_copy(update={"binding": own.binding}))
     assert not await scene.checker.validate_request(await scene.signed())
 
 
@@ -249,7 +253,7 @@ async def test_a_revoked_member_is_refused() -> None:
     assert await scene.checker.validate_request(await scene.signed())
     checker = Identity.generate()
     revoked: tuple[PeerId, ...] = (scene.member.peer_id,)
-    scene.checker.show(
+    scene.checker.set_membership(
         scene.organiser.membership(checker, Identity.generate().peer_id, revoked=revoked)
     )
     assert not await scene.checker.validate_request(await scene.signed())

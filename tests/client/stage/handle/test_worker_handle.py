@@ -153,7 +153,7 @@ def put_result(worker: StageWorker, values: np.ndarray) -> None:
 
 
 def segments_of(namespace: str) -> list[Path]:
-    return [p for folder in shared_memory.folders() for p in folder.glob(f"{namespace}*")]
+    return [p for folder in shared_memory.segment_folders() for p in folder.glob(f"{namespace}*")]
 
 
 def test_chained_workers_train_like_the_whole_model(namespace: str, tmp_path: Path) -> None:
