@@ -3,7 +3,7 @@
     make bench-prediction
 
 A coordinator and volunteers on this machine, real programs over loopback, each worker paced to a
-speed of its own (`swarm_client.stage.worker.pace`), so that machines of unlike speeds share the
+speed of its own (`benchmarks.pace`), so that machines of unlike speeds share the
 cores.
 The simulator gets the same manifest, speeds and stages and follows every microbatch. Compared is
 the median time of a step once all are there. Nothing else should run meanwhile: a core that is
@@ -24,9 +24,11 @@ from typing import Any
 
 import click
 
+from benchmarks.handicap import INSTRUMENT
+from benchmarks.inside import prefix_of
 from benchmarks.machine import describe_machine
+from benchmarks.pace import PACE_VARIABLE
 from benchmarks.run_data import PLAIN_BORDERS
-from swarm_client.stage.worker.pace import PACE_VARIABLE
 from swarm_coordinator.demo.local_swarm import LocalSwarm
 from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
@@ -85,6 +87,7 @@ def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
     with Subprocesses() as children:
         swarm = LocalSwarm(folder / "run", children)
         invite = swarm.start_coordinator()
+        swarm.prefix = prefix_of(INSTRUMENT)
         for stage, peers in enumerate(case.seconds):
             for seconds in peers:
                 swarm.environment = {PACE_VARIABLE: repr(pace_of(manifest, stage, seconds))}

@@ -3,7 +3,7 @@
 Every contender gets the same model, data, machines and lines; the lines are checked with iperf3 and
 ping first; repetitions take turns, so that a machine that slows down slows everybody down. All
 machines share this one's cores: they compute at a pace of their own
-(`swarm_client.stage.worker.pace`),
+(`benchmarks.pace`),
 slow enough that the cores carry all of them (`busy cores` in the table tells). Nothing else should
 run meanwhile. docs/benchmarks.md says what is compared and how.
 """

@@ -1,4 +1,4 @@
-"""A worker that is told to be slow takes as long as it is told, and no longer."""
+"""A paced process takes as long as its pace demands, and no longer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarm_client.stage.worker.pace import PACE_VARIABLE, Pace, pace_from_environment
+from benchmarks.pace import PACE_VARIABLE, Pace, pace_from_environment
 from swarm_shared.base.errors import ConfigurationError
 
 
