@@ -99,11 +99,11 @@ format: setup-dev
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-# The preferences page holds a measured table; readme_figures puts it back.
+# The preferences page holds a measured table; benchmarks.pages puts it back.
 docs: setup-dev
 	$(PY) tools/command_reference.py
 	$(PY) -m swarm_client.preferences.reference_page > docs/preferences.md
-	$(PY) -m benchmarks.readme_figures benchmarks/results/yielding.json
+	$(PY) -m benchmarks.pages --write
 
 bench: setup-dev
 	@$(PY) -m benchmarks.throughput $(ARGS)

@@ -1,1 +1,1 @@
-"""Measurements that a person starts; nothing in the product imports them."""
+"""Benchmarks, started by hand; no product code imports them."""

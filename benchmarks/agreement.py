@@ -1,11 +1,11 @@
-"""How far a swarm's losses are from one process's, by codec: `make bench-agreement`.
+"""Distance of a swarm's losses from those of one process, by codec: `make bench-agreement`.
 
-A real run per codec, two stages of two peers each over loopback, and what `swarm-coordinator
-reference` makes of the same manifest. With plain sums they differ by the order in which gradients
-are added, about 1e-6. A codec's levels carry such a difference on: a value that lies between two
-levels falls to the other one. How much of the distance is that, and nothing that the swarm does,
-says the reference itself with its microbatches in the opposite order. With exact sums there is no
-first difference. What a lossy average loses is not in the reference at all.
+Compares a real run per codec, two stages of two peers each over loopback, with `swarm-coordinator
+reference` on the same manifest. With float32 sums they differ by the order in which gradients are
+added, about 1e-6. A codec amplifies such a difference: a value between two levels is rounded to
+the other one. The reference with its microbatches in reverse order shows how much of the distance
+has this cause alone. With exact sums there is no initial difference. The loss of a lossy
+all-reduce is not part of the reference.
 """
 
 from __future__ import annotations
@@ -77,13 +77,15 @@ class Measured:
 
 
 @click.command()
-@click.option("--only", multiple=True, type=click.Choice(list(CODECS)), help="May be repeated.")
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(CODECS)), help="Codecs to measure; repeatable."
+)
 @click.option("--steps", type=click.IntRange(WARMUP_STEPS + 2), default=STEPS, show_default=True)
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "agreement.json"
 )
 def main(only: Sequence[str], steps: int, out: Path) -> None:
-    """Distance of a real run's losses from the reference's, per codec."""
+    """Measure the distance of a real run's losses from the reference's, per codec."""
     chosen = {name: codecs for name, codecs in CODECS.items() if not only or name in only}
     load = os.getloadavg()[0]
     found: dict[str, Any] = {}
@@ -144,13 +146,13 @@ def of_the_swarm(run_dir: Path) -> Measured:
                 swarm.start_volunteer(invite, stage=stage)
         steps: Sequence[HistoryStep] = swarm.watch(lambda *_: None).steps
     timed = steps[WARMUP_STEPS:]
-    # The median, for a shared machine may stand still for a while.
+    # The median, because a shared machine may stall for a while.
     rate = statistics.median(step.tokens / step.seconds for step in timed)
     return Measured(tuple(step.loss for step in steps), rate)
 
 
 def of_one_process(run_dir: Path, steps: int, *, backwards: bool) -> tuple[float, ...]:
-    """The reference; `backwards`: each step's microbatches from the last one to the first."""
+    """Return the reference's losses; `backwards` reverses the microbatches of each step."""
     data = RunData(run_dir)
     records: list[StepRecord] = []
     train_reference(
@@ -164,7 +166,7 @@ def of_one_process(run_dir: Path, steps: int, *, backwards: bool) -> tuple[float
 
 
 def rows_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """Of the printed table and of the page's."""
+    """Return the rows of the printed table and of the page's."""
     return [
         (
             f"{one['activation']} / {one['gradient']}",
@@ -179,8 +181,8 @@ def rows_of(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
 
 
 HEAD: Sequence[str] = (
-    "activation / gradient", "average", "farthest step", "median step", "within 1e-4",
-    "one process, other order",
+    "activation / gradient", "average", "largest difference", "median difference",
+    "steps within 1e-4", "one process, reversed order",
 )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""What the codecs of the all-reduce take and give, ours beside hivemind's: part of `bench-codecs`.
+"""Time, size and error of the all-reduce codecs, compared with hivemind's: part of `bench-codecs`.
 
-A vector of gradients, cut into the pieces that a round sends, is encoded and decoded by each codec
-in turn. Normal noise in which every 4,096 elements have a magnitude of their own, over three powers
-of ten, as the rows and layers of a model's gradient have.
+Each codec in turn encodes and decodes a vector of gradients, cut into the pieces that an averaging
+round sends. The vector is normal noise in which every 4,096 elements have their own magnitude, over
+three powers of ten, like the rows and layers of a model's gradient.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from swarm_shared.run.codec_sizes import AVERAGE_CODECS, AverageCodec
 PIECES = 8
 STRETCH_ELEMENTS = 4096
 MAGNITUDES = (-6.0, -3.0)
-"""Powers of ten."""
+"""Exponents of the smallest and largest magnitude, base ten."""
 QUANTUM = 2.0**-36
-"""Of a run with the default epsilon, over its tokens: `exact_sums`."""
+"""Quantum of a run with the default epsilon, over its tokens: `exact_sums`."""
 
 RoundTrip = Callable[[], tuple[int, float, float, Tensor]]
-"""Bytes, seconds of encoding and of decoding, and what came back."""
+"""Returns bytes, seconds of encoding and of decoding, and the decoded tensor."""
 
 
 def gradients() -> Tensor:
@@ -64,7 +64,7 @@ def _ours(name: AverageCodec, vector: Tensor) -> RoundTrip:
 
 
 def hivemind_averages(vector: Tensor) -> dict[str, RoundTrip]:
-    """Its compressions of whole parts, by name; none where it is not installed."""
+    """Return hivemind's compressions of whole parts by name; empty where it is not installed."""
     try:
         from benchmarks.wan import hivemind_parts
     except ImportError:
@@ -75,7 +75,7 @@ def hivemind_averages(vector: Tensor) -> dict[str, RoundTrip]:
         try:
             turn()
         except ImportError:
-            # BLOCKWISE_8BIT needs bitsandbytes, which is none of its dependencies.
+            # BLOCKWISE_8BIT needs bitsandbytes, which is not a dependency of hivemind.
             continue
         found[f"hivemind {name}"] = turn
     return found

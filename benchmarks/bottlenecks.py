@@ -1,9 +1,8 @@
-"""What bottlenecks between stages cost in loss, and what they save: `make bench-bottlenecks`.
+"""Cost in loss and savings of bottlenecks between stages: `make bench-bottlenecks`.
 
-A bottleneck (`[model] bottleneck_size`, decision 0027) is a part of the model, which learns with
-it; a codec is not. Both make less of what crosses a border, and both can be had at once. Measured
-as the codecs are (`benchmarks.quality`): the same model, data, steps and seeds, against the runs
-without either.
+A bottleneck (`[model] bottleneck_size`, decision 0027) is a trained part of the model; a codec is
+not. Both reduce the bytes at a stage boundary and can be combined. The model, data, steps and seeds
+are those of `benchmarks.quality`; the baseline has neither.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 import click
 
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.quality import (
     PACKAGES,
@@ -39,8 +39,8 @@ WAYS: tuple[tuple[int, ActivationCodec], ...] = (
     (16, "int8"),
     (8, "none"),
 )
-"""Width of the border, of 64 (0: all of it), and codec both ways; others are compared with the
-first."""
+"""Boundary width of 64 (0: full width) and the codec of both directions; the first is the
+baseline."""
 
 
 @click.command()
@@ -50,7 +50,7 @@ first."""
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "bottlenecks.json"
 )
 def main(steps: int, seeds: int, out: Path) -> None:
-    """Final held-out loss with narrow borders, against wide ones."""
+    """Measure the final held-out loss with bottlenecks, compared with the full width."""
     with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
@@ -98,26 +98,30 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def bottlenecks_markdown(document: Mapping[str, Any]) -> str:
-    """A row per width and codec."""
-    ways, wide = document["ways"], document["settings"]["model.hidden_size"]
-    lines = [
+    """Loss and compression by bottleneck width and codec."""
+    ways, full = document["ways"], document["settings"]["model.hidden_size"]
+    head = (
         f"{document['measured_at'][:10]}: {document['steps']} steps of "
-        f"{document['tokens_per_step']:,} tokens, the model and the data of the codecs' table, "
-        f"{document['stages']} stages, {len(document['seeds'])} seeds. The noise from seed to seed "
-        f"is {document['noise']:.4f}.",
-        "",
-        "| width of the border | codec | times smaller | loss, mean | gap, mean | its spread |",
-        "|---:|---|---:|---:|---:|---:|",
-    ]
-    for one in ways:
-        smaller = ways[0]["bytes_per_microbatch"] / one["bytes_per_microbatch"]
-        lines.append(
-            f"| {one['bottleneck_size'] or wide} | {one['codec']} | {smaller:.2f} "
-            f"| {statistics.mean(one['losses']):.4f} "
-            f"| {one['gap_mean']:+.4f} ({100 * one['gap_relative']:+.2f}%) "
-            f"| {one['gap_spread']:.4f} |"
+        f"{document['tokens_per_step']:,} tokens, model and data of the codec table, "
+        f"{document['stages']} stages, {len(document['seeds'])} seeds. The noise over the seeds is "
+        f"{document['noise']:.4f}."
+    )
+    rows = [
+        (
+            str(one["bottleneck_size"] or full),
+            one["codec"],
+            f"{ways[0]['bytes_per_microbatch'] / one['bytes_per_microbatch']:.2f}",
+            f"{statistics.mean(one['losses']):.4f}",
+            f"{one['gap_mean']:+.4f} ({100 * one['gap_relative']:+.2f}%)",
+            f"{one['gap_spread']:.4f}",
         )
-    return "\n".join(lines)
+        for one in ways
+    ]
+    columns = (
+        "width at the boundary", "codec", "compression", "mean loss", "mean gap",
+        "spread of the gap",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rlrrrr", rows)])
 
 
 if __name__ == "__main__":

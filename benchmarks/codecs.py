@@ -1,14 +1,14 @@
-"""What the codecs take and give, between stages and in averages: `make bench-codecs`.
+"""Time, size and error of the codecs between stages and in averaging: `make bench-codecs`.
 
-One hidden state of a model of a billion parameters (preset `1b`) is encoded into memory and decoded
-again, by each codec in turn, and by hivemind's own 8-bit quantisations where hivemind is installed
-(their bytes with their protobuf, as they would travel). One thread: a volunteer's other cores
-compute. From the medians follows below which rate of a line a codec pays against the next
-larger one: its bytes are saved there at the price of its time.
+Each codec in turn encodes one hidden state of a model with a billion parameters (preset `1b`) into
+memory and decodes it, as do hivemind's quantisations where hivemind is installed (their
+size includes their protobuf, as sent). It uses one thread, because a volunteer's other cores
+compute. The medians give the link rate below which a codec pays against the next larger one: the
+saved transfer time exceeds the codec's own time.
 
 The error is that of normal noise with a few outlier channels, as hidden states have (Dettmers et
-al. 2022, arXiv 2208.07339); what errors cost in loss is `benchmarks/quality.py`'s question. The
-all-reduce's codecs are `benchmarks/average_codecs.py`'s.
+al. 2022, arXiv 2208.07339). `benchmarks/quality.py` measures the cost of errors in loss,
+`benchmarks/average_codecs.py` the codecs of the all-reduce.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ OUTLIER_SIZE = 20.0
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "codecs.json"
 )
 def main(repetitions: int, out: Path) -> None:
-    """Time, bytes and error of every codec, and the line rates below which each pays."""
-    # First of all: its server forks.
+    """Measure time, size and error of every codec, and the link rate below which each pays."""
+    # This must come first: hivemind's server forks.
     contenders = hivemind_codecs()
     document = measure(repetitions, contenders)
     write_result(out, document)
@@ -87,7 +87,7 @@ def measure(repetitions: int, others: dict[str, Callable[[Tensor], RoundTrip]]) 
 
 
 def taken(turns: dict[str, RoundTrip], tensor: Tensor, repetitions: int) -> dict[str, Any]:
-    """What each takes, in turns; and the error of what comes back."""
+    """Measure the codecs in turn: bytes, seconds, and the error of the decoded tensor."""
     seen: dict[str, list[tuple[int, float, float]]] = {name: [] for name in turns}
     errors: dict[str, float] = {}
     for _ in range(repetitions + 1):
@@ -96,7 +96,7 @@ def taken(turns: dict[str, RoundTrip], tensor: Tensor, repetitions: int) -> dict
             seen[name].append((nbytes, encoding, decoding))
             errors[name] = float((back - tensor).norm() / tensor.norm())
     return {
-        # The first round warms caches up.
+        # The first round warms up caches.
         name: {
             "bytes": times[0][0],
             "encode_seconds_median": statistics.median(one[1] for one in times[1:]),
@@ -110,10 +110,10 @@ def taken(turns: dict[str, RoundTrip], tensor: Tensor, repetitions: int) -> dict
 
 
 def pays_below(costs: dict[str, Cost]) -> dict[str, float | None]:
-    """For each codec, the rate at which it takes as long as the next larger one, bytes and all.
+    """Return for each codec the link rate at which it takes as long as the next larger one.
 
-    Above it the larger one is the faster. None: it is faster at any rate; 0: at none. The largest
-    codec of all is compared with nothing and left out.
+    Above that rate the larger codec is faster. None: faster at any rate; 0: at no rate. The largest
+    codec has no larger one and is omitted.
     """
     by_size = sorted(costs, key=lambda name: costs[name].nbytes, reverse=True)
     rates: dict[str, float | None] = {}
@@ -153,7 +153,7 @@ def our_codec(name: CodecName, tensor_BTD: Tensor) -> RoundTrip:
 
 
 def hivemind_codecs() -> dict[str, Callable[[Tensor], RoundTrip]]:
-    """Its codecs of float16 and of eight bits; none where it is not installed."""
+    """Return hivemind's float16 and 8-bit codecs; empty where it is not installed."""
     try:
         from benchmarks.wan import hivemind_parts
     except ImportError:
@@ -185,7 +185,7 @@ def rate_text(bytes_per_second: float | None) -> str:
 
 
 def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Of the printed table and of the page's: milliseconds, bytes over float32's, error, rate."""
+    """Return table rows: codec, compression, milliseconds, error, and the rate of `pays_below`."""
     rates = document["pays_below_bytes_per_second"]
     return [
         (*row, rate_text(rates[row[0]]) if row[0] in rates else "")
@@ -194,7 +194,7 @@ def rows_of(document: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def average_rows_of(codecs: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The same without the rate, which a codec of averages is not chosen by."""
+    """Return the rows without the rate, which does not apply to codecs of averages."""
     whole = codecs["none"]["bytes"]
     return [
         (
@@ -209,7 +209,7 @@ def average_rows_of(codecs: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 HEAD: Sequence[str] = (
-    "codec", "times smaller", "encode, ms", "decode, ms", "error", "pays below"
+    "codec", "compression", "encode, ms", "decode, ms", "error", "pays below"
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""The ways of training one run that the throughput benchmark compares.
+"""Contenders of the throughput benchmark.
 
-Each takes a run folder, trains a few steps in processes of its own, ends them all, and returns
-the times of its steps. None knows of the others.
+Each takes a run folder, trains a few steps in its own processes, ends them all, and returns the
+times of its steps. Contenders are independent of each other.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ LIMIT_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One row of the table."""
+    """One row of the throughput table."""
 
     name: str
     stages: int
     processes: int
-    """Processes that compute; a swarm has others beside them that carry bytes."""
+    """Number of processes that compute; a swarm has further processes for networking."""
     compute_threads: int
-    """Of each of these processes."""
+    """Threads of each of these processes."""
 
 
 TORCH_SINGLE = Contender("torch, one process", 1, 1, 2)
@@ -56,7 +56,7 @@ CONTENDERS: dict[str, Contender] = {
 def run_contender(
     contender: Contender, template: Path, work: Path, steps: int
 ) -> Sequence[TimedStep]:
-    """Train `steps` steps; `template` is a run folder of the contender's number of stages."""
+    """Train `steps` steps; `template` is a run folder with the contender's number of stages."""
     work.mkdir(parents=True)
     if contender is TORCH_SINGLE:
         return _torch_single(contender, template, work, steps)
@@ -100,13 +100,13 @@ def _torch_pipeline(
 
 
 def _swarm(contender: Contender, template: Path, work: Path) -> Sequence[TimedStep]:
-    """The run's own number of steps, so that it ends as any run does."""
+    """Train the run's configured number of steps, so that the run ends normally."""
     run_dir = work / "run"
     shutil.copytree(template, run_dir)
     with Subprocesses() as children:
         swarm = LocalSwarm(run_dir, children, contender.compute_threads)
         invite = swarm.start_coordinator()
-        # Who holds which stage is given, so that every repetition measures the same swarm.
+        # Stages are assigned explicitly, so that every repetition measures the same swarm.
         for peer in range(contender.processes):
             swarm.start_volunteer(invite, stage=peer % contender.stages)
         finished = swarm.watch(lambda seen, status: None)

@@ -1,15 +1,15 @@
-"""The real coordinator and thousands of volunteers: how long a word waits until it is acted on.
+"""Message latency of the real coordinator under thousands of volunteers.
 
     make bench-coordinator ARGS="--volunteers 10000 --seconds 60"
 
-The coordinator is the one that `start` runs: its shell, its core, its database and status file.
-Volunteers say real control messages over streams in memory, on the same core; what they cost is
-in the figures, but for signing. Then a smaller number does so over sockets, from another process.
-Somebody dies and somebody joins every three seconds. The latency of a word is the time from when
-it was said until the core has acted on it. In memory, time is that of a core of its own
-(`dedicated_clock`), since the machine may be shared; over sockets it is what a clock shows.
-`heartbeats_since_due` counts from when they were to be said: in memory the coordinator may have
-held the core that its volunteers need for it. `--holds` names what held it.
+The coordinator is the one that `start` runs: shell, core, database and status file. Simulated
+volunteers send real control messages over in-memory streams on the same core; their cost, except
+signing, is part of the figures. Then a smaller number of volunteers uses sockets, from other
+processes. One volunteer dies and one joins every three seconds. Latency is the time from sending a
+message until the core has acted on it. In memory, time is that of a dedicated core
+(`dedicated_clock`), because the machine may be shared; over sockets it is wall-clock time.
+`heartbeats_since_due` counts from the time a heartbeat was due: in memory the coordinator may have
+occupied the core that the volunteers need for sending it. `--holds` reports what occupied it.
 
 Writes benchmarks/results/coordinator.json.
 """
@@ -61,7 +61,8 @@ from swarm_shared.run.manifest import Manifest
 RESULTS = Path(__file__).parent / "results" / "coordinator.json"
 JOINS_AT_ONCE = 50
 SOCKET_PROCESSES = 4
-"""One alone cannot keep a thousand connections alive: they take it a core and more."""
+"""Number of processes that hold the socket volunteers; a thousand connections take more than one
+core."""
 CHURN_SECONDS = 3.0
 
 
@@ -83,7 +84,7 @@ def make_run(folder: Path, volunteers: int, stages: int, microbatches: int) -> M
 
 
 class Latencies:
-    """Of all words, in seconds: when they were acted on, how late, of which kind."""
+    """Latencies of all messages in seconds, with the time of handling and the kind."""
 
     def __init__(self, clock: Clock) -> None:
         self.volunteers: dict[str, SimulatedVolunteer] = {}
@@ -137,7 +138,7 @@ _WORDS = frozenset({"MessageReceived", "ReceiptsVerified", "LeaseResolved"})
 
 @asynccontextmanager
 async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterator[Serving]:
-    """The coordinator of a run folder, in this process."""
+    """Run the coordinator of a run folder in this process."""
     run_folder = RunFolder.open(folder / "run")
     store = SqliteStore.open(run_folder.database)
     invites: list[Invite] = []
@@ -153,7 +154,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
         clock=clock, on_serving=serves,
     )  # fmt: skip
     latencies = Latencies(clock)
-    # The shell calls the core by this name.
+    # The shell calls the core through this attribute.
     setattr(server, "transition", latencies.transition)  # noqa: B010
     coordinator = server.Coordinator(service)
     async with trio.open_nursery() as nursery:
@@ -165,7 +166,7 @@ async def serving(folder: Path, manifest: Manifest, clock: Clock) -> AsyncIterat
 
 
 class Fleet:
-    """Simulated volunteers on the coordinator's core, over memory instead of a network."""
+    """Simulated volunteers on the coordinator's core, connected by in-memory streams."""
 
     def __init__(self, served: Serving, world: World, clock: DedicatedCoreClock) -> None:
         self.everybody: list[SimulatedVolunteer] = []
@@ -184,7 +185,7 @@ class Fleet:
         return volunteer
 
     async def join_all(self, volunteers: int) -> float:
-        """The seconds that it took."""
+        """Join all volunteers and return the seconds taken."""
         began = self._clock.current_time()
         for number in range(volunteers):
             newest = self.join()
@@ -196,7 +197,7 @@ class Fleet:
         return joined_seconds
 
     async def churn(self, volunteers: int, seconds: float) -> None:
-        """Now and then one dies and another one comes."""
+        """Periodically kill one volunteer and join another."""
         began = self._clock.current_time()
         while self._clock.current_time() < began + seconds:
             await trio.sleep(CHURN_SECONDS)
@@ -208,7 +209,7 @@ async def measure_memory(
     folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float,
     profile: bool, clock: DedicatedCoreClock, holds: LoopHolds | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """All volunteers on the coordinator's core, and no network."""
+    """Measure with all volunteers on the coordinator's core, without a network."""
     async with serving(folder, manifest, clock.current_time) as served:
         coordinator, latencies = served.coordinator, served.latencies
         world = World(run_id_of(manifest), manifest, step_seconds, clock, volunteers)
@@ -246,7 +247,7 @@ async def measure_memory(
 
 @contextmanager
 def profiled() -> Iterator[None]:
-    """Print where the time of the block went."""
+    """Print a profile of the block."""
     profiler = cProfile.Profile()
     profiler.enable()
     yield
@@ -257,11 +258,11 @@ def profiled() -> Iterator[None]:
 async def measure_sockets(
     folder: Path, manifest: Manifest, volunteers: int, seconds: float, step_seconds: float
 ) -> dict[str, Any]:
-    """All volunteers in other processes, each with a connection of its own over loopback.
+    """Measure with all volunteers in other processes, each with its own loopback connection.
 
-    Their heartbeats say when they were said; the machine's cores serve all the processes.
+    Heartbeats carry the time of sending; the machine's cores serve all processes.
     """
-    # A thousand behind one address are this benchmark's doing.
+    # A thousand volunteers behind one address exist in this benchmark only.
     many = functools.partial(open_node, max_connections_per_address=2 * volunteers)
     setattr(starting, "open_node", many)  # noqa: B010
     async with serving(folder, manifest, time.monotonic) as served:
@@ -280,7 +281,7 @@ async def measure_sockets(
         try:
             while served.coordinator.attached < volunteers:
                 if any(process.poll() is not None for process in processes):
-                    raise click.ClickException("volunteers have ended while others still came")
+                    raise click.ClickException("volunteers ended while others were still joining")
                 await trio.sleep(0.1)
             joined_seconds = time.monotonic() - began
             click.echo(f"{volunteers:,} joined over sockets in {joined_seconds:.0f} s")
@@ -306,7 +307,7 @@ async def measure_sockets(
 
 
 def shares(whole: int, parts: int) -> list[int]:
-    """As equal as they can be; none is nothing."""
+    """Split `whole` into parts as equal as possible, leaving out empty ones."""
     found = [whole // parts + (part < whole % parts) for part in range(parts)]
     return [share for share in found if share]
 
@@ -326,14 +327,16 @@ def percentiles(waited: list[float]) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--volunteers", default=10_000, help="In memory; 0: none.")
+@click.option("--volunteers", default=10_000, help="Volunteers in memory; 0: none.")
 @click.option("--sockets", default=1000, help="Volunteers over real sockets; 0: none.")
 @click.option("--stages", default=64)
-@click.option("--microbatches", default=128, help="A step.")
+@click.option("--microbatches", default=128, help="Microbatches per step.")
 @click.option("--seconds", default=60.0)
-@click.option("--step-seconds", default=20.0, help="Until the last microbatch of a step is done.")
+@click.option(
+    "--step-seconds", default=20.0, help="Until the last microbatch of a step is completed."
+)
 @click.option("--profile", is_flag=True)
-@click.option("--holds", is_flag=True, help="Name what takes the loop's time; nothing is written.")
+@click.option("--holds", is_flag=True, help="Print what occupies the event loop; write no result.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(
     volunteers: int, sockets: int, stages: int, microbatches: int, seconds: float,
@@ -347,7 +350,7 @@ def main(
         "stages": stages,
         "microbatches_per_step": microbatches,
     }
-    # First: what ten thousand leave behind would slow it down.
+    # Sockets first: the state left by ten thousand volunteers would slow them down.
     if sockets and not (profile or holds):
         with tempfile.TemporaryDirectory() as name:
             manifest = make_run(Path(name), sockets, stages, microbatches)

@@ -1,10 +1,10 @@
-"""The same volunteers, each with a connection of its own to the coordinator, in another process.
+"""Simulated volunteers with one connection each to the coordinator, in a separate process.
 
     python -m benchmarks.coordinator_sockets INVITE VOLUNTEERS MANIFEST STEP_SECONDS MEMBERS
 
-Started by `benchmarks.coordinator --sockets`. Each is a libp2p host with an identity of its own:
-TCP, Noise and yamux over loopback. A heartbeat carries the moment at which it was said, in
-nanoseconds of the machine's monotonic clock, as the bytes of a link that does not exist.
+`benchmarks.coordinator --sockets` starts this. Each volunteer is a libp2p host with its own
+identity: TCP, Noise and yamux over loopback. A heartbeat carries its time of sending, in
+nanoseconds of the machine's monotonic clock, as the byte count of a fictitious link.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from swarm_shared.run.manifest import Manifest
 
 STAMP_PROTOCOL = "stamp"
 JOIN_SECONDS = 0.5
-"""Between two that join from this process: people do not come all at once."""
+"""Seconds between two joins from this process; real volunteers do not join all at once."""
 LOOK_SECONDS = 120.0
-"""A node looks at its machine's addresses every two seconds. A thousand nodes that live on one
-machine by this benchmark's doing would do nothing else."""
+"""Seconds between two checks of the machine's addresses. The default of two seconds would occupy
+a thousand nodes on one machine entirely."""
 LIMITS = FrameLimits(max_header_bytes=16 * 2**20)
 
 
 class OwnTime:
-    """A process of its own: everything that it does is done elsewhere."""
+    """Clock of a separate process, whose work never counts against the coordinator's core."""
 
     def current_time(self) -> float:
         return time.monotonic()
@@ -65,7 +65,7 @@ class SocketVolunteer(SimulatedVolunteer):
 
 
 class Outbox:
-    """Words on their way to the socket."""
+    """Queue of messages to be written to the socket."""
 
     def __init__(self) -> None:
         self._frames: deque[bytes] = deque()
@@ -84,7 +84,7 @@ class Outbox:
 
 
 async def live(node: Node, invite: Invite, volunteer: SocketVolunteer) -> None:
-    """Until the coordinator closes the stream."""
+    """Run a volunteer until the coordinator closes the stream."""
     try:
         stream = await node.open_stream(
             invite.coordinator, CONTROL_PROTOCOL, LIMITS, invite.addresses, timeout_seconds=60.0

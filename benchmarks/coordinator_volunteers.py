@@ -1,8 +1,8 @@
-"""Volunteers as the coordinator meets them: real control messages, and nothing computed.
+"""Simulated volunteers that send real control messages and compute nothing.
 
-Each knows enough of the protocol to join, hold a stage, drive microbatches with signed receipts,
-and close and apply steps. It reads no more of a message than it must: it runs on the core that is
-measured. Only what it signs counts as done elsewhere.
+Each implements enough of the protocol to join, hold a stage, drive microbatches with signed
+receipts, and close and apply steps. It parses no more of a message than necessary, because it runs
+on the measured core. Only signing is excluded from the measured time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ APPLY_SECONDS = 0.3
 
 
 class Times(Protocol):
-    """What time it is, and what takes none of it."""
+    """Clock of the simulated volunteers, with a context for work that takes no measured time."""
 
     def current_time(self) -> float: ...
 
@@ -64,7 +64,7 @@ class Times(Protocol):
 
 
 class MemoryStream:
-    """A control stream whose other end is in the same process."""
+    """Control stream whose other end is in the same process."""
 
     def __init__(self, remote: PeerId, take: Callable[[bytes], None]) -> None:
         self.remote = remote
@@ -74,7 +74,7 @@ class MemoryStream:
         self._closed = False
 
     def push(self, header: bytes) -> None:
-        """From the volunteer's side."""
+        """Deliver a message from the volunteer's side."""
         self._frames.append(header)
         self._wake.set()
 
@@ -108,7 +108,7 @@ class MemoryStream:
 
 
 class World:
-    """What all volunteers know of each other without being told."""
+    """State shared by all simulated volunteers without messages."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class World:
         self.run = run
         self.clock = clock
         limits = manifest.limits
-        # As those of a large run are asked to beat; who comes to a small one speaks the same.
+        # The heartbeat interval of a large run; volunteers of a small one use it as well.
         self.hearts = hearts(members, max(limits.heartbeat_seconds, limits.dead_after_seconds / 2))
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -138,7 +138,7 @@ class World:
         heapq.heappush(self._agenda, (trio.current_time() + seconds, self._number, action))
 
     async def act(self) -> None:
-        """Until cancelled. One thing at a time: volunteers are not one another's business."""
+        """Execute scheduled actions one at a time until cancelled."""
         while True:
             while self._agenda and self._agenda[0][0] <= trio.current_time():
                 heapq.heappop(self._agenda)[2]()
@@ -152,13 +152,13 @@ class SimulatedVolunteer:
         self.peer = identity.peer_id
         self.stage: StageIndex | None = None
         self.beats: deque[tuple[float, float]] = deque()
-        """When those were due and when they were said that the coordinator has not acted on yet."""
+        """Times due and sent of the heartbeats that the coordinator has not handled yet."""
         self.words: deque[float] = deque()
-        """The same of all others: beats overtake."""
+        """Times sent of all other unhandled messages; heartbeats overtake them."""
         self.beat_seconds = world.manifest.limits.heartbeat_seconds
         self.alive = True
         self.attached = False
-        """It has said hello, and its heart beats from then on."""
+        """True after its hello; from then on it sends heartbeats."""
         self._world = world
         self.heart: Heart = world.rng.choice(world.hearts)
         self.beaten = 0
@@ -196,7 +196,7 @@ class SimulatedVolunteer:
             self._world.ready[self.stage].pop(self.peer, None)
         self.stream.cut()
 
-    # ---- the coordinator's word
+    # ---- messages from the coordinator
 
     def hear(self, header: bytes) -> None:
         kind = header[9 : header.index(b'"', 9)]
@@ -209,7 +209,7 @@ class SimulatedVolunteer:
         elif kind == b"lease":
             self._leased(json.loads(header))
         elif kind == b"welcome":
-            # The real choice: the stage with the fewest peers, as the newcomer is told of them.
+            # As the real client: the stage with the fewest peers announced to the joining peer.
             welcome = json.loads(header)
             self.beat_seconds = welcome["heartbeat_seconds"] or self.beat_seconds
             rows = welcome["stages"]
@@ -224,7 +224,7 @@ class SimulatedVolunteer:
 
     def _assigned(self, message: dict[str, Any]) -> None:
         if message["prepare"]:
-            return  # it never gets there: moves are another benchmark's
+            return  # the move never completes: another benchmark measures moves
         stage, version = StageIndex(message["stage"]), Version(message["version"])
 
         def ready() -> None:
@@ -269,11 +269,11 @@ class SimulatedVolunteer:
         for item in lease["microbatches"]:
             wait = self._world.rng.uniform(0.1, 1.0) * self._world.step_seconds
             if len(item["accumulate"]) < self._world.manifest.stage_count:
-                wait *= AGAIN_SHARE  # the others were many, and this one is alone
+                wait *= AGAIN_SHARE  # a repeated item is alone, the first lease had many
             self._world.later(wait, lambda item=item: self._drive(lease, item))  # type: ignore[misc]
 
     def _drive(self, lease: dict[str, Any], item: dict[str, Any]) -> None:
-        """A microbatch has found its way: who counted it says so, and so does its trainer."""
+        """Complete a microbatch: its peers send their receipts and its trainer the result."""
         if not self.alive:
             return
         step, microbatch = Step(lease["step"]), MicrobatchIndex(item["microbatch"])
@@ -294,7 +294,7 @@ class SimulatedVolunteer:
         )  # fmt: skip
 
     def report(self, receipt: str) -> None:
-        """Within a reporting interval, with all that it has by then."""
+        """Send the receipt within a reporting interval, together with all others collected."""
         if not self._unreported:
             interval = self._world.manifest.limits.receipt_interval_seconds
             self._world.later(self._world.rng.uniform(0, interval), self._report_receipts)
@@ -318,7 +318,7 @@ class SimulatedVolunteer:
 
 
 async def beat_for_ever(volunteers: Sequence[SimulatedVolunteer]) -> None:
-    """Everybody's heart as often as the coordinator has asked for; `volunteers` may grow."""
+    """Send all heartbeats at the interval that the coordinator requested; `volunteers` may grow."""
     known = 0
     due: list[tuple[float, int]] = []
     while True:

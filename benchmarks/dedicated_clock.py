@@ -1,4 +1,4 @@
-"""Time as a process on a core of its own would see it, on a machine that others use as well."""
+"""Clock of a process as if it had a dedicated core, on a shared machine."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import trio
 
 
 class DedicatedCoreClock(trio.abc.Clock):
-    """The monotonic clock, less the time that this thread wanted to run and had no core.
+    """Monotonic clock minus the time that this thread was runnable without a core.
 
-    Linux counts that per thread (`schedstat`: nanoseconds on a core, nanoseconds waiting for one).
-    What this thread waits for by itself, a disk, a timer, another thread, counts in full.
+    Linux counts it per thread (`schedstat`: nanoseconds on a core, nanoseconds waiting for one).
+    Waiting for a disk, a timer or another thread counts in full.
     """
 
     def __init__(self) -> None:
         try:
             self._file: int | None = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
         except OSError:
-            self._file = None  # then it is the monotonic clock
+            self._file = None  # falls back to the monotonic clock
         self.elsewhere_seconds = 0.0
         self._began = time.monotonic() - self.waited_seconds()
 
@@ -30,14 +30,14 @@ class DedicatedCoreClock(trio.abc.Clock):
         return self._file is not None
 
     def waited_seconds(self) -> float:
-        """For a core, since this thread began."""
+        """Return the seconds that this thread has waited for a core since it began."""
         if self._file is None:
             return 0.0
         return int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     @contextmanager
     def elsewhere(self) -> Iterator[None]:
-        """What is done here for want of other machines, and takes none of this core's time."""
+        """Exclude the block: work that other machines would do in reality."""
         began = time.monotonic() - self.waited_seconds()
         try:
             yield
@@ -45,7 +45,7 @@ class DedicatedCoreClock(trio.abc.Clock):
             self.elsewhere_seconds += time.monotonic() - self.waited_seconds() - began
 
     def start_clock(self) -> None:
-        """Runs already."""
+        """Do nothing: the clock always runs."""
 
     def current_time(self) -> float:
         return time.monotonic() - self.waited_seconds() - self.elsewhere_seconds - self._began

@@ -1,9 +1,9 @@
-"""Makes docs/demo.png from a demo that really ran: what it printed, and the curve it drew.
+"""Makes docs/demo.png from the output and the loss curve of a real demo run.
 
     make demo ARGS="--run-dir /tmp/shown" | tee /tmp/shown.txt
     .venv/bin/python -m benchmarks.demo_picture /tmp/shown.txt /tmp/shown/loss.png docs/demo.png
 
-Lines are left out to make it fit, and long ones cut (dots say where); nothing else is changed.
+Lines are omitted and long ones cut to fit, marked by dots; nothing else is changed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def main(output: Path, curve: Path, picture: Path) -> None:
 
 
 def shown_lines(lines: list[str]) -> list[str]:
-    """The parts of a demo's output worth a picture."""
+    """Return the lines of a demo's output that the picture shows."""
     progress = [line for line in lines if line.startswith("step ")]
     start = next(number for number, line in enumerate(lines) if line.startswith("steps "))
     summary = lines[start:]
@@ -62,7 +62,7 @@ def shown_lines(lines: list[str]) -> list[str]:
 
 
 def _thinned(summary: list[str], heading: str, keep: int) -> list[str]:
-    """The long table and the sample cut short; where the files lie is left out."""
+    """Shorten the long table and the sample, and omit the paths of files."""
     first = summary.index(heading) + 1
     last = next(n for n in range(first, len(summary)) if summary[n].startswith("  all"))
     shown = [*summary[: first + keep], "  ...", *summary[last:]]

@@ -1,16 +1,17 @@
-"""What faults cost: `make bench-faults`.
+"""Cost of faults: `make bench-faults`.
 
-A real run of 2 stages x 4 peers on this machine. Each peer is slowed down to the rate of a small
-device (a plan of `swarm_client.fault_injection.faults` makes its worker wait), so that what is
-measured is the
-swarm's doing and not the fight of eight processes for the processor.
+A real run of 2 stages x 4 peers on this machine. Each peer is throttled to the rate of a small
+device (a plan of `swarm_client.fault_injection.faults` makes its worker wait), so that the
+benchmark measures the
+swarm and not eight processes competing for the CPU.
 
-    throughput     one peer is killed every 30 s, and comes back as a new one; tokens of applied
-                   steps over what those that were alive and ready could have computed, by the rate
-                   that was measured in the same run before the first kill
-    detection      from the fault to the coordinator's word that the peer is gone or leaves
+    throughput     one peer is killed every 30 s and replaced by a new one; tokens of applied steps
+                   over the capacity of the peers that were alive and ready, at the rate measured
+                   in the same run before the first kill
+    detection      from the fault until the coordinator reports the peer disconnected or leaving
     recovery       from the fault until work is counted at 0.9 of the survivors' rate again
-    work           gradients counted twice (hedges and races) and lost with their peers, of all
+    work           share of gradients counted twice (speculative leases and races), and lost with
+                   their peers
     coordinator    from its SIGKILL until work is counted at 0.9 of the full rate again
 
 Nothing else should run on the machine meanwhile.
@@ -45,12 +46,13 @@ PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 STAGES = 2
 PEERS_PER_STAGE = 4
 SLOW_SECONDS = 0.25
-"""Of each forward pass: about four microbatches a second, of which Python's part is small."""
+"""Added to each forward pass: about four microbatches a second, of which Python's share is
+small."""
 SETTLE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 FULL_SHARE = 0.9
 WINDOW_SECONDS = 5.0
-"""Over which the rate is taken. A step has its close in it, in which nothing is counted."""
+"""Window of the rate. It spans a step close, during which nothing is counted."""
 PATIENCE_SECONDS = 180.0
 
 SETTINGS: dict[str, object] = {
@@ -76,20 +78,20 @@ SETTINGS: dict[str, object] = {
 class Sample:
     at: float
     cells: int
-    """Counted since the run began: of applied steps, and of the one in progress."""
+    """Cells counted since the run began, of applied steps and of the current one."""
     capacity: int
-    """Peers of the stage that has fewest, of those alive and ready."""
+    """Number of live and ready peers of the stage that has the fewest."""
 
 
 @dataclass
 class Swarm:
-    """The run, and what is seen of it."""
+    """The run under test and its samples."""
 
     swarm: LocalSwarm
     invite: str = ""
     samples: list[Sample] = field(default_factory=list)
     dead: set[str] = field(default_factory=set)
-    """Names of those that were killed or frozen, whatever the coordinator knows yet."""
+    """Names of killed or frozen peers, whether or not the coordinator has noticed."""
 
     def start(self) -> None:
         self.invite = self.swarm.start_coordinator()
@@ -117,12 +119,12 @@ class Swarm:
         return [child for child in self.swarm.volunteers if child.name in names]
 
     def watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Sample for so long; whether `until` became true."""
+        """Sample for `seconds`; return whether `until` became true."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             status = self.swarm.status()
             if status.get("running", True) and "version" in status:
-                # While a step is applied it is the run's version and its table still there.
+                # During an apply the run has the new version and still the step's table.
                 under_way = status["cells_done"] if status["step"] > status["version"] else 0
                 cells = status["version"] * status["cells_total"] + under_way
                 self.samples.append(Sample(time.monotonic(), cells, self.capacity()))
@@ -132,7 +134,7 @@ class Swarm:
         return False
 
     def rate(self, first: float, last: float) -> float:
-        """Cells per second between two moments; what was counted at the first is the last known."""
+        """Return cells per second between two moments, from the last sample before each."""
         before = [s for s in self.samples if s.at <= first]
         inside = [s for s in self.samples if first < s.at <= last]
         if not before or not inside:
@@ -140,7 +142,7 @@ class Swarm:
         return (inside[-1].cells - before[-1].cells) / (inside[-1].at - first)
 
     def share(self, first: float, last: float, cells_per_peer_second: float) -> float:
-        """Cells counted over what the survivors could have computed."""
+        """Return cells counted over the survivors' capacity."""
         inside = [s for s in self.samples if first <= s.at <= last]
         possible = sum(
             one.capacity * STAGES * cells_per_peer_second * (other.at - one.at)
@@ -149,7 +151,7 @@ class Swarm:
         return (inside[-1].cells - inside[0].cells) / possible
 
     def note_after(self, wall: float, words: tuple[str, ...], limit: float) -> float | None:
-        """Seconds from a moment until the coordinator says one of these, by its own clock."""
+        """Return seconds from `wall` until the coordinator logs one of `words`, by its clock."""
 
         def found() -> float | None:
             seen = self.swarm.history()
@@ -163,7 +165,7 @@ class Swarm:
         return found()
 
     def recovered(self, since: float, full_rate: float) -> float | None:
-        """Seconds until a window of work has the survivors' rate."""
+        """Return seconds until a window of work reaches the survivors' rate."""
 
         def enough() -> bool:
             now = time.monotonic()
@@ -172,11 +174,11 @@ class Swarm:
                 self.capacity() / PEERS_PER_STAGE
             )
 
-        # The window is behind: its beginning is when the rate was back.
+        # The rate was restored at the beginning of the window.
         return time.monotonic() - since - WINDOW_SECONDS if self.watch(60.0, enough) else None
 
     def replace(self, stage: int) -> None:
-        """A newcomer, and wait until it works."""
+        """Start a new peer and wait until it works."""
         before = self.capacity()
         self.swarm.start_volunteer(self.invite, stage)
         self.watch(60.0, until=lambda: self.capacity() > before or self.capacity() == 4)
@@ -185,10 +187,12 @@ class Swarm:
 @click.command()
 @click.option("--kills", default=4, show_default=True, type=click.IntRange(1))
 @click.option("--every", default=30.0, show_default=True, help="Seconds between two kills.")
-@click.option("--repetitions", default=2, show_default=True, help="Of each single fault.")
+@click.option(
+    "--repetitions", default=2, show_default=True, help="Repetitions of each single fault."
+)
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "faults.json")
 def main(kills: int, every: float, repetitions: int, out: Path) -> None:
-    """Measure what killed, frozen and leaving peers and a killed coordinator cost."""
+    """Measure the cost of killed, frozen and leaving peers and of a killed coordinator."""
     with work_folder("faults") as work, Subprocesses() as children:
         document = measure(work, children, kills, every, repetitions)
     write_result(out, document)
@@ -268,7 +272,7 @@ def kill_again_and_again(
 
 
 def single_fault(bench: Swarm, name: str, full_rate: float) -> dict[str, float | None]:
-    """One fault to one peer of a whole swarm, which is then whole again."""
+    """Inject one fault into one peer of a complete swarm, then replace the peer."""
     bench.watch(60.0, until=lambda: bench.capacity() >= PEERS_PER_STAGE)
     bench.watch(WINDOW_SECONDS)
     victim = bench.ready(1)[0]

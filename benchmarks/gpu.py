@@ -1,7 +1,7 @@
 """Tokens per second and FLOPs utilisation of one middle stage on a GPU: `make bench-gpu`.
 
-Forward, backward and the optimizer's step of the worker's own code, in bfloat16, with and without
-torch.compile. Without a GPU it says so and ends well.
+Runs forward, backward and the optimizer's step of the worker's own code in bfloat16, with and
+without torch.compile. Without a GPU it reports that and exits with code 0.
 """
 
 from __future__ import annotations
@@ -31,16 +31,24 @@ WARM_UP_STEPS = 2
 
 
 @click.command()
-@click.option("--device", "wanted", default="auto", show_default=True, help="auto, cpu or cuda:0.")
+@click.option(
+    "--device", "wanted", default="auto", show_default=True, help="Device: auto, cpu or cuda:0."
+)
 @click.option("--preset", "presets", multiple=True, type=click.Choice(list(PRESETS)),
               help="Repeatable; default: 1b and 7b.")  # fmt: skip
-@click.option("--layers", type=click.IntRange(1), help="Default: as many as fit.")
+@click.option(
+    "--layers", type=click.IntRange(1), help="Layers of the stage; default: as many as fit."
+)
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--steps", default=5, show_default=True, type=click.IntRange(1))
 @click.option("--backend", default=BACKENDS[0], show_default=True, type=click.Choice(BACKENDS))
 @click.option("--peak-tflops", type=click.FloatRange(min=0, min_open=True),
-              help="Of the device in bfloat16, where the table does not know it.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="Default: results/gpu.json on a GPU.")
+              help="The device's peak in bfloat16, if it is not in the table.")  # fmt: skip
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Result file; default: results/gpu.json on a GPU.",
+)
 def main(
     wanted: str, presets: tuple[str, ...], layers: int | None, microbatches: int, steps: int,
     backend: str, peak_tflops: float | None, out: Path | None,
@@ -48,8 +56,8 @@ def main(
     """Measure one stage: tokens/s, model FLOPs utilisation, and how long the device waits."""
     if wanted != "cpu" and not torch.cuda.is_available():
         click.echo(
-            "gpu: torch sees no GPU here, so nothing was measured; --device cpu --preset tiny "
-            "shows what would be"
+            "gpu: torch finds no GPU, nothing was measured; --device cpu --preset tiny runs the "
+            "same on a CPU"
         )
         return
     device = torch.device("cuda:0" if wanted == "auto" else wanted)
@@ -80,12 +88,12 @@ def measure(
     name: str, device: torch.device, layers: int | None, microbatches: int, steps: int,
     backend: str, peak: float | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """One stage of the preset, as it is and compiled."""
+    """Measure one stage of the preset, uncompiled and compiled."""
     preset = PRESETS[name]
     host_bytes = int(psutil.virtual_memory().available)
     held = layers or layers_that_fit(preset, "bfloat16", _free_bytes(device), host_bytes)
     if held < preset.model.layers:
-        why = "asked for" if layers else "what fits into the memory"
+        why = "as requested" if layers else "the number that fits into memory"
         click.echo(f"{name}: {held} of the model's {preset.model.layers} layers, {why}")
     manifest = stage_manifest(preset, held, "bfloat16")
     peak = peak or peak_tflops(device_name(device))
@@ -115,7 +123,7 @@ def measure(
 def figures(
     timed: Sequence[Timed], tokens: int, flops: float, peak: float | None
 ) -> dict[str, float | None]:
-    """Medians over steps. Computing alone; with the optimizer's step, tokens/s once more."""
+    """Return medians over steps: of computing alone, and tokens/s with the optimizer's step."""
     seconds = median(one.seconds for one in timed)
     whole = median(one.seconds + one.optimizer_seconds for one in timed)
     teraflops = flops / seconds / 1e12

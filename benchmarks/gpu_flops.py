@@ -1,9 +1,9 @@
-"""What a middle stage computes, and what devices could: for model FLOPs utilisation.
+"""FLOPs of a middle stage and peak rates of devices, for model FLOPs utilisation.
 
-Utilisation is the FLOPs that the model asks for over what the device could do in the time (PaLM,
-Chowdhery et al. 2022, arXiv 2204.02311, appendix B): attention is counted in full although it is
-causal, and what is computed twice to save memory is counted once. A multiplication and an addition
-are two FLOPs. Norms, rotations and activation functions are left out, as usual.
+Utilisation is the model's FLOPs over the device's peak in the same time (PaLM, Chowdhery et al.
+2022, arXiv 2204.02311, appendix B): attention is counted in full although it is causal, and
+recomputation is not counted. A multiply-add is two FLOPs. Norms, rotations and activation
+functions are omitted, as usual.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PEAK_TFLOPS = {
     "RTX 4090": 165.0,
     "RTX 3090": 71.0,
 }
-"""Dense bfloat16 with sums in float32, by NVIDIA's data sheets, which print twice as much where
-they count with sparsity. The longest name that a device's name contains is taken."""
+"""Peak dense bfloat16 TFLOP/s with float32 accumulation, by NVIDIA's data sheets, which give twice
+as much with sparsity. The longest key contained in a device's name applies."""
 
 
 def layer_forward_flops_per_token(model: ModelConfig) -> int:
-    """Of one decoder layer: every weight of a product is used in one multiply-add, and each
-    position is compared with all `sequence_length` of them, and sums up as many values."""
+    """Return the forward FLOPs of one decoder layer: one multiply-add per matrix weight, and
+    attention scores and values over all `sequence_length` positions."""
     heads_width = model.heads * model.head_size
     key_value_width = model.key_value_heads * model.head_size
     attention_weights = model.hidden_size * (2 * heads_width + 2 * key_value_width)
@@ -38,11 +38,11 @@ def layer_forward_flops_per_token(model: ModelConfig) -> int:
 
 
 def layer_training_flops_per_token(model: ModelConfig) -> int:
-    """Backward computes two gradients for each product of the forward pass."""
+    """Return three times the forward FLOPs: backward has two products per product of forward."""
     return 3 * layer_forward_flops_per_token(model)
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """None for a device that is not in the table."""
+    """Return the device's peak, or None when it is not in the table."""
     found = [name for name in PEAK_TFLOPS if name in device_name]
     return PEAK_TFLOPS[max(found, key=len)] if found else None

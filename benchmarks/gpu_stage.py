@@ -1,6 +1,6 @@
-"""One middle stage at work, as its worker has it work: payloads out of slots, answers into slots.
+"""One middle stage run by the worker's own code, with payloads and outputs in slots.
 
-No daemon and no network: what is measured is the worker's own code between two messages.
+Without daemon and network: the benchmark covers the worker's code between two messages.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from swarm_shared.run.stage_cut import ModelProfile, stage_memory_bytes
 
 MIDDLE = StageIndex(1)
 MEMORY_SHARE = 0.8
-"""Of what is free, as the client offers it."""
+"""Share of free memory that may be used, as in the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Of `microbatches` and one optimizer step. `busy_seconds`: from each computation's first layer
-    to its end, on the device's own clock."""
+    """Times of `microbatches` and one optimizer step. `busy_seconds` sums the spans from each
+    computation's first layer to its end, on the device's clock."""
 
     microbatches: int
     seconds: float
@@ -39,13 +39,14 @@ class Timed:
 
 
 HOST_BYTES_PER_PARAMETER = 12
-"""Closing a step: the gradients, the result of the all-reduce, and its mean, in host memory."""
+"""Host memory of a step close: gradients, result of the all-reduce, and its mean."""
 
 
 def layers_that_fit(preset: Preset, dtype: ComputeDtype, device_bytes: int, host_bytes: int) -> int:
-    """Of the preset's model in one middle stage; CapacityError when there is room for none.
+    """Return the number of the model's layers that fit into one middle stage.
 
-    `device_bytes` and `host_bytes` are free; on a CPU they are the same memory.
+    `device_bytes` and `host_bytes` are free memory; on a CPU they are the same memory. Raises
+    CapacityError when no layer fits.
     """
     profile = profile_layers(preset.model, preset.sequences_per_microbatch, dtype)
     device_room, host_room = (int(free * MEMORY_SHARE) for free in (device_bytes, host_bytes))
@@ -65,7 +66,7 @@ def _stage_bytes(profile: ModelProfile, layers: int) -> int:
 
 
 def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest:
-    """A run whose middle stage has so many layers; the stages at the ends are never built."""
+    """Return a run whose middle stage has `layers` layers; its other stages are never built."""
     base = any_manifest()
     model: ModelConfig = preset.model.model_copy(update={"layers": layers + 2})
     bounds = (0, 1, 1 + layers, 2 + layers)
@@ -80,7 +81,7 @@ def stage_manifest(preset: Preset, layers: int, dtype: ComputeDtype) -> Manifest
 
 
 class DeviceTimes:
-    """Moments on the device's own clock; on a CPU they are the processor's."""
+    """Time stamps on the device's clock; on a CPU, of the host's."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -88,7 +89,7 @@ class DeviceTimes:
         self._begun: Moment | None = None
 
     def begin(self) -> None:
-        """Before every layer; the first one of a computation counts."""
+        """Record the start of a computation; called before every layer, the first one counts."""
         if self._begun is None:
             self._begun = self._moment()
 
@@ -102,7 +103,7 @@ class DeviceTimes:
         self._begun = None
 
     def busy_seconds(self) -> float:
-        """After the device has been waited for."""
+        """Return the busy time; call it after synchronising the device."""
         return sum(_between(begun, ended) for begun, ended in self._busy)
 
     def _moment(self) -> Moment:
@@ -129,7 +130,7 @@ def _seeded() -> torch.Generator:
 
 
 class StageAtWork:
-    """Built once per way of computing; `measure` may be called again and again."""
+    """A stage with its worker, built once per configuration; `measure` may be called repeatedly."""
 
     def __init__(self, manifest: Manifest, device: torch.device, backend: str | None) -> None:
         self._manifest = manifest
@@ -140,7 +141,7 @@ class StageAtWork:
         self._runner.between_layers = self._times.begin
         self._step = 0
         sizes, dtype = self._runner.sizes, self._runner.stage.compute_dtype
-        # What the daemon would have put there meanwhile: the same for inputs and gradients.
+        # The payload that the daemon would have written: the same for inputs and gradients.
         self._payload = memoryview(bytearray(sizes.input_bytes))
         drawn = torch.randn(sizes.input_bytes // dtype.itemsize, generator=_seeded())
         torch.frombuffer(self._payload, dtype=dtype).copy_(drawn)
@@ -152,7 +153,7 @@ class StageAtWork:
         return self._runner.layout.count
 
     def measure(self, microbatches: int) -> Timed:
-        """One step of so many microbatches: forward, backward, and the optimizer at its end."""
+        """Run one step of `microbatches`: forward, backward, and the optimizer."""
         self._step += 1
         self._wait()
         self._times.forget()
@@ -185,7 +186,7 @@ class StageAtWork:
         self._answer(backward.input_gradient)
 
     def _number(self, index: int) -> int:
-        """Of a request; each step's are others."""
+        """Return a request number that is unique across steps."""
         return self._step * 1_000_000 + index
 
     def _computed(

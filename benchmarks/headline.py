@@ -1,20 +1,13 @@
 """The five figures that README.md quotes, made from result files of the benchmarks.
 
-    python -m benchmarks.headline        rewrites the table in README.md
-
-`tests/test_readme_figures.py` compares the README with `headline_markdown`.
+`benchmarks.pages` writes them; `tests/test_readme_figures.py` checks that each depends on its file.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-PAGE = "README.md"
 MARK = "headline figures"
 SOURCES = ("agreement", "faults", "throughput-small", "wan", "coordinator")
 """Stems of the result files, in the order of `headline_markdown`'s parameters."""
@@ -111,24 +104,3 @@ def _coordinator(document: Document) -> str:
         f"processed within {memory['p99_ms']:.0f} ms, of the lease results within {leases:.0f} ms, "
         f"of the heartbeats within {due:.0f} ms of when they were due"
     )
-
-
-def current() -> str:
-    """The table as the result files in the repository have it."""
-    results = ROOT / "benchmarks" / "results"
-    return headline_markdown(
-        *(json.loads((results / f"{source}.json").read_text()) for source in SOURCES)
-    )
-
-
-def main() -> None:
-    page, begin, end = ROOT / PAGE, f"<!-- {MARK} -->\n", f"\n<!-- /{MARK} -->"
-    text, count = re.subn(
-        f"{begin}.*{end}", lambda _: begin + current() + end, page.read_text(), flags=re.DOTALL
-    )
-    assert count == 1, f"{PAGE} has {count} blocks named {MARK!r}"
-    page.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

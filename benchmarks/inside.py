@@ -1,9 +1,9 @@
-"""One of our programs with an instrument inside it, unchanged: some of its methods are wrapped.
+"""Runs one of the project's programs unchanged with an instrument that wraps some methods.
 
-    python -m MODULE-OF-THE-INSTRUMENT FOLDER PYTHON -m MODULE WORDS...
+    python -m MODULE-OF-THE-INSTRUMENT FOLDER PYTHON -m MODULE ARGUMENTS...
 
-runs MODULE with WORDS in this process, as PYTHON -m would, and leaves FOLDER/PID.json at its end:
-the first words are a prefix that can be put before the command of any of our programs.
+runs MODULE with ARGUMENTS in this process, as PYTHON -m would, and writes FOLDER/PID.json at the
+end. Everything before PYTHON is a prefix for the command of any program of the project.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 Wrapping = tuple[type, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""A class, the name of its method, and what makes another method of it."""
+"""A class, the name of its method, and the function that wraps the method."""
 
 
 @contextmanager
 def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
-    """These methods are others within the block."""
+    """Replace the methods by their wrappers within the block."""
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in methods]
     for owner, name, wrap in methods:
         setattr(owner, name, wrap(getattr(owner, name)))
@@ -38,7 +38,7 @@ def wrapped(methods: Sequence[Wrapping]) -> Iterator[None]:
 
 
 def prefix_of(instrument: str, folder: Path | None = None) -> tuple[str, ...]:
-    """Words that put the instrument, a module, inside the program whose command follows."""
+    """Return the command prefix that runs a program with the module `instrument` inside it."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return ("env", f"PYTHONPATH={path}", sys.executable, "-m", instrument,
             *([] if folder is None else [str(folder)]))  # fmt: skip
@@ -47,7 +47,7 @@ def prefix_of(instrument: str, folder: Path | None = None) -> tuple[str, ...]:
 def run_inside(
     words: Sequence[str], instrument: AbstractContextManager[None], document: Callable[[str], Any]
 ) -> None:
-    """Run the module that `words` name; `document`, given its name, is what is left behind."""
+    """Run the module named by `words` and write what `document` returns for its name."""
     folder, module, arguments = Path(words[0]), words[3], words[4:]
 
     def write() -> None:

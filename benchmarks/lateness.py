@@ -1,10 +1,9 @@
-"""What gradients that are one version late cost in loss: `make bench-lateness`.
+"""Cost in loss of gradients that are one version stale: `make bench-lateness`.
 
-Trains one small model as `swarm-coordinator reference` does, with staleness 0 and 1 (decision
-0024), with several seeds and learning rates: a delay does more harm the further a step goes.
-A swarm of the same manifest computes the same (tests/integration/test_staleness.py). Runs of one
-seed have the same initial values and the same data; model and data are those of
-`benchmarks.quality`.
+Trains one small model like `swarm-coordinator reference`, with staleness 0 and 1 (decision 0024),
+several seeds and learning rates: a delay harms more the larger the steps are. A swarm of the same
+manifest computes the same (tests/integration/test_staleness.py). Runs of one seed have the same
+initial values and the same data; model and data are those of `benchmarks.quality`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any
 
 import click
 
+from benchmarks.markdown import markdown_table
 from benchmarks.outcome import result_head, write_result
 from benchmarks.quality import (
     PACKAGES,
@@ -31,11 +31,11 @@ from benchmarks.quality import (
 from swarm_shared.run.manifest import Manifest
 
 RATES = (1e-3, 3e-3)
-"""The first is that of `benchmarks.quality`."""
+"""Learning rates; the first is that of `benchmarks.quality`."""
 
 TIMES_AS_MANY = 1.5
-"""Steps that a run with staleness takes on a cable line while one without takes one
-(docs/benchmarks.md): what counts for its organiser is the loss after the same time."""
+"""Steps that a run with staleness takes on a cable link per step of one without
+(docs/benchmarks.md); it allows comparing the loss after equal time."""
 
 
 @click.command()
@@ -45,7 +45,7 @@ TIMES_AS_MANY = 1.5
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "lateness.json"
 )
 def main(steps: int, seeds: int, out: Path) -> None:
-    """Final held-out loss with late gradients, against prompt ones."""
+    """Measure the final held-out loss with staleness 1, compared with staleness 0."""
     with small_run(steps) as run_dir:
         document = measure(run_dir, range(1, seeds + 1))
     write_result(out, document)
@@ -96,27 +96,32 @@ def _one_of(manifest: Manifest, seed: int, rate: float, staleness: int, steps: i
 
 
 def lateness_markdown(document: Mapping[str, Any]) -> str:
-    """A row per learning rate."""
-    lines = [
+    """Loss with and without staleness, by learning rate."""
+    head = (
         f"{document['measured_at'][:10]}: {document['steps']} steps of "
-        f"{document['tokens_per_step']:,} tokens, the model and the data of the codecs' table, "
-        f"{len(document['seeds'])} seeds. Losses are held-out, in nats per token.",
-        "",
-        f"| learning rate | staleness 0 | staleness 1 | gap | staleness 1, "
-        f"{document['longer_steps']} steps | gap | noise from seed to seed |",
-        "|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for one in document["rates"]:
-        lines.append(
-            f"| {one['learning_rate']:g} | {statistics.mean(one['prompt']):.4f} "
-            f"| {_cells(one['late'])} | {_cells(one['longer'])} | {one['noise']:.4f} |"
+        f"{document['tokens_per_step']:,} tokens, model and data of the codec table, "
+        f"{len(document['seeds'])} seeds. Held-out loss in nats per token."
+    )
+    rows = [
+        (
+            f"{one['learning_rate']:g}",
+            f"{statistics.mean(one['prompt']):.4f}",
+            *_cells(one["late"]),
+            *_cells(one["longer"]),
+            f"{one['noise']:.4f}",
         )
-    return "\n".join(lines)
+        for one in document["rates"]
+    ]
+    columns = (
+        "learning rate", "staleness 0", "staleness 1", "gap",
+        f"staleness 1, {document['longer_steps']} steps", "gap", "noise over the seeds",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "rrrrrrr", rows)])
 
 
-def _cells(found: Mapping[str, Any]) -> str:
+def _cells(found: Mapping[str, Any]) -> tuple[str, str]:
     mean, share = statistics.mean(found["losses"]), 100 * found["gap_relative"]
-    return f"{mean:.4f} | {found['gap_mean']:+.4f} ({share:+.2f}%)"
+    return f"{mean:.4f}", f"{found['gap_mean']:+.4f} ({share:+.2f}%)"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which tasks of a trio loop take its time, and what holds it for long at once."""
+"""Profiler of a trio loop: time per task, and long single occupations of the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN = 15
 
 
 class LoopHolds(trio.abc.Instrument):
-    """Looks at the clock twice a step: what it says of shares is right, of the sum too much."""
+    """Reads the clock twice per step: shares are right, sums include its own cost."""
 
     def __init__(self, clock: Clock) -> None:
         self.watching = False
@@ -27,7 +27,7 @@ class LoopHolds(trio.abc.Instrument):
         self._doing = ""
 
     def does(self, what: str) -> None:
-        """A word for the step that is being taken."""
+        """Set a label for the current step."""
         self._doing = what
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:

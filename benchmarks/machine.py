@@ -1,4 +1,4 @@
-"""What a measurement says about the machine it was taken on."""
+"""Description of the machine for result files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def describe_machine(packages: Sequence[str]) -> dict[str, Any]:
 def _version(package: str) -> str | None:
     try:
         return version(package)
-    except ImportError:  # PackageNotFoundError: hivemind is not everywhere
+    except ImportError:  # PackageNotFoundError: hivemind is optional
         return None
 
 

@@ -1,9 +1,11 @@
 """Links behind NAT, on real network stacks: `make bench-net`, as root.
 
-Machines are namespaces on this one (`tests/network_lab`): the wire costs nothing and has no delay,
-so that what is measured is the software at the ends and at the relay. All processes share this
-machine's cores: processor seconds per gigabyte say what a part would reach on a core of its own.
-Repetitions are interleaved; medians. Nothing else should run meanwhile: `load_before` tells.
+Machines are network namespaces (`tests/kits/network_lab`): the wire costs nothing and has no
+delay, so
+that the benchmark measures the software at the ends and at the relay. All processes share this
+machine's cores; CPU seconds per gigabyte show what a part would reach on a dedicated core.
+Repetitions are interleaved; results are medians. Nothing else should run on the machine meanwhile;
+`load_before` has the load at the start.
 """
 
 from __future__ import annotations
@@ -31,9 +33,19 @@ Rows = dict[str, list[dict[str, Any]]]
 
 @click.command()
 @click.option("--repetitions", default=5, show_default=True, type=click.IntRange(1))
-@click.option("--joins", default=3, show_default=True, type=click.IntRange(0), help="Per router.")
-@click.option("--pairs", default=8, show_default=True, type=click.IntRange(1), help="At once.")
-@click.option("--p2pd/--no-p2pd", default=True, help="hivemind's daemon through our relay.")
+@click.option(
+    "--joins",
+    default=3,
+    show_default=True,
+    type=click.IntRange(0),
+    help="Joins per kind of router.",
+)
+@click.option(
+    "--pairs", default=8, show_default=True, type=click.IntRange(1), help="Concurrent links."
+)
+@click.option(
+    "--p2pd/--no-p2pd", default=True, help="Also measure hivemind's daemon through the relay."
+)
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> None:
     """Measure direct, punched and relayed links, and how long joining takes behind a router."""
@@ -52,7 +64,7 @@ def main(repetitions: int, joins: int, pairs: int, p2pd: bool, out: Path) -> Non
 def measure_links(
     work: Path, repetitions: int, pairs: int, *, with_p2pd: bool
 ) -> tuple[list[float], Rows]:
-    """How long each hole took, and every transfer by its name."""
+    """Return the seconds of each hole punch, and every transfer by name."""
     click.echo(f"building {6 * pairs + 1} machines and connecting them")
     rows: Rows = {}
     with link_lab(work / "links", pairs, with_p2pd=with_p2pd) as (links, punched):
@@ -112,7 +124,7 @@ def make_document(
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The table for people, from what the JSON file holds."""
+    """Format the result document as a text table."""
     rows = []
     for name, link in document["links"].items():
         rates = link["megabytes_per_second_all"]

@@ -1,8 +1,8 @@
-"""How long a volunteer behind a router takes from `join` to its first accepted receipt.
+"""Time from `join` to the first accepted receipt of a volunteer behind a router.
 
-A new run of the demo's model, coordinator on a public host, two volunteers with empty homes that
-join at the same moment, one for each stage: neither's work counts before both can work. The
-coordinator's status file tells of the first receipt, once a second.
+A new run of the demo's model with the coordinator on a public host. Two volunteers with empty homes
+join at the same moment, one per stage: no work counts before both are ready. The coordinator's
+status file, written once a second, shows the first receipt.
 """
 
 from __future__ import annotations

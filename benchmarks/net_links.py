@@ -1,7 +1,7 @@
-"""Links between machines of a lab: how fast they are, what they cost, how long a hole takes.
+"""Throughput, CPU cost and hole-punching time of links between machines of a lab.
 
-Eight pairs of nodes for each kind of path, all there from the start, so that repetitions can take
-turns. Rates of a pair are those of one stream of frames; eight at once are eight pairs.
+There are eight pairs of nodes per kind of path, all started first, so that repetitions can be
+interleaved. The rate of a pair is that of one stream of frames; eight at once are eight pairs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from swarm_shared.base.errors import SwarmError
 
 PAIRS = 8
 SIZE_BYTES = 256 * 10**6
-"""Of one link; of each of several at once an eighth, so that all take about as long."""
+"""Bytes sent over a single link; each of several concurrent links sends an eighth, so that all
+transfers take about as long."""
 FRAME_BYTES = 10**6
 PUNCH_LIMIT_SECONDS = 10.0
 
@@ -37,7 +38,7 @@ class Transfer:
     links: int
     bytes: int
     seconds: float
-    """From the first byte sent until the last receiver has answered."""
+    """Seconds from the first byte sent until the last receiver has answered."""
     senders_cpu_seconds: float
     receivers_cpu_seconds: float
     relay_cpu_seconds: float
@@ -57,7 +58,7 @@ Pair = tuple[ToldProcess, ToldProcess]
 
 
 class LinkLab:
-    """The machines, and the nodes on them, connected."""
+    """The lab's machines with their nodes and connections."""
 
     def __init__(self, lab: Lab, folder: Path, pairs: int) -> None:
         self._lab = lab
@@ -78,7 +79,7 @@ class LinkLab:
         self.p2pd_pairs: list[tuple[P2pdProcess, P2pdProcess]] = []
 
     def connect(self) -> list[float]:
-        """Connects every pair; how long each hole took, from the dial on."""
+        """Connect every pair; return the seconds of each hole punch, from the dial on."""
         punched: list[float] = []
         for kind, rows in self.pairs.items():
             for sender, receiver in rows:
@@ -92,14 +93,14 @@ class LinkLab:
                 )
                 if reached["seconds"] is None:
                     raise SwarmError(
-                        f"a {kind} link became {reached['kind']} instead; logs: {self._folder}"
+                        f"not a {kind} link but {reached['kind']}; logs: {self._folder}"
                     )
                 if kind == "punched":
                     punched.append(time.monotonic() - began)
         return punched
 
     def start_p2pd(self) -> None:
-        """hivemind's daemon on the machines behind symmetric routers, with the relay as ours."""
+        """Start hivemind's daemon behind symmetric routers, with the lab's relay."""
         relays = [f"{a.split('/p2p/')[0]}/p2p/{self.relay.peer}" for a in self.relay.addresses]
         public = [relay for relay in relays if "/127." not in relay]
         self.p2pd_pairs = [
@@ -124,7 +125,7 @@ class LinkLab:
         return Transfer(len(pairs), len(pairs) * size_bytes, seconds, *used)
 
     def measurements(self) -> dict[str, Measure]:
-        """Everything that is repeated, by name; each call measures once."""
+        """Return the measurements by name; each call of one measures once."""
         kinds: dict[str, Sequence[Pair]] = {**self.pairs}
         if self.p2pd_pairs:
             kinds["p2pd through the relay"] = self.p2pd_pairs
@@ -142,7 +143,7 @@ class LinkLab:
 
 @contextmanager
 def link_lab(folder: Path, pairs: int, *, with_p2pd: bool) -> Iterator[tuple[LinkLab, list[float]]]:
-    """The lab, connected, and how long each hole took."""
+    """Build and connect the lab; yield it with the seconds of each hole punch."""
     with Lab() as lab:
         links = LinkLab(lab, folder, pairs)
         punched = links.connect()

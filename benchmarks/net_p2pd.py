@@ -1,4 +1,4 @@
-"""hivemind's daemon p2pd on a machine of a lab: the caller's end of `net_p2pd_program`."""
+"""hivemind's daemon p2pd on a machine of a lab: the controlling side of `net_p2pd_program`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class P2pdProcess(ToldProcess):
         return str(self.greeting["peer"])
 
     def relayed_addresses(self) -> list[str]:
-        """Waits until it holds a slot at its relay."""
+        """Wait until p2pd has a reservation at its relay; return its relayed addresses."""
         deadline = time.monotonic() + SLOT_SECONDS
         while time.monotonic() < deadline:
             addresses: list[str] = self.ask("tell")["addresses"]
@@ -32,4 +32,6 @@ class P2pdProcess(ToldProcess):
             if relayed:
                 return relayed
             time.sleep(0.1)
-        raise SwarmError(f"p2pd on {self.host.name} has no slot at the relay; see {self.log}")
+        raise SwarmError(
+            f"p2pd on {self.host.name} has no reservation at the relay; see {self.log}"
+        )

@@ -1,8 +1,8 @@
-"""hivemind's p2pd, started as a volunteer's averaging worker starts it, told by lines of JSON.
+"""Runs hivemind's p2pd as a volunteer's averaging worker does, controlled by lines of JSON.
 
     python -m benchmarks.net_p2pd_program FOLDER [RELAY…]
 
-asyncio, as hivemind is.
+It uses asyncio, as hivemind does.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from swarm_shared.base.errors import SwarmError
 
 SINK = "/lab/sink/1"
 WRITE_BYTES = 64 * 2**10
-"""As the all-reduce writes."""
+"""Bytes per write, as in the all-reduce."""
 LAST = b"last"
 
 
 async def sink(info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Takes as many bytes as the first eight announce, then answers."""
+    """Read the number of bytes announced by the first eight, then answer."""
     left = int.from_bytes(await reader.readexactly(8), "big")
     while left:
         chunk = await reader.read(2**20)
@@ -88,7 +88,7 @@ async def main(folder: Path, relays: tuple[str, ...]) -> None:
     hivemind = load_hivemind()
     key = folder / "p2pd.key"
     ensure_identity(key)
-    # A socket's path must be short.
+    # The path of a Unix socket must be short.
     with tempfile.TemporaryDirectory(prefix="p2pd-") as sockets:
         settings = ConfigureAveraging(
             identity_path=str(key), socket_folder=sockets, trusted_relays=relays

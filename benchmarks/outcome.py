@@ -1,5 +1,4 @@
-"""What every benchmark does around its measuring: a folder to work in, the head of its result
-file, the file itself."""
+"""Common parts of the benchmarks: work folder, head of the result file, writing it."""
 
 from __future__ import annotations
 
@@ -22,10 +21,10 @@ from swarm_shared.base.errors import SwarmError
 
 @contextmanager
 def work_folder(name: str, *failures: type[Exception]) -> Iterator[Path]:
-    """A folder for everything that the benchmark writes, gone afterwards.
+    """Yield a folder for all files of the benchmark and remove it afterwards.
 
-    When it fails, by a SwarmError or one of `failures`, the folder stays, the failure is told
-    together with it, and the program ends with the error's exit code.
+    On a SwarmError or one of `failures` the folder stays, the error is printed with its path, and
+    the program ends with the error's exit code.
     """
     work = Path(tempfile.mkdtemp(prefix=f"swarm-bench-{name}-"))
     expected: tuple[type[Exception], ...] = (SwarmError, *failures)
@@ -45,7 +44,7 @@ def now() -> str:
 
 
 def result_head(packages: Sequence[str]) -> dict[str, Any]:
-    """When and on what machine: the first entries of a result file."""
+    """Return the first entries of a result file: time and machine."""
     return {
         "version": 1,
         "measured_at": now(),

@@ -1,4 +1,4 @@
-"""What programs that draw a result file have in common: their command line, and the library."""
+"""Common parts of the programs that draw a result file: command line and matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Draw = Callable[[Mapping[str, Any], Path], None]
 
 
 def picture_command(draw: Draw) -> click.Command:
-    """`RESULT PICTURE`: the file that a benchmark wrote, and where its picture goes."""
+    """Return a command with the arguments RESULT and PICTURE that calls `draw`."""
 
     @click.command(help="Draw RESULT, a file that a benchmark wrote, as PICTURE.")
     @click.argument("result", type=click.Path(path_type=Path, exists=True))
@@ -25,7 +25,7 @@ def picture_command(draw: Draw) -> click.Command:
 
 
 def pyplot() -> Any:
-    """matplotlib's, without a screen; imported only where something is drawn."""
+    """Return matplotlib's pyplot without a display; imported only for drawing."""
     import matplotlib
 
     matplotlib.use("Agg")

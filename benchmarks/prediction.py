@@ -1,14 +1,12 @@
-"""What the simulator predicts, beside what real processes do.
+"""Step times predicted by the simulator, compared with real processes.
 
     make bench-prediction
 
-A coordinator and volunteers on this machine, real programs over loopback, each worker paced to a
-speed of its own (`benchmarks.pace`), so that machines of unlike speeds share the
-cores.
-The simulator gets the same manifest, speeds and stages and follows every microbatch. Compared is
-the median time of a step once all are there. Nothing else should run meanwhile: a core that is
-not there for a paced worker makes it slower than its pace. Writes
-benchmarks/results/prediction.json.
+Runs a coordinator and volunteers as real programs over loopback, each worker with its own pace
+(`benchmarks.pace`), so that machines of different speeds share the cores. The simulator gets the
+same manifest, speeds and stages and follows every microbatch. Compared is the median time of a step
+after all peers have joined. Nothing else should run meanwhile: a paced worker without a free core
+is slower than its pace. Writes benchmarks/results/prediction.json.
 """
 
 from __future__ import annotations
@@ -43,14 +41,14 @@ RESULTS = Path(__file__).parent / "results" / "prediction.json"
 LOOPBACK_BYTES_PER_SECOND = 250e6
 LOOPBACK_SECONDS = 0.0003
 FIRST_STEPS = 2
-"""Not compared: processes warm up, and routing learns who is how fast."""
+"""Leading steps that are not compared: processes warm up, and routing learns the peers' speeds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
     name: str
     seconds: tuple[tuple[float, ...], ...]
-    """Of each stage's peers, for one microbatch."""
+    """Seconds per microbatch of each stage's peers."""
 
 
 CASES = (
@@ -83,7 +81,7 @@ def pace_of(manifest: Manifest, stage: int, seconds: float) -> float:
 
 
 def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
-    """Seconds of each step, with real processes."""
+    """Return the seconds of each step with real processes."""
     with Subprocesses() as children:
         swarm = LocalSwarm(folder / "run", children)
         invite = swarm.start_coordinator()
@@ -98,7 +96,7 @@ def measured(folder: Path, manifest: Manifest, case: Case) -> list[float]:
 
 
 def predicted(manifest: Manifest, case: Case) -> list[float]:
-    """The same on a virtual clock."""
+    """Return the seconds of each step in the simulator."""
     wanted: dict[str, int] = {}
     fleet: list[Hardware] = []
     for stage, peers in enumerate(case.seconds):
@@ -123,7 +121,7 @@ def predicted(manifest: Manifest, case: Case) -> list[float]:
 
 @click.command()
 @click.option("--steps", default=10)
-@click.option("--microbatches", default=48, help="A step.")
+@click.option("--microbatches", default=48, help="Microbatches per step.")
 def main(steps: int, microbatches: int) -> None:
     rows: list[dict[str, Any]] = []
     for case in CASES:
@@ -142,7 +140,7 @@ def main(steps: int, microbatches: int) -> None:
             }
         )  # fmt: skip
         click.echo(
-            f"{case.name}: a step takes {measurement:.2f} s, {prediction:.2f} s were predicted "
+            f"{case.name}: a step takes {measurement:.2f} s, predicted {prediction:.2f} s "
             f"({100 * rows[-1]['error']:+.1f} %)"
         )
     document = {

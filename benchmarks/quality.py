@@ -1,17 +1,16 @@
-"""What the codecs between stages, and late gradients, cost in loss: `make bench-quality`.
+"""Cost in loss of the codecs between stages: `make bench-quality`.
 
-Trains one small model on the demo's data in this process, as `swarm-coordinator reference` does,
-with every pair of codecs and several seeds. The reference puts activations and gradients through
-the codecs where the model is cut, which is what a swarm of that manifest computes
-(tests/integration/test_codecs.py), so no swarm is needed to know what it would reach.
+Trains one small model on the demo's data in this process, like `swarm-coordinator reference`, with
+every pair of codecs and several seeds. The reference applies the codecs at the stage boundaries and
+so computes what a swarm of that manifest computes (tests/integration/test_codecs.py).
 
-Runs of one seed have the same initial values and the same data in the same order: their gap to the
-run without codecs is the codecs' doing, and the chance of where any rounding leads training (what
-float16 is off by says how much that is). Against it stands the noise that nobody can choose away:
-how far the runs without codecs differ from seed to seed.
+Runs of one seed have the same initial values and the same data in the same order. Their gap to the
+run without codecs is due to the codecs and to the chaotic effect of any rounding, whose size the
+gap of float16 shows. The gap is compared with the noise: the standard deviation over the seeds of
+the runs without codecs.
 
-The gaps also go to `swarm_shared/codecs/quality.json`, by which `swarm-coordinator init --codec
-auto` chooses; `--from` writes that table anew from a result that is there.
+The gaps also go to `swarm_shared/codecs/quality.json`, from which `swarm-coordinator init --codec
+auto` chooses; `--from` rewrites that table from an existing result.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ PAIRS: tuple[tuple[ActivationCodec, GradientCodec], ...] = (
     ("int4", "int8"),
     ("int4", "int4"),
 )
-"""Activation and gradient; the first is what the others are compared with."""
+"""Codecs of activations and gradients; the first pair is the baseline."""
 
 SETTINGS: dict[str, object] = {
     **PLAIN_BORDERS,
@@ -71,13 +70,13 @@ SETTINGS: dict[str, object] = {
     "training.microbatches_per_step": 2,
     "training.sequences_per_microbatch": 16,
     "training.evaluation_microbatches": 24,
-    # A rate at which training is smooth: at three times that even bfloat16 and float16 ended 0.03
-    # apart, because any rounding leads elsewhere in the end.
+    # A rate at which training is smooth: at three times it even bfloat16 and float16 ended 0.03
+    # apart, because any rounding changes the trajectory.
     "optimizer.learning_rate": 1e-3,
     "optimizer.warmup_steps": 10,
 }
 STAGES = 4
-"""Three borders, as many as four layers can have."""
+"""Stages of the run: three boundaries, the maximum for four layers."""
 STEPS = 120
 SEEDS = 3
 
@@ -89,13 +88,13 @@ SEEDS = 3
     "--from",
     "measured",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Write the package's table of this result and measure nothing.",
+    help="Write the package's table from this result without measuring.",
 )
 @click.option(
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "quality.json"
 )
 def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
-    """Final held-out loss per pair of codecs, against none."""
+    """Measure the final held-out loss per pair of codecs, compared with none."""
     if measured is not None:
         write_result(PACKAGE_FILE, package_table(json.loads(measured.read_text())).model_dump())
         return
@@ -108,7 +107,7 @@ def main(steps: int, seeds: int, measured: Path | None, out: Path) -> None:
 
 @contextmanager
 def small_run(steps: int) -> Iterator[Path]:
-    """The folder of a run of so many steps of the small model, for a while."""
+    """Yield the folder of a temporary run of the small model with `steps` steps."""
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         initialise_run(
@@ -143,7 +142,7 @@ def measure(run_dir: Path, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def opened(run_dir: Path) -> tuple[Manifest, TokenStream, TokenStream]:
-    """A run's manifest, what it trains on and what is held out."""
+    """Return a run's manifest, its training tokens and its held-out tokens."""
     manifest = RunData(run_dir).manifest
     data = RunFolder.open(run_dir).data
     train, heldout = (open_shards(data, manifest.data, split) for split in ("train", "heldout"))
@@ -151,7 +150,7 @@ def opened(run_dir: Path) -> tuple[Manifest, TokenStream, TokenStream]:
 
 
 def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]:
-    """Gaps of equal seeds to the runs without codecs, and the cheapest pair within the noise."""
+    """Return the gaps per seed to the runs without codecs, and the smallest pair within noise."""
     baseline = losses[name_of(*PAIRS[0])]
     noise = statistics.stdev(baseline)
     pairs: dict[str, Any] = {}
@@ -172,7 +171,7 @@ def judged(losses: dict[str, list[float]], manifest: Manifest) -> dict[str, Any]
 
 
 def gap_of(seen: list[float], baseline: list[float]) -> dict[str, Any]:
-    """Of equal seeds; the noise is the baseline's own from seed to seed."""
+    """Return losses and their gaps to the baseline of the same seeds."""
     gaps = [loss - base for loss, base in zip(seen, baseline, strict=True)]
     return {
         "losses": seen,
@@ -184,7 +183,7 @@ def gap_of(seen: list[float], baseline: list[float]) -> dict[str, Any]:
 
 
 def package_table(document: Mapping[str, Any]) -> QualityTable:
-    """What the package takes of a result."""
+    """Return the part of a result that is stored in the package."""
     pairs: Mapping[str, Mapping[str, Any]] = document["pairs"]
     baseline = next(iter(pairs.values()))["losses"]
     return QualityTable(
@@ -209,7 +208,7 @@ def one_of(
 
 
 def final_loss(manifest: Manifest, train: TokenStream, heldout: TokenStream) -> float:
-    """Held-out loss in nats per token after the last step, through the codecs as in a swarm."""
+    """Return the held-out loss in nats per token after the last step, with the codecs applied."""
     training = manifest.training
     records: list[StepRecord] = []
     stage = train_reference(
@@ -234,10 +233,10 @@ def render(document: dict[str, Any]) -> str:
         )
         for name, one in document["pairs"].items()
     ]  # fmt: skip
-    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of gaps")
+    head = ("activation / gradient", "bytes", "held-out loss", "gap", "spread of the gap")
     return (
         table(head, rows, right=(1, 2, 3, 4))
-        + f"\nnoise from seed to seed without codecs: {document['noise']:.4f}; the cheapest pair "
+        + f"\nnoise over the seeds without codecs: {document['noise']:.4f}; the smallest pair "
         f"within it: {document['cheapest_within_noise']}"
     )
 

@@ -1,11 +1,12 @@
-"""Which rule of moving peers comes nearest to the best placement, and at what price.
+"""Throughput over that of the best placement, and moves, by rebalancing rule.
 
     make bench-rebalancing ARGS="FOLDER_OF_TRACES"
 
-Simulates the same machines, coming and going the same way, under no rebalancing, SWARM's rule of
-queue lengths and ours, every 60 and every 300 seconds. Recordings lie outside the project: the
-folder is an argument, and without it only generated churn is simulated. Every seed takes another
-window of a recording, so that ten of them cover it. Writes benchmarks/results/rebalancing.json.
+Simulates the same machines with the same churn without rebalancing, with SWARM's rule of queue
+lengths and with this project's, every 60 and every 300 seconds. Recordings are not part of the
+project: their folder is an argument, and without it only generated churn is simulated. Every seed
+takes another window of a recording, so that ten of them cover it. Writes
+benchmarks/results/rebalancing.json.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import click
 
 from benchmarks.machine import describe_machine
+from benchmarks.markdown import markdown_table
 from benchmarks.simulator_scenarios import manifest_of
 from benchmarks.trace_formats import convert
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
@@ -55,7 +57,7 @@ RENTED = Hardware(
     kind="rented", flops_per_second=2.5e12, memory_bytes=32 * GIBIBYTE,
     up_bytes_per_second=250e6, down_bytes_per_second=250e6, latency_seconds=0.002,
 )  # fmt: skip
-"""All alike, as in a cloud's zone: with them the best placement is known exactly."""
+"""Rented machines, all alike as in a cloud zone: their best placement is known exactly."""
 PROCESSORS = FleetFile(
     classes=(
         HardwareClass(
@@ -64,8 +66,8 @@ PROCESSORS = FleetFile(
         ),
     )
 )  # fmt: skip
-"""Unlike each other, and computing takes them longer than sending. Graphics cards at home (`HOME`)
-are the other way round for a model as small as this one."""
+"""Desktop CPUs of different speeds, which take longer to compute than to send. Graphics cards at
+home (`HOME`) take longer to send for a model as small as this one."""
 
 FIRST_MINUTE = 60.0
 
@@ -77,13 +79,14 @@ class Scenario:
     name: str
     stages: int
     fleet: FleetFile | None
-    """None: rented machines, all alike."""
+    """The fleet; None for rented machines, all alike."""
     changes: MakeChanges
-    """Of a seed, over so many hours."""
+    """Makes the joins and leaves of a seed over a number of hours."""
 
 
 def manifest_for(scenario: Scenario) -> Manifest:
-    """A step takes half a minute or so, a stage's state some seconds: several moves a period."""
+    """Return a run whose step takes about half a minute and whose stage transfer takes seconds,
+    so that several moves fit into a period."""
     if scenario.fleet is HOME:
         return manifest_of("small", scenario.stages, 128, sequences=32)
     if scenario.fleet is not None:
@@ -91,11 +94,14 @@ def manifest_for(scenario: Scenario) -> Manifest:
     return manifest_of("125m", scenario.stages, 32, sequences=32)
 
 
-# ---------------------------------------------------------------- coming and going
+# ---------------------------------------------------------------- churn
 
 
 def window(changes: Sequence[TraceEvent], begin_seconds: float, hours: float) -> list[TraceEvent]:
-    """A part of a trace from its own second 0; who is there by then comes in the first minute."""
+    """Cut a window out of a trace and shift it to second 0.
+
+    Machines present at its beginning join within the first minute.
+    """
     end_seconds = begin_seconds + 3600 * hours
     present: list[str] = []
     found: list[TraceEvent] = []
@@ -143,7 +149,7 @@ def recordings(folder: Path) -> Iterator[Scenario]:
          skypilot / "availability/16-node/aws-08-27-2023/us-east-2b_v100_1.json", 2),
     ):  # fmt: skip
         yield Scenario(name, stages, None, of_recording(form, path))
-    # Its end is the experimenter's own shutdown.
+    # The recording ends with the experimenter's own shutdown.
     full = of_recording("counts", bamboo / "full-64-node-trace.csv", end_hours=5.5)
     yield Scenario("full-64-node", 4, None, full)
     phones = folder / "stunner-2014" / "stunner_weekly_80_seconds.txt"
@@ -207,34 +213,34 @@ def summed(
     }  # fmt: skip
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """For docs/simulator.md: share of the best placement (moves an hour, GB an hour)."""
-    lines = [
-        "| | none | SWARM's, 60 s | ours, 60 s | SWARM's, 300 s | ours, 300 s |",
-        "|---|---:|---:|---:|---:|---:|",
+def rebalancing_markdown(document: Mapping[str, Any]) -> str:
+    """Share of the best placement (moves an hour, GB an hour) by scenario and rule."""
+    rows = {(row["scenario"], row["rule"], row["period_seconds"]): row for row in document["rows"]}
+    head = (
+        f"{document['date']}, {document['seeds']} seeds of {document['hours']:g} h each. "
+        "Throughput in percent of the best placement's (moves per hour, gigabytes per hour):"
+    )
+    columns = ("", "none", "SWARM, 60 s", "ours, 60 s", "SWARM, 300 s", "ours, 300 s")
+    cells = [
+        (name, *(_cell(rows[name, rule.value, period], rule) for rule, period in RULES))
+        for name in dict.fromkeys(scenario for scenario, _, _ in rows)
     ]
-    names = list(dict.fromkeys(row["scenario"] for row in rows))
-    for name in names:
-        cells = []
-        for rule, period in RULES:
-            row = next(
-                r for r in rows
-                if (r["scenario"], r["rule"], r["period_seconds"]) == (name, rule.value, period)
-            )  # fmt: skip
-            share = f"{100 * row['share_of_best']:.1f}"
-            if rule is not RebalancingRule.NONE:
-                gigabytes = row["moved_bytes_per_hour"] / 1e9
-                share += f" ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
-            cells.append(share)
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return lines
+    return "\n".join([head, "", *markdown_table(columns, "lrrrrr", cells)])
+
+
+def _cell(row: Mapping[str, Any], rule: RebalancingRule) -> str:
+    share = f"{100 * row['share_of_best']:.1f}"
+    if rule is RebalancingRule.NONE:
+        return share
+    gigabytes = row["moved_bytes_per_hour"] / 1e9
+    return f"{share} ({row['moves_per_hour']:.1f}, {gigabytes:.1f})"
 
 
 @click.command()
 @click.argument("traces", required=False, type=click.Path(path_type=Path, exists=True))
 @click.option("--seeds", default=10)
-@click.option("--hours", default=1.0, help="Of each simulation.")
-@click.option("--only", default="", help="Scenarios whose names contain this.")
+@click.option("--hours", default=1.0, help="Hours of each simulation.")
+@click.option("--only", default="", help="Run only scenarios whose names contain this.")
 @click.option("--out", default=RESULTS, type=click.Path(path_type=Path))
 def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) -> None:
     scenarios = [*(recordings(traces) if traces is not None else ()), *GENERATED]
@@ -252,7 +258,7 @@ def main(traces: Path | None, seeds: int, hours: float, only: str, out: Path) ->
                 f"best, {row['moves_per_hour']:.1f} moves/h"
             )
         write_atomically(out, (json.dumps(_document(rows, seeds, hours, began)) + "\n").encode())
-    click.echo("\n".join(table(rows)))
+    click.echo(rebalancing_markdown(_document(rows, seeds, hours, began)))
 
 
 def _document(rows: list[dict[str, Any]], seeds: int, hours: float, began: float) -> dict[str, Any]:

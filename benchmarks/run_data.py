@@ -1,6 +1,6 @@
-"""A run folder as what a plain torch program needs of it: its manifest and its microbatches.
+"""Manifest and microbatches of a run folder for plain torch programs, and the timed steps.
 
-Also how a contender hands its steps over: one JSON line each on a file that the parent reads.
+A contender reports each step as one JSON line in a file that its parent reads.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from swarm_shared.data.shards import open_shards
 from swarm_shared.run.manifest import Manifest
 
 PLAIN_BORDERS = {"codecs.activation": "none", "codecs.gradient": "none"}
-"""Settings of a run whose tensors cross uncompressed: what plain torch computes, too."""
+"""Settings of a run without codecs between stages, which computes what plain torch computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """One optimizer step of any contender."""
+    """One optimizer step of a contender."""
 
     step: int
     loss: float
     tokens: int
     seconds: float
     ended_at: float = 0.0
-    """Unix seconds; 0 where nobody asks."""
+    """Unix seconds; 0 where it is not needed."""
 
 
 class RunData:
-    """Training microbatches by step, the same ones that the swarm's trainers make."""
+    """Training microbatches by step, identical to those of the swarm's trainers."""
 
     def __init__(self, run_dir: Path) -> None:
         folder = RunFolder.open(run_dir)

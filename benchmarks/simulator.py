@@ -1,10 +1,9 @@
-"""How the simulator and one placement decision grow with the fleet.
+"""Cost of the simulator and of one placement decision by size of the fleet.
 
     make bench-simulator ARGS="--hours 1"
 
-Writes benchmarks/results/simulator.json and docs/simulator-growth.png. Times are processor
-seconds of one process, so that what else the machine does matters little; wall-clock seconds
-stand beside them.
+Writes benchmarks/results/simulator.json and docs/simulator-growth.png. Times are CPU seconds of one
+process, so that other load on the machine matters little; wall-clock seconds are included.
 """
 
 from __future__ import annotations
@@ -54,12 +53,12 @@ FLEET = FleetFile(
         ),
     )
 )  # fmt: skip
-"""Good lines: behind slow ones the all-reduce of a stage takes minutes, and hardly a step closes
-before somebody dies in it."""
+"""A fleet with fast links: over slow ones the all-reduce of a stage takes minutes, and few steps
+close before one of its peers dies."""
 
 
 def manifest_for(machines: int) -> Manifest:
-    """A 3-billion-parameter model; the global batch grows with the fleet."""
+    """Return a run of a 3-billion-parameter model whose global batch grows with the fleet."""
     limits = LimitsConfig(stage_queue=32, lease_seconds=1800)
     return manifest_of(
         "1b", STAGES, max(64, machines // 10), layers=STAGES, sequences=8, limits=limits
@@ -91,7 +90,7 @@ def simulated(machines: int, hours: float) -> dict[str, Any]:
 
 
 def decision_seconds(machines: int, repetitions: int = 5) -> dict[str, Any]:
-    """One decision over fleets that are out of balance as a wave of losses would leave them."""
+    """Measure one decision over fleets that are unbalanced as after a wave of losses."""
     stages = rebalancing_of(manifest_for(machines), RebalancingSettings()).stages
     taken: list[float] = []
     moves = 0
@@ -139,7 +138,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         last = rows[-1]
         scale = last[key] / (last["machines"] * math.log(last["machines"]))
         axis.loglog(sizes, [scale * n * math.log(n) for n in sizes], "--", label="n log n")
-        axis.set(title=title, xlabel="machines", ylabel="processor seconds")
+        axis.set(title=title, xlabel="machines", ylabel="CPU seconds")
         axis.grid(True, which="both", alpha=0.3)
         axis.legend()
     figure.tight_layout()
@@ -147,15 +146,15 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
 
 def growth_over_nlogn(rows: list[dict[str, Any]], key: str) -> float:
-    """How the cost grew from the second largest fleet to the largest, over what n log n would."""
+    """Return the growth of the cost from the second largest fleet to the largest, over n log n."""
     few, many = rows[-2], rows[-1]
     n, m = few["machines"], many["machines"]
     return float(many[key] / few[key] / (m * math.log(m) / (n * math.log(n))))
 
 
 @click.command()
-@click.option("--hours", default=1.0, help="Of the run with 10,000 machines.")
-@click.option("--largest", default=100_000, help="Of the fleets over which growth is measured.")
+@click.option("--hours", default=1.0, help="Simulated hours of the run with 10,000 machines.")
+@click.option("--largest", default=100_000, help="Machines of the largest fleet.")
 def main(hours: float, largest: int) -> None:
     sizes = [size for size in (1_000, 3_000, 10_000, 30_000, 100_000) if size <= largest]
     decisions = [decision_seconds(size) for size in sizes]
@@ -163,8 +162,8 @@ def main(hours: float, largest: int) -> None:
         click.echo(f"decision, {row['machines']:>7,} machines: {row['seconds_median']:.3f} s")
     hour = simulated(10_000, hours)
     click.echo(
-        f"10,000 machines, {STAGES} stages, {hours:g} h: {hour['cpu_seconds']:.0f} processor "
-        f"seconds, {hour['wall_seconds']:.0f} s by the clock, {hour['steps']} steps"
+        f"10,000 machines, {STAGES} stages, {hours:g} h: {hour['cpu_seconds']:.0f} CPU "
+        f"seconds, {hour['wall_seconds']:.0f} s wall-clock time, {hour['steps']} steps"
     )
     growth = []
     for size in sizes:

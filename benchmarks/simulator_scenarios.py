@@ -1,4 +1,4 @@
-"""Runs to simulate: manifests of models that nobody has to build or hold for that."""
+"""Manifests of runs to simulate, made without building their models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def manifest_of(
     sequences: int | None = None, limits: LimitsConfig | None = None,
     dtype: str = "bfloat16",
 ) -> Manifest:  # fmt: skip
-    """A run as `init` would make it, with other sizes; its data are never read."""
+    """Return a manifest as `init` would make it, with other sizes; its data are never read."""
     chosen = preset(preset_name)
     model = chosen.model.model_copy(update={"layers": layers or chosen.model.layers})
     training = TrainingConfig.model_validate(

@@ -1,8 +1,8 @@
-"""Throughput of the swarm beside torch alone: `make bench`.
+"""Throughput of the swarm compared with torch alone: `make bench`.
 
-The same model, data, microbatches, optimizer and stage boundaries for everybody; repetitions
-interleaved, so that a machine that slows down slows everybody down; medians. Losses are compared
-across contenders at the end: a contender that computed something else would win nothing.
+All contenders have the same model, data, microbatches, optimizer and stage boundaries. Repetitions
+are interleaved, so that a slowdown of the machine affects all of them; results are medians. Losses
+are compared at the end: a contender that computed something else fails the benchmark.
 
 Throughput is tokens over seconds of the steps after the warm-up. Nothing else should run on the
 machine meanwhile.
@@ -29,24 +29,29 @@ from swarm_shared.run.model_config import PRESETS
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "numpy", "libp2p", "hivemind", "swarmtrain")
 LOSS_TOLERANCE = 1e-4
-"""Relative; contenders differ by the order of float32 additions only."""
+"""Largest relative difference of losses; contenders differ only in the order of float32
+additions."""
 
 Results = dict[str, list[Sequence[TimedStep]]]
 
 
 @click.command()
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option(
+    "--steps", default=6, show_default=True, type=click.IntRange(2), help="Steps per run."
+)
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--preset", default="small", show_default=True, type=click.Choice(list(PRESETS)))
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
-@click.option("--out", type=click.Path(path_type=Path), help=f"Default: under {RESULTS.name}/.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), help=f"Result file; default: under {RESULTS.name}/."
+)
 def main(
     steps: int, warmup: int, repetitions: int, preset: str, only: tuple[str, ...], out: Path | None
 ) -> None:
     """Measure tokens/s of the swarm, of one torch process and of torch's own pipeline."""
     if warmup >= steps:
-        raise click.UsageError("--steps must be more than --warmup, or nothing is measured")
+        raise click.UsageError("--steps must exceed --warmup")
     chosen = {name: CONTENDERS[name] for name in CONTENDERS if not only or name in only}
     with work_folder("throughput") as work:
         results = _measure(chosen, work, steps, repetitions, preset)
@@ -90,7 +95,7 @@ def _measure(
 
 
 def _shape(contender: Contender) -> tuple[int, int]:
-    """Stages, and peers in each."""
+    """Return the number of stages and of peers in each."""
     return contender.stages, contender.processes // contender.stages
 
 
@@ -132,7 +137,7 @@ def _document(
 
 
 def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
-    """Every swarm over one torch process, and over torch's pipeline of as many processes."""
+    """Return each swarm's rate over one torch process and over torch's pipeline of equal size."""
     found: dict[str, float] = {}
     for name, rate in medians.items():
         processes = CONTENDERS[name].processes
@@ -143,7 +148,7 @@ def _ratios(medians: Mapping[str, float]) -> dict[str, float]:
 
 
 def _loss_disagreement(results: Results) -> str:
-    """Which step of which contender lies how far from the first contender's; empty if none."""
+    """Describe the step and contender that differ from the first contender; empty if none does."""
     names = list(results)
     base = results[names[0]][0]
     for name in names:
@@ -159,7 +164,7 @@ def _loss_disagreement(results: Results) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The table for people, from what the JSON file holds."""
+    """Format the result document as a text table."""
     rows = []
     contenders: Mapping[str, Any] = document["contenders"]
     ratios: Mapping[str, float] = document["ratios"]

@@ -1,10 +1,10 @@
 """Contender: the run with `torch.distributed.pipelining`, 1F1B or interleaved 1F1B over gloo.
 
-Every rank is a process of its own, with the stage boundaries of the run's manifest, the same
-microbatches, the same optimizer and the same clipping by the norm of the whole model, so that
-its losses equal the swarm's and the reference's; the benchmarks check that they do. With `chunks`
-a rank holds several stages (rank 0 the first of each round); with `pipelines` as many replicas of
-all ranks share a step's microbatches equally and sum their gradients.
+Every rank is a process with the stage boundaries of the run's manifest, the same microbatches,
+optimizer and clipping by the norm of the whole model, so that its losses equal the swarm's and the
+reference's; the benchmarks check this. With `chunks` a rank holds several stages (rank 0 the first
+of each round); with `pipelines` that many replicas of all ranks share a step's microbatches equally
+and sum their gradients.
 
     python -m benchmarks.torch_pipeline RUN_DIR --rank 0 --steps 6 --threads 1 --store S --out F
 
@@ -36,7 +36,7 @@ from swarm_shared.run.schedule import clip_factor, learning_rate
 
 
 class PacedStage(PipelineStage):
-    """Computes no faster than its machine; what comes before and after is not its business."""
+    """Pipeline stage that computes no faster than its machine's pace."""
 
     def __init__(self, pace: Pace, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this rank stands: `ranks` of them make a pipeline, and `pipelines` of these the run."""
+    """Position of this rank: `ranks` ranks make a pipeline, `pipelines` pipelines the run."""
 
     rank: int
     ranks: int
@@ -87,10 +87,16 @@ class Place:
 @click.option("--rank", type=int, required=True)
 @click.option("--steps", type=int, required=True)
 @click.option("--threads", type=int, required=True)
-@click.option("--chunks", type=int, default=1, help="Stages of each rank; 2 or more interleave.")
+@click.option(
+    "--chunks", type=int, default=1, help="Stages per rank; 2 or more: interleaved schedule."
+)
 @click.option("--pipelines", type=int, default=1, help="Replicas of the whole pipeline.")
-@click.option("--store", type=click.Path(path_type=Path), required=True, help="gloo's rendezvous.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Rank 0 writes it.")
+@click.option(
+    "--store", type=click.Path(path_type=Path), required=True, help="File for gloo's rendezvous."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Result file, written by rank 0."
+)
 def main(
     run_dir: Path, rank: int, steps: int, threads: int, chunks: int, pipelines: int, store: Path,
     out: Path,
@@ -120,7 +126,7 @@ def _train(data: RunData, place: Place, chunks: int, steps: int) -> list[TimedSt
         _make_part(manifest, place.position + chunk * place.ranks, along) for chunk in range(chunks)
     ]
     microbatches = manifest.training.microbatches_per_step // place.pipelines
-    # Losses are sums over tokens and divided once by the step's tokens, as everywhere here.
+    # Losses are sums over tokens, divided once by the step's tokens, as in all contenders.
     schedule: Schedule1F1B | ScheduleInterleaved1F1B
     if chunks == 1:
         schedule = Schedule1F1B(parts[0].stage, microbatches, loss_fn=_loss, scale_grads=False)
@@ -141,7 +147,10 @@ def _train(data: RunData, place: Place, chunks: int, steps: int) -> list[TimedSt
 
 
 def _groups(place: Place) -> tuple[Any, Any]:
-    """This rank's pipeline, and its likes in the others. Every rank must make every group."""
+    """Return the process groups of this rank's pipeline and of its counterparts in the others.
+
+    Every rank must create every group.
+    """
     starts = range(0, place.ranks * place.pipelines, place.ranks)
     along = [dist.new_group(list(range(start, start + place.ranks))) for start in starts]
     across = [
@@ -164,7 +173,7 @@ def _make_part(manifest: Manifest, index: int, group: Any) -> Part:
 def _close(
     manifest: Manifest, place: Place, parts: list[Part], across: Any, step: int, loss_sum: float
 ) -> float:
-    """Sum the gradients of the replicas, take the step; its mean loss."""
+    """Sum the gradients of the replicas, take the step, and return its mean loss."""
     squares = 0.0
     for part in parts:
         if place.pipelines > 1:
@@ -185,7 +194,7 @@ def _close(
 def _forward_and_backward(
     schedule: Schedule1F1B | ScheduleInterleaved1F1B, data: RunData, place: Place, step: int
 ) -> float:
-    """Run the schedule; the sum of losses at the last stage, zero elsewhere."""
+    """Run the schedule; return the sum of losses at the last stage, zero elsewhere."""
     is_first, is_last = place.position == 0, place.position == place.ranks - 1
     arguments: list[Tensor] = []
     target_BT: Tensor | None = None

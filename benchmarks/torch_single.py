@@ -21,7 +21,7 @@ from swarm_coordinator.offline.reference import StepRecord, train_reference
 @click.option("--threads", type=int, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(run_dir: Path, steps: int, threads: int, out: Path) -> None:
-    """Train and write the steps' times. It computes at a pace where the environment gives one."""
+    """Train and write the steps' times, at the pace that the environment sets, if any."""
     data = RunData(run_dir)
     work = sum(stage.work_flops for stage in data.manifest.stages)
     pace = pace_from_environment(work, time.monotonic)

@@ -1,13 +1,12 @@
-"""Recordings of machines that come and go, made into traces of this project's own format.
+"""Converts recordings of machine churn to traces of this project's format.
 
     python -m benchmarks.trace_formats FORMAT FILE OUT
 
-Formats: `events` (milliseconds,add|remove,name), `counts` (how many machines there are, as
-time,count rows, with times in seconds, in ISO 8601, or as date,time,count), `hours` (the
-same with times in hours), `gaps` (JSON with a
-list of counts and the seconds between them) and `sessions` (one line per user and week: states
-and their lengths). Counts have no identities: which machine goes is drawn with `--seed`. The
-recordings themselves are no part of the project.
+Formats: `events` (milliseconds,add|remove,name), `counts` (number of machines as time,count rows,
+with times in seconds, in ISO 8601, or as date,time,count), `hours` (the same with times in hours),
+`gaps` (JSON with a list of counts and the seconds between them) and `sessions` (one line per user
+and week: states and their lengths). Counts have no identities: the machines that leave are drawn
+with `--seed`. The recordings are not part of the project.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WEEK_SECONDS = 7 * 24 * HOUR_SECONDS
 def convert(
     form: str, path: Path, seed: int, hours: float = math.inf, users: int | None = None
 ) -> list[TraceEvent]:
-    """A recording's changes, from second 0 and for so many hours; of so many users, if told."""
+    """Return a recording's changes from second 0 for `hours`, optionally of `users` users only."""
     text = path.read_text(encoding="utf-8")
     rng = random.Random(seed)
     try:
@@ -51,7 +50,7 @@ def convert(
     except (ValueError, KeyError, IndexError) as error:
         raise DataError(f"{path} is not in the format {form!r}: {error}") from error
     if not found:
-        raise DataError(f"{path} holds no change at all")
+        raise DataError(f"{path} holds no change")
     found.sort(key=lambda change: change.seconds)
     began = found[0].seconds
     return [
@@ -94,11 +93,11 @@ def _gap_rows(text: str) -> Iterator[tuple[float, int]]:
 
 
 def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Iterator[TraceEvent]:
-    """Machines so that there are as many as was counted; who goes is drawn."""
+    """Yield joins and leaves that reproduce the counts; the machines that leave are drawn."""
     present: list[str] = []
     made, seconds = 0, -math.inf
     for told_seconds, count in rows:
-        # A poller whose clock was set back still wrote its rows one after the other.
+        # A poller whose clock was set back still wrote its rows in order.
         seconds = max(seconds, told_seconds)
         while len(present) < count:
             made += 1
@@ -109,7 +108,7 @@ def _from_counts(rows: Iterable[tuple[float, int]], rng: random.Random) -> Itera
 
 
 def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[TraceEvent]:
-    """Every user's recorded weeks, one of them drawn, laid over each other from their start."""
+    """Yield the changes of one drawn week per user, all aligned to their start."""
     weeks: dict[str, list[tuple[int, list[float]]]] = {}
     for line in text.splitlines():
         user, told_state, _epoch, _zone, *words = line.split()
@@ -137,8 +136,8 @@ def _sessions(text: str, rng: random.Random, users: int | None) -> Iterator[Trac
 @click.argument("source", type=click.Path(path_type=Path, exists=True), metavar="FILE")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--seed", default=1, show_default=True)
-@click.option("--hours", default=math.inf, help="Cut it after so many.")
-@click.option("--users", type=int, help="Of recorded sessions, so many users' only.")
+@click.option("--hours", default=math.inf, help="Hours of the trace; the rest is cut.")
+@click.option("--users", type=int, help="Number of users to draw from recorded sessions.")
 def main(form: str, source: Path, out: Path, seed: int, hours: float, users: int | None) -> None:
     """Convert a recording FILE into a trace OUT."""
     changes = convert(form, source, seed, hours, users)

@@ -1,11 +1,11 @@
-"""What the terminal views cost: `make bench-views`.
+"""Cost of the terminal views: `make bench-views`.
 
-A real run on this machine, whose two volunteers are slowed down to the rate of small devices, so
-that the processor is mostly free. Both views are opened in a pseudo-terminal of 80 by 24, beside
-the daemon of a volunteer and beside the coordinator:
+A real run on this machine whose two volunteers are throttled to the rate of small devices, so that
+the CPU is mostly idle. Both views, a volunteer's and the coordinator's, are opened in a
+pseudo-terminal of 80 by 24:
 
-    start     from starting the program to the first frame on the terminal, and until the frame has
-              what the daemon or the run's folder says; processor seconds until then
+    start     from starting the program to the first frame on the terminal, and to the first frame
+              with data from the daemon or the run's folder; CPU seconds until then
     share     of a core, over half a minute of an open view; its memory at the end
 
 Nothing else should run on the machine meanwhile.
@@ -51,9 +51,9 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("textual", "rich", "pydantic", "swarmtrain")
 COLUMNS, ROWS = 80, 24
 FRAME = b"Overview"
-"""The row of tabs: the frame is there, whatever is known yet."""
+"""A title in the row of tabs, which is drawn in the first frame."""
 WHOLE = b"tokens/s"
-"""In both overviews as soon as something is known."""
+"""A label in both overviews that is drawn with the first data."""
 START_SECONDS = 60.0
 SETTLE_SECONDS = 5.0
 SHARE_SECONDS = 30.0
@@ -68,7 +68,7 @@ class Start:
 
 
 class Terminal:
-    """A program in a terminal of its own; what it writes is read, and nothing is typed."""
+    """A program in a pseudo-terminal whose output is read; it gets no input."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._ours, theirs = pty.openpty()
@@ -83,7 +83,7 @@ class Terminal:
         self.seen = b""
 
     def read(self, seconds: float) -> None:
-        """What comes within so long; a program that has ended is an error."""
+        """Read the output of `seconds`; raises SwarmError when the program has ended."""
         ready, _, _ = select.select([self._ours], [], [], seconds)
         if ready:
             try:
@@ -92,7 +92,7 @@ class Terminal:
                 raise SwarmError(f"the view has ended: {self.seen[-500:]!r}") from error
 
     def wait_for(self, words: bytes) -> float:
-        """Seconds from the start until these words were written."""
+        """Return the seconds from the start until `words` was written."""
         while words not in self.seen:
             if time.monotonic() > self.started_at + START_SECONDS:
                 raise SwarmError(f"{words!r} is not on the screen: {self.seen[-500:]!r}")
@@ -100,7 +100,7 @@ class Terminal:
         return time.monotonic() - self.started_at
 
     def drain(self, seconds: float) -> None:
-        """Read what it writes for so long, as a terminal does."""
+        """Read and discard the output for `seconds`, as a terminal does."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.read(left)
@@ -144,7 +144,7 @@ def share(command: Sequence[str]) -> dict[str, float]:
 
 @contextmanager
 def running(work: Path) -> Iterator[LocalSwarm]:
-    """The run, once its steps are made."""
+    """Yield the run after its first steps."""
     run_dir, plan = work / "run", work / "plan.json"
     overrides = {**SETTINGS, "run.name": "views", "limits.starting_peers_per_stage": 1}
     initialise_run(run_dir, "tiny", stages=2, overrides=overrides)
@@ -203,7 +203,7 @@ def render(document: dict[str, Any]) -> str:
                 f"{one['cpu_share']:.1%}", f"{one['memory_bytes'] / 2**20:.0f}",
             )
         )  # fmt: skip
-    heads = ("view", "first frame, s", "with its words, s", "processor, s", "of a core", "MiB")
+    heads = ("view", "first frame, s", "with data, s", "CPU, s", "share of a core", "MiB")
     return table(heads, rows, right=(1, 2, 3, 4, 5))
 
 
@@ -213,11 +213,11 @@ def render(document: dict[str, Any]) -> str:
     "--out", type=click.Path(path_type=Path, dir_okay=False), default=RESULTS / "views.json"
 )
 def main(starts: int, out: Path) -> None:
-    """Measure how soon both views are on the screen, and what they take while they are open."""
+    """Measure the start-up time of both views and their cost while they are open."""
     with work_folder("views") as work:
         document = measure(work, starts)
     write_result(out, document)
-    click.echo(f"\n{render(document)}\n\nmedians (slowest); written to {out}")
+    click.echo(f"\n{render(document)}\n\nmedians (maximum); written to {out}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""How soon a machine is its user's again: `make bench-yielding`.
+"""Time until a volunteer yields to the machine's user: `make bench-yielding`.
 
-A real run of one stage on this machine. One of its volunteers may not compute while somebody uses
-the machine; a key is typed into a real terminal while its stage worker computes, at moments that
-fall differently into the governor's looks. Measured from the key on:
+A real run of one stage on this machine. One of its volunteers may not compute while a user is
+active; a key is typed into a real terminal while its stage worker computes, at moments spread over
+the governor's polling interval. Measured from the key press:
 
-    reason     until `swarm-client status` says paused, with the reason
-    work       until its stage worker has used processor time for the last time
-    looking    processor time that the governor's probes take, of one core
+    reason     until `swarm-client status` shows the pause and its reason
+    work       until its stage worker uses CPU time for the last time
+    looking    CPU time of the governor's probes, as a share of one core
 
-The other volunteers go on, and no step closes meanwhile, in which the paused one would take part.
-Nothing else should run on the machine, and nobody type into a terminal of it.
+The other volunteers continue, and no step closes meanwhile, because the paused volunteer would take
+part. Nothing else should run on the machine, and no other terminal of it should receive input.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ PACKAGES = ("torch", "psutil", "swarmtrain")
 PREFERENCES = {"run_if_user_active": False, "idle_minutes": 0.05}
 POLL_SECONDS = 0.01
 WATCHED_SECONDS = 4.0
-"""After the key; the person is taken for gone after three seconds at the earliest."""
+"""Seconds watched after a key press; the user counts as inactive after three seconds at the
+earliest."""
 PATIENCE_SECONDS = 240.0
 LOOKS = 60
 
@@ -55,7 +56,7 @@ SETTINGS: dict[str, object] = {
     "model.key_value_heads": 2,
     "model.sequence_length": 256,
     "training.steps": 100,
-    # So many that none of the steps ends while this is measured.
+    # So many that no step ends during the measurement.
     "training.microbatches_per_step": 20_000,
     "training.sequences_per_microbatch": 4,
     "training.evaluation_microbatches": 0,
@@ -65,7 +66,7 @@ SETTINGS: dict[str, object] = {
 
 
 class Volunteer:
-    """The one whose machine it is."""
+    """The volunteer that pauses while the machine's user is active."""
 
     def __init__(self, home: Path, pid: int) -> None:
         self._socket = home / "control.sock"
@@ -85,7 +86,7 @@ class Volunteer:
         os.read(self._program, 2)
 
     def computed_seconds(self) -> float:
-        """Of its stage worker, the one of its workers that has computed."""
+        """Return the CPU seconds of its stage worker, the only worker that computes."""
         if self._worker is None:
             children = psutil.Process(self._pid).children()
             workers = [c for c in children if "swarm_client.stage.worker" in c.cmdline()]
@@ -101,7 +102,7 @@ class Volunteer:
         return self.computed_seconds() > before
 
     def yields(self) -> dict[str, float | str]:
-        """From a key on; the volunteer computes."""
+        """Press a key while the volunteer computes, and return the measured times."""
         self.types()
         began = time.monotonic()
         seconds, worked_at, shown_at, reason = self.computed_seconds(), began, None, ""
@@ -127,7 +128,7 @@ class Volunteer:
 @click.option("--repetitions", default=12, show_default=True, type=click.IntRange(1))
 @click.option("--out", type=click.Path(path_type=Path), default=RESULTS / "yielding.json")
 def main(repetitions: int, out: Path) -> None:
-    """Measure how soon a volunteer yields to somebody who comes back to the machine."""
+    """Measure how soon a volunteer yields to a user who returns to the machine."""
     with work_folder("yielding") as work, Subprocesses() as children:
         document = measure(work, children, repetitions)
     write_result(out, document)
@@ -151,7 +152,7 @@ def measure(work: Path, children: Subprocesses, repetitions: int) -> dict[str, A
     try:
         for number in range(repetitions):
             wait_until(volunteer.is_computing, children, PATIENCE_SECONDS, "it to compute")
-            # The governor looks at its own times; a key comes at any.
+            # Spread the key presses over the governor's polling interval.
             time.sleep(pauses.uniform(0, 2 * TICK_SECONDS))
             found.append(volunteer.yields())
             click.echo(
@@ -173,13 +174,13 @@ def measure(work: Path, children: Subprocesses, repetitions: int) -> dict[str, A
 
 
 def rate(swarm: LocalSwarm) -> float:
-    """Microbatches per second of the fastest."""
+    """Return the microbatches per second of the fastest volunteer."""
     peers = swarm.status().get("peers", [])
     return max((float(peer["microbatches_per_second"]) for peer in peers), default=0.0)
 
 
 def looking_share(home: Path) -> float:
-    """Of one core, what looks as often as the governor's take, children included."""
+    """Return the share of a core that probing at the governor's rate takes, children included."""
     probes = MachineProbes(home)
     preferences = Preferences.model_validate(PREFERENCES)
     probes.read(preferences, ("cpu",), {})
@@ -194,10 +195,10 @@ def looking_share(home: Path) -> float:
 
 def render(document: dict[str, Any]) -> str:
     rows = []
-    for name, what in (("reason_seconds", "the reason is shown"), ("work_seconds", "last work")):
+    for name, what in (("reason_seconds", "pause shown"), ("work_seconds", "last work")):
         seconds = [key[name] for key in document["keys"]]
         rows.append((f"{what} after", f"{median(seconds):.2f} s", f"{max(seconds):.2f} s"))
-    rows.append(("the probes take, of a core", f"{document['looking_share_of_a_core']:.2%}", ""))
+    rows.append(("probes, share of a core", f"{document['looking_share_of_a_core']:.2%}", ""))
     return table(("what", "median", "longest"), rows, right=(1, 2))
 
 

@@ -1,4 +1,4 @@
-"""`make bench-copies`: how many times the bytes of one activation are copied, hop by hop."""
+"""Counts the copies of one activation, hop by hop: `make bench-copies`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HOPS = {
     "fill": "daemon: from the frame to a slot",
     "read_input": "worker: from the slot to a tensor",
 }
-"""In the order in which a tensor goes."""
+"""Hops in the order of the tensor's path, with their titles."""
 KINDS = ("memory", "to_kernel", "from_kernel")
 
 
@@ -55,7 +55,10 @@ def main(mebibytes: int, out: Path) -> None:
 
 
 def measure(size: int) -> dict[str, dict[str, int]]:
-    """Bytes copied in each of HOPS for so large a payload. CapacityError without a compiler."""
+    """Return the bytes copied in each of HOPS for a payload of `size` bytes.
+
+    Raises CapacityError without a compiler.
+    """
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
         with _start(library, "program", "receive") as receiver:
@@ -92,7 +95,7 @@ def _answer(program: subprocess.Popen[str]) -> dict[str, Any]:
     assert program.stdout is not None
     line = program.stdout.readline()
     if not line:
-        raise SwarmError("a measuring process ended early; what it said is above")
+        raise SwarmError("a measuring process ended early; its output is above")
     answer: dict[str, Any] = json.loads(line)
     return answer
 

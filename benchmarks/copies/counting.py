@@ -1,4 +1,4 @@
-"""Counts of this process's copies, by `interpose.c`, which Linux loads before the C library."""
+"""Counters of this process's copies, from `interpose.c`, which is preloaded on Linux."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SOURCE = Path(__file__).with_name("interpose.c")
 
 @dataclass(slots=True)
 class Copied:
-    """Bytes: in memory, handed to the kernel, taken from it."""
+    """Bytes copied in memory, to the kernel, and from the kernel."""
 
     memory: int = 0
     to_kernel: int = 0
@@ -26,12 +26,10 @@ class Copied:
 
 
 def build(folder: Path) -> Path:
-    """The library to preload. CapacityError where it cannot be made or would not be loaded."""
+    """Build the library to preload; raises CapacityError where it cannot be built or loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if not sys.platform.startswith("linux") or compiler is None:
-        raise CapacityError(
-            "copies are counted on Linux with a C compiler only; none is here (install gcc)"
-        )
+        raise CapacityError("counting copies requires Linux and a C compiler (install gcc)")
     library = folder / "interpose.so"
     options = ["-O2", "-shared", "-fPIC", "-fno-builtin"]
     command = [compiler, *options, "-o", str(library), str(SOURCE), "-ldl"]
@@ -42,7 +40,7 @@ def build(folder: Path) -> Path:
 
 
 class Counter:
-    """This process's copies; it must have been started with the library preloaded."""
+    """Counter of this process, which must have been started with the library preloaded."""
 
     def __init__(self) -> None:
         loaded = ctypes.CDLL(None)
@@ -59,7 +57,7 @@ class Counter:
 
     @contextmanager
     def counting(self) -> Iterator[Copied]:
-        """Filled in when the block ends."""
+        """Count within the block; the yielded record is filled in at its end."""
         copied, before = Copied(), self.read()
         yield copied
         after = self.read()

@@ -6,23 +6,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.copies.__main__ import HOPS, KINDS
+from benchmarks.markdown import markdown_table
 
 
 def copies_markdown(document: Mapping[str, Any]) -> str:
-    """Copies per byte of the payload, hop by hop."""
+    """Bytes copied per byte of the payload, hop by hop."""
     size, hops = document["payload_bytes"], document["hops"]
     packages = document["machine"]["packages"]
-    lines = [
+    head = (
         f"{document['measured_at'][:10]}, an activation of {size / 2**20:.0f} MiB in float32 "
         f"between two processes on one machine; libp2p {packages['libp2p']}, cryptography "
-        f"{packages['cryptography']}, torch {packages['torch']}. Bytes over the payload's:",
-        "",
-        "| hop | copied in memory | to the kernel | from the kernel |",
-        "|---|---:|---:|---:|",
+        f"{packages['cryptography']}, torch {packages['torch']}. Bytes over the payload's:"
+    )
+    rows = [
+        (name, *(f"{hops[hop][kind] / size:.2f}" for kind in KINDS)) for hop, name in HOPS.items()
     ]
-    for hop, name in HOPS.items():
-        cells = " | ".join(f"{hops[hop][kind] / size:.2f}" for kind in KINDS)
-        lines.append(f"| {name} | {cells} |")
     totals = (sum(one[kind] for one in hops.values()) / size for kind in KINDS)
-    lines.append("| all | " + " | ".join(f"{total:.2f}" for total in totals) + " |")
-    return "\n".join(lines)
+    rows.append(("all", *(f"{total:.2f}" for total in totals)))
+    columns = ("hop", "copied in memory", "to the kernel", "from the kernel")
+    return "\n".join([head, "", *markdown_table(columns, "lrrr", rows)])

@@ -1,6 +1,6 @@
-"""One end of a tensor's way over the wire, in a process of its own: `... program receive|send`.
+"""One end of a tensor's network path, in its own process: `... program receive|send`.
 
-Writes one line of JSON per answer on its standard output. The way is gone twice: the first time
+Writes one line of JSON per answer to standard output. The tensor is sent twice: the first transfer
 opens windows and grows buffers.
 """
 
@@ -29,7 +29,7 @@ def say(document: object) -> None:
 
 
 async def receive() -> None:
-    """Answer a frame with what copying it took."""
+    """Receive frames and answer each with the bytes copied for it."""
     counter, done = Counter(), trio.Event()
 
     async def answer(stream: FramedStream) -> None:
@@ -38,7 +38,7 @@ async def receive() -> None:
         with counter.counting() as copied:
             await stream.receive()
         await stream.send(json.dumps(asdict(copied)).encode())
-        await stream.receive()  # until the other end has read it
+        await stream.receive()  # wait until the other end has read it
         done.set()
 
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
@@ -48,7 +48,7 @@ async def receive() -> None:
 
 
 async def send(peer: PeerId, addresses: Sequence[str], size: int) -> None:
-    """Out of shared memory, as the daemon sends what its worker has put there."""
+    """Send from shared memory, as the daemon sends its worker's output."""
     counter = Counter()
     with create("swarm-copies", size) as slot:
         slot.unlink()

@@ -1,7 +1,7 @@
-"""Between the daemon and its worker: `... worker_program SIZE` writes one line of JSON.
+"""Copies between the daemon and its worker: `... worker_program SIZE` writes one line of JSON.
 
-A real worker is started, and this process, which takes the daemon's part, counts what it copies.
-torch's copies are loops of its own; they are counted by the operations that it dispatches.
+This process starts a real worker, acts as its daemon and counts its own copies. torch copies with
+its own loops; those are counted by the operations that it dispatches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.run.manifest import Manifest, StageRange
 
 STAGE = StageIndex(1)
-"""In the middle: activations come in and go out."""
+"""The stage under test, a middle one: activations come in and go out."""
 
 _COPYING = ("copy_", "clone", "_to_copy", "contiguous")
 
 
 class TorchCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes that torch's copying operations have written."""
+    """Counts the bytes written by torch's copying operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -46,7 +46,7 @@ class TorchCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def manifest(size: int) -> Manifest:
-    """Three stages of one small layer, whose activations have `size` bytes in float32."""
+    """Return a run of three stages of one small layer with activations of `size` float32 bytes."""
     base = large_manifest()
     width = length = 64
     model = base.model.model_copy(
@@ -63,8 +63,8 @@ def manifest(size: int) -> Manifest:
 
 
 async def worker(size: int) -> None:
-    """What the daemon copies to hand a payload to its worker and to take the answer back, and
-    what the worker copies between a slot and its tensors."""
+    """Count the daemon's copies from a payload to its worker and back from the output, and the
+    worker's copies between a slot and its tensors."""
     run, counter = manifest(size), Counter()
     payload = memoryview(bytearray(size))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""Bytes and instructions, counted: what costs more than it did, on however noisy a machine.
+"""Counts of bytes and instructions: regressions on a machine with any load.
 
-    messages      bytes of each message that a step in the steady state is made of
+    messages      bytes of each message of a steady-state step
     exchange      bytes of two microbatches on the wire, between real connections in one process
-    workloads     small pieces of work from fixed seeds, one for each thing done over and over
+    workloads     small workloads with fixed seeds, one per frequent operation
     instructions  bytecode instructions and calls of this project's own code
-    comparison    against the baseline that is committed: what grew, and by how much
+    comparison    difference to the committed baseline
 
 `make bench-counts` compares; `make bench-counts ARGS=--accept` writes the new baseline.
 """

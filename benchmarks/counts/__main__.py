@@ -1,4 +1,4 @@
-"""`make bench-counts`: counts, and compares with the baseline; exit code 1 when something grew."""
+"""Compares counts with the baseline, exit code 1 on growth: `make bench-counts`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from swarm_shared.base.errors import SwarmError
 
 BASELINE = Path(__file__).with_name("baseline.json")
 PACKAGES = ("libp2p", "pydantic", "trio")
-"""Whose versions change what is counted."""
+"""Packages whose versions affect the counts."""
 
 
 @click.command()
-@click.option("--accept", is_flag=True, help="Make what is counted now the baseline.")
-@click.option("--quiet", is_flag=True, help="Print only what differs.")
+@click.option("--accept", is_flag=True, help="Write the current counts as the new baseline.")
+@click.option("--quiet", is_flag=True, help="Print differences only.")
 @click.option("--baseline", default=BASELINE, type=click.Path(path_type=Path), hidden=True)
 def main(accept: bool, quiet: bool, baseline: Path) -> None:
     """Count bytes and instructions, and compare them with the baseline."""
@@ -36,13 +36,13 @@ def main(accept: bool, quiet: bool, baseline: Path) -> None:
         click.echo(render(now))
     if accept:
         baseline.write_text(json.dumps(now, indent=2) + "\n")
-        click.echo(f"written to {baseline}; commit it with what changed the counts")
+        click.echo(f"written to {baseline}; commit it with the change of the counts")
         return
     conclude(now, baseline)
 
 
 def conclude(now: Mapping[str, Any], baseline: Path) -> None:
-    """Say what differs; exit code 1 when something grew."""
+    """Print the differences; exit with code 1 when a count grew."""
     try:
         verdict = compare(now, json.loads(baseline.read_text()))
     except SwarmError as error:
@@ -58,7 +58,7 @@ def conclude(now: Mapping[str, Any], baseline: Path) -> None:
     for sentence in verdict.worse:
         click.echo(f"counts: {sentence}", err=True)
     click.echo(
-        "counts: if that is on purpose, say so in the commit and take it as the new baseline: "
+        "counts: if this is intended, explain it in the commit and write the new baseline: "
         "make bench-counts ARGS=--accept",
         err=True,
     )

@@ -1,4 +1,4 @@
-"""Counts against the baseline: what is another number now, what that means, in sentences."""
+"""Comparison of counts with the baseline, with messages for the differences."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from benchmarks.counts.instructions import Cost
 from swarm_shared.base.errors import StorageError
 
 TOLERANCE = 0.03
-"""Of instructions and calls. The same code counts the same every time (a test holds it to that);
-what this allows is what compilers of patch versions of Python do otherwise."""
+"""Accepted relative growth of instructions and calls. Counts of the same code are identical (a test
+checks this); the margin covers differences between the compilers of Python's patch versions."""
 
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`worse` fails the check; `notes` do not."""
+    """Messages of a comparison: `worse` fails the check, `notes` do not."""
 
     worse: tuple[str, ...]
     notes: tuple[str, ...]
@@ -39,7 +39,7 @@ def document_of(
 
 
 def compare(now: Mapping[str, Any], baseline: Mapping[str, Any]) -> Verdict:
-    """Bytes must be equal; instructions and calls may grow by TOLERANCE."""
+    """Compare counts: bytes must be equal, instructions and calls may grow by TOLERANCE."""
     if baseline.get("version") != VERSION:
         raise StorageError(
             f"the baseline is of form {baseline.get('version')!r}, and {VERSION} is known here; "
@@ -85,6 +85,6 @@ def _gone(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
 
 
 def _bytecode(document: Mapping[str, Any]) -> str:
-    """Whose instructions they are."""
+    """Return the Python version whose bytecode was counted."""
     minor = ".".join(str(document["python"]).split(".")[:2])
     return f"{document['implementation']} {minor}"

@@ -1,5 +1,5 @@
-"""Two microbatches over a real connection in one process: frames, muxer, Noise; bytes counted
-where a socket would be.
+"""Bytes of two microbatches over a real connection in one process (frames, muxer, Noise), counted
+in place of a socket.
 
 The clock stands still and tasks run in a fixed order, so that the same code moves the same bytes.
 """
@@ -38,7 +38,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Pipe(ReadWriteCloser):  # type: ignore[misc]
-    """One end of a wire; reads what was asked for, as the socket's buffered reader does."""
+    """One end of a wire; reads the requested number of bytes, as the socket's buffered reader."""
 
     def __init__(self) -> None:
         self.other: Pipe
@@ -73,18 +73,18 @@ class Pipe(ReadWriteCloser):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """`wire` bytes went out at the sender's end of a connection, of which `least` are tensors."""
+    """Bytes of one message: `wire` left the sender's end, of which `least` are tensors."""
 
     least: int
     framed: int
     wire: int
     credits: int
-    """What the receiver's muxer said meanwhile, before it is encrypted."""
+    """Bytes sent back by the receiver's muxer, before encryption."""
     cost: Cost
 
 
 def exchange_bytes() -> dict[str, int]:
-    """A forward with its activation, and a backward with its gradient."""
+    """Count a forward with its activation and a backward with its gradient."""
     found: dict[str, int] = {}
     for header in (forward(STAGE), backward(STAGE)):
         done = exchanged(header)
@@ -96,12 +96,12 @@ def exchange_bytes() -> dict[str, int]:
 
 
 def exchanged(header: Forward | Backward) -> Exchanged:
-    """Send it for the second time over a connection: windows are open, caches are filled."""
+    """Count the second transfer over a connection: windows are open, caches are filled."""
     return run_alike(lambda: _exchange(header))
 
 
 def run_alike(work: Callable[[], Awaitable[ResultT]]) -> ResultT:
-    """`trio.run` in which nothing is left to chance: trio turns batches of tasks around."""
+    """Run `work` under trio deterministically: trio randomises the order of task batches."""
     trio._core._run._r.seed(0)  # type: ignore[attr-defined]
     return trio.run(work, clock=trio.testing.MockClock(rate=0.0))
 

@@ -1,9 +1,8 @@
-"""Counts what this project's own code does: bytecode instructions, and calls it makes.
+"""Counters of bytecode instructions executed and calls made by this project's own code.
 
-Python's own instructions and not the processor's: they are the same on every machine and under
-any load, and need no performance counters, which virtual machines seldom offer. What a library
-does inside one call is not seen, so the calls are counted beside the instructions. Bytecode is
-another one in each minor version of Python.
+Bytecode counts do not depend on machine or load and need no processor performance counters, which
+virtual machines seldom offer. Work inside a library call is invisible; therefore calls are counted
+as well. Bytecode differs between minor versions of Python.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ PACKAGES = ("swarm_shared", "swarm_client", "swarm_coordinator")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one piece of work. `calls` are those of functions, Python's and C's, by our code."""
+    """Cost of one workload; `calls` are calls of Python and C functions by the project's code."""
 
     instructions: int
     calls: int
 
 
 class Meter:
-    """Counts while it is entered. Not for code that sets a tracer itself."""
+    """Counts while it is entered; unsuitable for code that sets a tracer."""
 
     def __init__(self) -> None:
         self._instructions = 0
@@ -39,7 +38,7 @@ class Meter:
         return Cost(self._instructions, self._calls)
 
     def __enter__(self) -> Meter:
-        # What is collected meanwhile may run our code: finalizers, callbacks of weak references.
+        # A garbage collection may run the project's code: finalizers, weak reference callbacks.
         gc.collect()
         gc.disable()
         self._before = sys.gettrace(), sys.getprofile()
@@ -79,7 +78,7 @@ class Meter:
 
 
 def cost_of(prepare: Callable[[], Callable[[], object]]) -> Cost:
-    """Of what `prepare` returns, done for the second time: the first one fills caches."""
+    """Return the cost of the second run of what `prepare` returns; the first one fills caches."""
     prepare()()
     work = prepare()
     with Meter() as meter:

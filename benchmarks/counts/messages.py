@@ -1,5 +1,5 @@
-"""Bytes of the messages that a step in the steady state is made of, with contents as they are
-then. Headers without the twelve bytes that go before every frame."""
+"""Bytes of the messages of a steady-state step, with realistic contents; headers without the
+twelve bytes that precede every frame."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from swarm_shared.protocol import (
 from swarm_shared.protocol.stage import RefusalReason
 
 NEIGHBOURS = 8
-"""Peers that one volunteer has links to."""
+"""Number of peers that one volunteer has links to."""
 
 
 def message_bytes() -> dict[str, int]:
@@ -52,7 +52,7 @@ def message_bytes() -> dict[str, int]:
 
 
 def heartbeat(neighbours: int = 0) -> Heartbeat:
-    """Of a volunteer that computes; with what it says of its links to so many others."""
+    """Return the heartbeat of a computing volunteer that reports on `neighbours` links."""
     others = range(1, neighbours + 1)
     return Heartbeat(
         microbatches_per_second=1.2537, queued=3, up_bytes_per_second=2_512_345.6, computed=1,
@@ -85,7 +85,7 @@ def forward(stage: int) -> Forward:
 
 
 def backward(stage: int) -> Backward:
-    """What stage `stage` answers, with the receipts of all behind it."""
+    """Return the answer of stage `stage`, with the receipts of all later stages."""
     return Backward(
         request=1234, receipts=tuple(envelope(s, 200) for s in range(stage, STAGES)),
         service_seconds=0.8123, total_seconds=2.5123, loss_sum=7168.25, tokens=1024,

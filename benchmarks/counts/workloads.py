@@ -1,4 +1,4 @@
-"""Small pieces of work, each of something that a run does over and over; all from fixed seeds."""
+"""Small workloads with fixed seeds, one per frequent operation of a run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _receipt_heard() -> Callable[[], object]:
 
 
 def _lease_resolved() -> Callable[[], object]:
-    """Its trainer gets the next one, if there is one."""
+    """Resolve a lease; its trainer gets the next one, if there is one."""
     world = MidStep()
     peer, lease = world.leases[5]
     number = next(n for n in range(STAGES * PEERS_PER_STAGE) if identity(n).peer_id == peer)
@@ -101,7 +101,7 @@ def _tick() -> Callable[[], object]:
 
 
 def _last_receipt() -> Callable[[], object]:
-    """The one that completes the table: the close begins."""
+    """Handle the receipt that completes the step's table and starts the step close."""
     world = MidStep()
     missing = receipt(0, MICROBATCHES - 1)
     for number in range(STAGES):
@@ -173,7 +173,7 @@ def _muxer_frame() -> Callable[[], object]:
 
 
 def _frame() -> Callable[[], object]:
-    """A payload of a megabyte, arriving in pieces as large as the muxer's."""
+    """Decode a payload of a megabyte that arrives in pieces of the muxer's size."""
     header, payload = encode(forward(STAGE)), bytes(2**20)
     size = MAX_FRAME_PAYLOAD_BYTES
 

@@ -1,4 +1,4 @@
-"""A run in the middle of a step, made by hand: members, manifest and the coordinator's state."""
+"""A constructed run in the middle of a step: members, manifest and the coordinator's state."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ STAGES, PEERS_PER_STAGE = 4, 16
 MICROBATCHES = 256
 RUN = RunId("7d" * 32)
 STARTED = 1000.0
-"""Monotonic seconds; the run is past the first minute, which has rules of its own."""
+"""Monotonic seconds of the start; the run is past the first minute, which has special rules."""
 
 
 @cache
@@ -95,7 +95,7 @@ def record(number: int) -> PeerRecord:
 
 @cache
 def manifest() -> Manifest:
-    """A 1-billion-parameter model; nothing of it is ever built."""
+    """Return the manifest of a 1-billion-parameter model, which is never built."""
     shard = {"tokens": 10**9, "sha256": "0" * 64}
     return Manifest(
         name="counted",
@@ -125,7 +125,7 @@ def manifest() -> Manifest:
 
 
 def receipt(number: int, microbatch: int) -> Receipt:
-    """Of the member with that number, for the step that is under way."""
+    """Return a receipt of member `number` for the current step."""
     stage = number % STAGES
     return Receipt(
         run=RUN, generation=Generation(1), step=Step(1), microbatch=MicrobatchIndex(microbatch),
@@ -139,7 +139,7 @@ def envelope(number: int, microbatch: int) -> str:
 
 
 class MidStep:
-    """The coordinator's core with all members ready and their trainers at work."""
+    """The coordinator's core with all members ready and their trainers working."""
 
     def __init__(self) -> None:
         restored = Restored(1, Version(0), None, None, False, None)

@@ -1,11 +1,9 @@
-"""Training over an emulated wide-area network, side by side: `make bench-wan`, as root.
+"""Training over an emulated wide-area network, by contender: `make bench-wan`, as root.
 
-Every contender gets the same model, data, machines and lines; the lines are checked with iperf3 and
-ping first; repetitions take turns, so that a machine that slows down slows everybody down. All
-machines share this one's cores: they compute at a pace of their own
-(`benchmarks.pace`),
-slow enough that the cores carry all of them (`busy cores` in the table tells). Nothing else should
-run meanwhile. docs/benchmarks.md says what is compared and how.
+All contenders have the same model, data, machines and links; iperf3 and ping check the links first;
+repetitions are interleaved, so that a slowdown of the machine affects all contenders. All emulated
+machines share this machine's cores: each computes at its own pace (`benchmarks.pace`), slow enough
+for the cores (see `busy cores` in the table). Nothing else should run meanwhile. docs/benchmarks.md describes the comparison.
 """
 
 from __future__ import annotations
@@ -32,31 +30,33 @@ from swarm_shared.base.errors import SwarmError
 RESULT = Path(__file__).parents[1] / "results" / "wan.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 SERVER = "server"
-"""The coordinator's line in the file of mixes."""
+"""Name of the coordinator's link in the file of mixes."""
 
 
 @click.command()
-@click.option("--mix", "mixes", multiple=True, help="Repeatable; default: all.")
+@click.option("--mix", "mixes", multiple=True, help="Mixes to measure; repeatable; default: all.")
 @click.option("--only", multiple=True, type=click.Choice(list(CONTENDERS)), help="Repeatable.")
-@click.option("--steps", default=6, show_default=True, type=click.IntRange(2), help="Per run.")
+@click.option(
+    "--steps", default=6, show_default=True, type=click.IntRange(2), help="Steps per run."
+)
 @click.option("--warmup", default=2, show_default=True, type=click.IntRange(1))
 @click.option("--cooldown", default=1, show_default=True, type=click.IntRange(0),
               help="Steps at the end that are not measured.")  # fmt: skip
 @click.option("--repetitions", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1),
-              help="Of a step.")  # fmt: skip
-@click.option("--check/--no-check", default=True, help="Measure the lines first.")
+              help="Microbatches per step.")  # fmt: skip
+@click.option("--check/--no-check", default=True, help="Measure the links first.")
 @click.option(
     "--keep",
     is_flag=True,
-    help="Keep the result's other mixes, if they were measured in the same way.",
+    help="Keep the result's other mixes, if their settings are the same.",
 )
 @click.option(
     "--add",
     is_flag=True,
-    help="Like --keep, and repetitions of mixes that the result has are added to its own.",
+    help="Like --keep, and add the repetitions to those of mixes in the result.",
 )
 @click.option("--file", "mix_file", default=MIXES, type=click.Path(path_type=Path))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
@@ -65,12 +65,10 @@ def main(
     repetitions: int, seconds: float, microbatches: int, check: bool, keep: bool, add: bool,
     mix_file: Path, out: Path,
 ) -> None:  # fmt: skip
-    """Measure the swarm and its opponents over emulated lines."""
+    """Measure the swarm and its opponents over emulated links."""
     if warmup + cooldown >= steps:
-        raise click.UsageError(
-            "--steps must be more than --warmup and --cooldown, or nothing is measured"
-        )
-    # Asked to end, everything is torn down as after Ctrl-C.
+        raise click.UsageError("--steps must exceed --warmup and --cooldown together")
+    # SIGTERM tears everything down like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     chosen = tuple(name for name in CONTENDERS if not only or name in only)
@@ -104,9 +102,9 @@ def main(
                 found[name] = added(found[name], mix) if add and name in found else mix
             except SwarmError as error:
                 missing.append(name)
-                click.echo(f"benchmark: {name} is left out: {error}", err=True)
+                click.echo(f"benchmark: {name} is omitted: {error}", err=True)
                 continue
-            # What has been measured stays, whatever becomes of the next mix.
+            # Write after every mix, so that a failure of the next one loses nothing.
             write_result(out, document)
     click.echo(f"\n{render(document)}")
     click.echo(f"\nwritten to {out}")
@@ -117,7 +115,7 @@ def main(
 
 
 def _refuse_other_losses(document: dict[str, Any]) -> None:
-    """A contender that computed something else has won nothing."""
+    """Exit with an error when a contender's losses differ."""
     found = [
         f"{name}: {mix['loss_disagreement']}"
         for name, mix in document["mixes"].items()

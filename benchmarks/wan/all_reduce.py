@@ -1,13 +1,13 @@
-"""Averaging a stage's gradients over emulated lines, beside its bound: `make bench-all-reduce`.
+"""All-reduce of a stage's gradients over emulated links, with its bound: `make bench-all-reduce`.
 
 Real runs of one stage: a coordinator, and members that hold the same stage and average at the end
-of every step, each with a network of its own. How long that takes is from the first member's begin
-to the last one's end (`timeline.recorder`, inside each of them). The bound is 2(n-1)/n times the
-gradient in float32 over the slower direction of the line, which no all-reduce of n equal members
-beats with as many bytes (Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). Where lines are
-unlike, thin ones may sum less, and the bound is that of the best division. Such groups are measured
-with equal shares, too; their volunteers have set what they upload to what the line takes, because
-in a run of one stage there is no other traffic from which it could be learnt.
+of every step, each behind its own link. The time runs from the first member's start to the last
+one's end (`timeline.recorder`, inside each of them). The bound is 2(n-1)/n times the float32
+gradient over the slower direction of the link, the minimum for an all-reduce of n equal members
+(Patarasuk & Yuan 2009, doi 10.1016/j.jpdc.2008.09.002). With different links, slow uplinks may
+reduce less, and the bound is that of the best division. Such groups are also measured with equal
+shares. Their volunteers have a configured upload rate, because a run of one stage has no other
+traffic from which to estimate it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ COORDINATOR = "coordinator"
 RECORDER = "benchmarks.wan.timeline.recorder"
 STEPS = 7
 WARMUP = 2
-"""The first average opens connections, and shows what lines take."""
+"""Leading steps that are not measured: the first all-reduce opens connections and estimates link
+rates."""
 
 SETTINGS = {
     **PLAIN_BORDERS,
@@ -56,13 +57,13 @@ SETTINGS = {
     "model.hidden_size": 192, "model.intermediate_size": 512, "model.layers": 6,
     "model.sequence_length": 32,
 }  # fmt: skip
-"""Some ten megabytes of gradients, and hardly any computing. More microbatches than members: who
-has none in a step has nothing to add, and whole counts of nothing take no bytes."""
+"""A run with about ten megabytes of gradients and little computing. It has more microbatches than
+members: a member without any has zero gradients, which `exact` encodes in no bytes."""
 
 
 @click.command()
 @click.option("--link", "links", multiple=True, default=("fibre", "cable", "dsl", "fibre+dsl"),
-              help="Kinds of lines; with a + members have them in turn.")  # fmt: skip
+              help="Kinds of links; members alternate between kinds joined by +.")  # fmt: skip
 @click.option("--members", "sizes", multiple=True, default=(2, 4), type=click.IntRange(2, 8))
 @click.option("--codec", "codecs", multiple=True, default=("none", "exact", "int8"),
               type=click.Choice(get_args(AverageCodec)))  # fmt: skip
@@ -70,7 +71,7 @@ has none in a step has nothing to add, and whole counts of nothing take no bytes
 def main(
     links: Sequence[str], sizes: Sequence[int], codecs: Sequence[AverageCodec], out: Path
 ) -> None:
-    """Seconds of an all-reduce, over its bound."""
+    """Measure an all-reduce and compare it with its bound."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     file = read_mixes(MIXES)
@@ -81,7 +82,7 @@ def main(
             unlike = len(kinds) > 1
             for members in sizes:
                 if unlike and members < 3:
-                    continue  # two members send a vector each, however they divide it
+                    continue  # two members send one vector each under any division
                 lines = [kinds[n % len(kinds)] for n in range(members)]
                 hosts = {f"peer-{n}": line for n, line in enumerate(lines, start=1)}
                 place = work / f"{name}-{members}"

@@ -1,16 +1,17 @@
-"""How long an average takes beside its bound, from what its members wrote down. Pure."""
+"""Time of an all-reduce, from its members' records, and its bound. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.markdown import markdown_table
 from benchmarks.wan.mixes import Link
 from swarm_shared.base.errors import SwarmError
 
 
 def step_seconds(processes: Sequence[Sequence[Sequence[Any]]], step: int, members: int) -> float:
-    """From the first member's begin to the last one's end."""
+    """Return the seconds from the first member's start to the last one's end."""
     spans = [
         (event[4], event[5])
         for events in processes
@@ -24,11 +25,11 @@ def step_seconds(processes: Sequence[Sequence[Sequence[Any]]], step: int, member
 
 
 def bound_seconds(gradient_bytes: int, lines: Sequence[Link]) -> float:
-    """The least time of an all-reduce of two or more members in which each sums a part of its own.
+    """Return the minimum time of an all-reduce of two or more members, each reducing a share.
 
-    Whoever sums the share s moves 1 + s(n-2) vectors each way. So in a given time each line allows
-    a share, and the least time is the one in which shares add up to the whole; with like lines
-    that is 2(n-1)/n vectors.
+    A member that reduces the share s moves 1 + s(n-2) vectors each way. A given time therefore
+    allows each link a share; the minimum is the time at which the shares add up to one. With equal
+    links it is that of 2(n-1)/n vectors.
     """
     rates = [min(line.up_bytes_per_second, line.down_bytes_per_second) for line in lines]
     others = len(rates) - 2
@@ -43,21 +44,32 @@ def bound_seconds(gradient_bytes: int, lines: Sequence[Link]) -> float:
     return most
 
 
+_DIVISIONS = {"what its line takes": "by link rate", "equally much": "equal shares"}
+"""Names in the table for how members divide the reduction."""
+
+
 def all_reduce_markdown(document: Mapping[str, Any]) -> str:
-    """A row per line, size, codec and way of dividing the work."""
+    """Seconds of an all-reduce over its bound, by links, members, codec and division of work."""
     megabytes = document["rows"][0]["gradient_bytes"] / 1e6
-    lines = [
+    head = (
         f"{document['measured_at'][:10]}, load {document['load_before']:.1f} before: "
         f"{megabytes:.1f} MB of gradients in float32, medians of {document['steps']} steps of one "
-        "run each. Aim 0.70.",
-        "",
-        "| lines | members | codec | each sums | seconds | the bound of float32 | bound over "
-        "seconds |",
-        "|---|---:|---|---|---:|---:|---:|",
-    ]
-    for row in document["rows"]:
-        lines.append(
-            f"| {row['link']} | {row['members']} | {row['codec']} | {row['sums']} "
-            f"| {row['seconds_median']:.2f} | {row['bound_seconds']:.2f} | {row['of_bound']:.2f} |"
+        "run each. Aim 0.70."
+    )
+    rows = [
+        (
+            row["link"],
+            str(row["members"]),
+            row["codec"],
+            _DIVISIONS[row["sums"]],
+            f"{row['seconds_median']:.2f}",
+            f"{row['bound_seconds']:.2f}",
+            f"{row['of_bound']:.2f}",
         )
-    return "\n".join(lines)
+        for row in document["rows"]
+    ]
+    columns = (
+        "links", "members", "codec", "division", "seconds", "bound of float32",
+        "bound over seconds",
+    )  # fmt: skip
+    return "\n".join([head, "", *markdown_table(columns, "lrllrrr", rows)])

@@ -1,4 +1,4 @@
-"""Bytes over every border between stages, as the swarm's volunteers count them themselves."""
+"""Bytes over every stage boundary, as counted by the swarm's volunteers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from swarm_shared.protocol import STAGE_PROTOCOL
 def border_table(
     history: History, stage_of: Mapping[str, int], sizes: Sizes
 ) -> list[dict[str, Any]]:
-    """For each border: bytes of a step forwards and backwards, and the least that it takes.
+    """Return for each boundary the bytes of a step in both directions, and their minimum.
 
-    `stage_of` volunteers by name. The counts are of the whole run, frames with their headers; what
-    came after a volunteer's last heartbeat, less than a second's, is missing. Token ids that go to
-    stage 0 are among a row's bytes where the trainer is a peer of the stage next to it.
+    `stage_of` maps volunteers by name. Counts cover the whole run, frames with their headers,
+    except the traffic after a volunteer's last heartbeat, less than a second's. A row includes
+    token ids sent to stage 0 where the trainer is a peer of the adjacent stage.
     """
     stages = {one.peer: stage_of[one.name or ""] for one in history.peers if one.name in stage_of}
     steps = max(1, len(history.steps))

@@ -1,4 +1,4 @@
-"""Measures the emulation itself, with iperf3 and ping, before anything is measured over it."""
+"""Verifies the emulated links with iperf3 and ping before a measurement."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from swarm_shared.base.errors import SwarmError
 
 SECONDS = 3.0
 WARM_UP_SECONDS = 2
-"""Left out: while TCP finds its rate."""
+"""Leading seconds not measured, while TCP ramps up."""
 PINGS = 60
 PING_SECONDS = 0.05
 RATE_TOLERANCE = 0.10
 RTT_TOLERANCE_MS = 1.5
 
 TCP_SHARE = 1448 / 1514
-"""Of what an Ethernet frame carries: what is left for a program, after Ethernet's, IP's and TCP's
-headers and the time stamps."""
+"""Payload share of a full Ethernet frame, after the headers of Ethernet, IP and TCP with time
+stamps."""
 DATAGRAM_BYTES = 1448
 UDP_SHARE = DATAGRAM_BYTES / (DATAGRAM_BYTES + 42)
 UDP_EXCESS = 1.2
-"""Datagrams are sent this much faster than the line is, so that it is full."""
+"""Rate of UDP datagrams over the link's rate, which saturates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinkCheck:
-    """One machine's line: what was asked for and what was found."""
+    """Configured and measured properties of one machine's link."""
 
     machine: str
     asked: Link
     up_mbit: float
-    """On the wire, headers included, as asked."""
+    """Measured rate on the wire, headers included, like the configured one."""
     down_mbit: float
     rtt_ms: float
-    """Mean, to a machine in the middle of the network."""
+    """Mean round trip to a machine in the middle of the network."""
     rtt_deviation_ms: float
 
     def complaints(self) -> list[str]:
-        """Where it is not what was asked for."""
+        """Return a message for each property that deviates from the configuration."""
         found = []
         for what, asked, measured in (
             ("up", self.asked.up_mbit, self.up_mbit),
@@ -55,7 +55,7 @@ class LinkCheck:
         ):
             if abs(measured / asked - 1) > RATE_TOLERANCE:
                 found.append(f"{self.machine}: {what} {measured:.1f} Mbit/s, not {asked:g}")
-        # The mean of some draws of the jitter is off by a share of it.
+        # The mean over few draws of the jitter deviates by a share of it.
         tolerance = RTT_TOLERANCE_MS + self.asked.jitter_ms / 2
         if abs(self.rtt_ms - self.asked.rtt_ms) > tolerance:
             found.append(f"{self.machine}: RTT {self.rtt_ms:.1f} ms, not {self.asked.rtt_ms:g}")
@@ -70,14 +70,14 @@ class LinkCheck:
 
 
 def check_links(network: Network, machines: Iterable[str] | None = None) -> list[LinkCheck]:
-    """Measures one machine of each kind of line (or these), one after the other."""
+    """Measure one machine of each kind of link (or `machines`), one after the other."""
     chosen = one_of_each(network.links) if machines is None else list(machines)
     with _iperf_server(network):
         return [_check(network, name) for name in chosen]
 
 
 def one_of_each(links: Mapping[str, Link]) -> list[str]:
-    """The first machine with each different line."""
+    """Return the first machine with each distinct link."""
     first: dict[Link, str] = {}
     for name, link in links.items():
         first.setdefault(link, name)
@@ -96,8 +96,8 @@ def render(checks: Iterable[LinkCheck]) -> str:
         for one in checks
     ]  # fmt: skip
     header = (
-        "line of", "up Mbit/s", "found", "down Mbit/s", "found", "RTT ms", "found", "sd",
-        "jitter asked", "loss % asked",
+        "link of", "up Mbit/s", "found", "down Mbit/s", "found", "RTT ms", "found", "sd",
+        "jitter set", "loss % set",
     )  # fmt: skip
     return table(header, rows, right=tuple(range(1, 10)))
 
@@ -114,7 +114,7 @@ def _check(network: Network, name: str) -> LinkCheck:
 
 
 def _rate(host: Host, server: str, mbit: float, link: Link, *, reverse: bool) -> float:
-    """Mbit/s on the wire. TCP, but on lines with losses, where its rate is not the line's."""
+    """Measure Mbit/s on the wire: by TCP, or by UDP on links with loss, which limits TCP."""
     words = ["iperf3", "-c", server, "-J", "-t", f"{SECONDS:g}", "-O", str(WARM_UP_SECONDS)]
     share = TCP_SHARE
     if reverse:
@@ -130,7 +130,7 @@ def _rate(host: Host, server: str, mbit: float, link: Link, *, reverse: bool) ->
 
 
 def _ping(host: Host, target: str) -> tuple[float, float]:
-    """Mean and deviation of the round trip, in ms."""
+    """Return mean and standard deviation of the round trip in ms."""
     words = ["ping", "-q", "-n", "-c", str(PINGS), "-i", str(PING_SECONDS), target]
     text = host.run(words)
     match = re.search(r"= [\d.]+/([\d.]+)/[\d.]+/([\d.]+) ms", text)

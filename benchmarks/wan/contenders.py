@@ -1,5 +1,5 @@
-"""The ways of training one run over the network. Each starts its programs on the machines, waits
-for them, and returns the times of its steps. None knows of the others."""
+"""Contenders of bench-wan. Each starts its programs on the machines, waits for them, and returns
+the times of its steps. Contenders are independent of each other."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from swarm_shared.run.codec_sizes import ActivationCodec
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a contender did."""
+    """Result of one contender's run."""
 
     steps: Sequence[TimedStep]
     details: Mapping[str, Any] = dataclass_field(default_factory=dict)
-    """What it alone can tell, for the result file."""
+    """Further data of this contender for the result file."""
 
 
 Run = Callable[[Field, Path], Outcome]
@@ -39,16 +39,16 @@ class Contender:
     title: str
     run: Run
     exact: bool = True
-    """Its losses must equal those of one process."""
+    """True when its losses must equal those of one process."""
     why_not: Callable[[Field], str | None] = lambda field: None
-    """Why it cannot train on this fleet; None when it can."""
+    """Returns the reason why it cannot train on this fleet, or None."""
 
 
 def swarm(
     field: Field, work: Path, *, codec: ActivationCodec = "none", equal_shares: bool = False,
     staleness: int = 0, volunteer_prefix: Sequence[str] = (),
 ) -> Outcome:  # fmt: skip
-    """Ours: the programs that organisers and volunteers start, these with a prefix before them."""
+    """Run this project's programs as organisers and volunteers do, volunteers with a prefix."""
     run_dir = work / "run"
     shutil.copytree(field.run_folder(codec=codec, staleness=staleness), run_dir)
     with Subprocesses() as children:
@@ -64,19 +64,19 @@ def swarm(
             local.start_volunteer(invite, stage=member.stage)
         finished = local.watch(lambda seen, status: None)
         local.wait_for_exit()
-    # Bytes of the links are written last of all.
+    # Byte counts of links are written last.
     told = local.history() or finished
     steps = [
         TimedStep(step.step, step.loss, step.tokens, step.seconds, step.written_at)
         for step in finished.steps
     ]
-    # Volunteers were started, and so named, in the order of the members.
+    # Volunteers are started and named in the order of the members.
     stage_of = {f"volunteer-{n}": one.stage for n, one in enumerate(field.members, 1)}
     return Outcome(steps, {"borders": border_table(told, stage_of, field.sizes)})
 
 
 def torch_single(field: Field, work: Path) -> Outcome:
-    """One process as fast as all machines together, and no network."""
+    """Run one process with the pace of all machines together, without a network."""
     out = work / "steps.jsonl"
     words = [str(field.run_folder()), "--steps", str(field.steps)]
     words += ["--threads", "2", "--out", str(out)]
@@ -91,13 +91,13 @@ def torch_single(field: Field, work: Path) -> Outcome:
 
 
 def pipeline(field: Field, work: Path, chunks: int = 1) -> Outcome:
-    """torch.distributed.pipelining over gloo: 1F1B, or interleaved with chunks of each rank."""
+    """Run torch.distributed.pipelining over gloo: 1F1B, or interleaved with `chunks` per rank."""
     out = work / "steps.jsonl"
     template = field.run_folder(chunks)
     taken = [0] * field.stages
     with Subprocesses() as children:
         for member in field.members:
-            # Machines of one stage are in different pipelines.
+            # Machines of one stage belong to different pipelines.
             rank = taken[member.stage] * field.stages + member.stage
             taken[member.stage] += 1
             words = [str(template), "--rank", str(rank), "--steps", str(field.steps)]
@@ -117,7 +117,7 @@ def interleaved(field: Field, work: Path) -> Outcome:
 
 
 def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
-    """Stages behind hivemind's MoE servers, and a trainer through which everything goes."""
+    """Run stages behind hivemind's MoE servers, and a trainer through which all tensors pass."""
     out = work / "steps.jsonl"
     template = str(field.run_folder())
     precision = "--fp16" if fp16 else "--fp32"
@@ -145,7 +145,7 @@ def experts(field: Field, work: Path, *, fp16: bool) -> Outcome:
 
 
 def data_parallel(field: Field, work: Path) -> Outcome:
-    """The whole model on every machine, averaged by hivemind.Optimizer."""
+    """Run the whole model on every machine, averaged by hivemind.Optimizer."""
     out = work / "steps.jsonl"
     with Subprocesses() as children:
         started = []
@@ -167,11 +167,11 @@ def data_parallel(field: Field, work: Path) -> Outcome:
 
 
 def several_to_choose_from(field: Field) -> str | None:
-    return None if field.pipelines > 1 else "each stage has one machine, there is nothing to route"
+    return None if field.pipelines > 1 else "each stage has one machine only"
 
 
 def one_pipeline(field: Field) -> str | None:
-    return None if field.pipelines == 1 else "it has no averaging inside a stage"
+    return None if field.pipelines == 1 else "it does not average within a stage"
 
 
 CONTENDERS: dict[str, Contender] = {

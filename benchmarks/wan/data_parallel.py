@@ -2,9 +2,9 @@
 
     python -m benchmarks.wan.data_parallel RUN_DIR --member 0 --members 4 --address 1.2.3.4 …
 
-Each computes microbatches at its own pace until all together have a step's; then hivemind averages.
-It counts a step as done when its share of others' reports says so, and a microbatch more or less
-may be in it: the losses are near those of the others, not equal.
+Each member computes microbatches at its own pace until all together have those of a step; then
+hivemind averages. It ends a step by the members' progress reports, so that a step may have a
+microbatch more or less: losses are close to the other contenders', not equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swarm_shared.model.initialise import build_whole
 from swarm_shared.run.manifest import Manifest
 
 MATCHMAKING_SECONDS = 3.0
-"""The least that hivemind recommends."""
+"""Seconds of matchmaking, the minimum that hivemind recommends."""
 AVERAGING_SECONDS = 60.0
 
 
@@ -56,13 +56,20 @@ def make_optimizer(dht: Any, manifest: Manifest, module: torch.nn.Module) -> Any
 @click.option("--member", type=int, required=True)
 @click.option("--members", type=int, required=True)
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
 @click.option("--steps", type=int, required=True)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Member 0 writes it.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Result file, written by member 0.",
+)
 def main(
     run_dir: Path, member: int, members: int, address: str, folder: Path, steps: int, out: Path
 ) -> None:
-    """Train as one member until so many steps are done."""
+    """Train as one member for the given number of steps."""
     torch.set_num_threads(1)
     data = RunData(run_dir)
     manifest = data.manifest
@@ -97,7 +104,7 @@ def main(
             began, losses, taken = now, [0.0], 0
     if member == 0:
         write_steps(out, timed)
-    # hivemind's processes are ended by whoever started this one; its own farewell may hang.
+    # The parent ends hivemind's processes; hivemind's own shutdown may hang.
     os._exit(0)
 
 

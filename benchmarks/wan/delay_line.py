@@ -1,9 +1,9 @@
-"""Which packet leaves when, or never: delay, jitter and loss of a network's paths.
+"""Delay, jitter and loss of a network's paths: when each packet leaves, if at all.
 
-Pure: packets, time and random numbers in, packets out. A path never reorders, as real ones hardly
-do: a packet that the jitter would let overtake leaves right behind the one before it. The jitter
-of a line is drawn anew every JITTER_SECONDS, not for every packet; else packets in a row, none
-overtaking another, would all be as late as the latest of them.
+Pure: packets, time and random numbers in, packets out. A path never reorders, as real ones seldom
+do: a packet that the jitter would let overtake leaves directly behind its predecessor. The jitter
+of a link is drawn every JITTER_SECONDS, not per packet; otherwise a burst without overtaking would
+have the delay of its slowest packet throughout.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from dataclasses import dataclass
 
 JITTER_SECONDS = 0.02
 MAX_WAITING = 200_000
-"""Packets in flight; more than this is a program gone wild, not a network."""
+"""Maximum number of packets in flight; more indicate a faulty program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One machine's line."""
+    """Delay, jitter and loss of one machine's link."""
 
     delay_seconds: float = 0.0
-    """Of one direction."""
+    """Delay of one direction."""
     jitter_seconds: float = 0.0
     loss: float = 0.0
-    """Probability, in each direction."""
+    """Loss probability in each direction."""
 
 
 class _Line:
-    """One direction of one machine's line."""
+    """One direction of one machine's link."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
@@ -45,7 +45,7 @@ class _Line:
 
 
 class DelayLine:
-    """The packets under way between machines, by their addresses."""
+    """Packets in flight between machines, by address."""
 
     def __init__(self, machines: Mapping[bytes, Access], random: Callable[[], float]) -> None:
         self._random = random
@@ -56,7 +56,7 @@ class DelayLine:
         self._serial = 0
         self.lost = 0
         self.refused = 0
-        """From or to an address that nobody has, or more than fit."""
+        """Number of packets with an unknown address or beyond MAX_WAITING."""
 
     def accept(self, now: float, source: bytes, target: bytes, packet: bytes) -> None:
         up, down = self._up.get(source), self._down.get(target)
@@ -75,11 +75,11 @@ class DelayLine:
         heapq.heappush(self._waiting, (due, self._serial, packet))
 
     def next_due(self) -> float | None:
-        """When the next packet leaves; None while none is under way."""
+        """Return when the next packet leaves, or None while none is in flight."""
         return self._waiting[0][0] if self._waiting else None
 
     def take_due(self, now: float) -> tuple[float, bytes] | None:
-        """The earliest packet that should have left by now, and when it should have."""
+        """Return the earliest packet due by `now` with its due time."""
         if not self._waiting or self._waiting[0][0] > now:
             return None
         due, _, packet = heapq.heappop(self._waiting)

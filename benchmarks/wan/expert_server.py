@@ -2,8 +2,8 @@
 
     python -m benchmarks.wan.expert_server RUN_DIR --stage 0 --address 1.2.3.4 --folder F
 
-Beside the stage it serves a second, tiny expert, `close`: the trainer asks it for the squared norm
-of the stage's gradients and tells it to take the step. So the losses equal those of one process.
+Besides the stage it serves a second, tiny expert, `close`, which returns the squared norm of the
+stage's gradients to the trainer and takes the step, so that the losses equal those of one process.
 
 Shape suffixes: B sequences, T positions, D hidden size.
 """
@@ -38,13 +38,13 @@ from swarm_shared.run.manifest import Manifest
 from swarm_shared.run.schedule import clip_factor, learning_rate
 
 HANDLERS = 4
-"""Processes that take requests; hivemind recommends four per expert."""
+"""Number of request handler processes; hivemind recommends four per expert."""
 START_SECONDS = 60.0
 NORM, APPLY = 0.0, 1.0
 
 
 class PacedBackend(ModuleBackend):  # type: ignore[misc]
-    """Computes no faster than its machine. hivemind's backward computes the forward anew."""
+    """Backend that computes at its machine's pace; hivemind's backward recomputes the forward."""
 
     def __init__(self, pace: Pace, sequences: int, *arguments: Any, **options: Any) -> None:
         self._pace, self._sequences = pace, sequences
@@ -64,10 +64,10 @@ class PacedBackend(ModuleBackend):  # type: ignore[misc]
 
 
 class ForkingFirst(Server):  # type: ignore[misc]
-    """hivemind's server, started so that it always starts.
+    """hivemind's server with its processes forked before its threads start.
 
-    Its own order is a thread that talks to the DHT, then processes forked beside it, which then may
-    wait for ever for a lock that the thread held: seen on a busy machine.
+    hivemind starts a thread that talks to the DHT first and forks afterwards; a forked process may
+    then wait indefinitely for a lock that the thread held, as observed on a busy machine.
     """
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class ForkingFirst(Server):  # type: ignore[misc]
 
 
 class LossStage(nn.Module):
-    """The last stage: the loss of each sequence, summed over its tokens."""
+    """Last stage; computes the loss of each sequence, summed over its tokens."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -99,7 +99,8 @@ class LossStage(nn.Module):
 
 
 class Close(nn.Module):
-    """(1, 3): what to do, norm, step. Its answer (1, 1) is the squared norm, or nothing."""
+    """Step close as an expert: input (1, 3) of action, norm and step; output (1, 1) of the squared
+    norm, or zero."""
 
     def __init__(self, manifest: Manifest, stage: Stage) -> None:
         super().__init__()
@@ -159,10 +160,12 @@ def make_backends(manifest: Manifest, index: int, compression: Any) -> dict[str,
 @click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
 @click.option("--stage", type=int, required=True)
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
-@click.option("--fp16/--fp32", default=False, help="Of activations and gradients on the wire.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
+@click.option("--fp16/--fp32", default=False, help="Type of activations and gradients on the wire.")
 def main(run_dir: Path, stage: int, address: str, folder: Path, fp16: bool) -> None:
-    """Serve one stage until told to stop."""
+    """Serve one stage until a signal ends the process."""
     torch.set_num_threads(1)
     first = [] if stage == 0 else wait_for_files([folder / "server-0.json"])[0]["addresses"]
     dht = open_dht(address, first)

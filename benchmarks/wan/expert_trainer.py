@@ -1,9 +1,9 @@
-"""Contender: the trainer in the middle, which calls every stage through hivemind's RemoteExpert.
+"""Contender: a trainer in the middle that calls every stage through hivemind's RemoteExpert.
 
     python -m benchmarks.wan.expert_trainer RUN_DIR --address 1.2.3.4 --folder F --steps 6 --out O
 
-As in SWARM's public code and in Petals' fine-tuning, every activation and gradient goes through
-the trainer. It keeps several microbatches under way, so that all stages have something to do.
+As in SWARM's public code and in Petals' fine-tuning, every activation and gradient passes through
+the trainer. It keeps several microbatches in flight, so that all stages have work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.run_data import RunData, TimedStep, write_steps
 from benchmarks.wan.expert_server import APPLY, NORM
 
 MICROBATCHES_PER_STAGE = 2
-"""Under way for each stage: while one is computed another is on its way."""
+"""Microbatches in flight per stage: one is computed while another is in transfer."""
 
 
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
         self._closers = closers
 
     def microbatch(self, inputs: Tensor, targets: Tensor) -> float:
-        """Forward and backward through all stages; the sum of the losses."""
+        """Run forward and backward through all stages; return the sum of the losses."""
         value = inputs
         for stage in self._stages[:-1]:
             value = stage(value)
@@ -46,7 +46,7 @@ class Trainer:
         return float(losses.detach().double().sum())
 
     def step(self, number: int, pool: ThreadPoolExecutor) -> float:
-        """One optimizer step; its mean loss."""
+        """Run one optimizer step; return its mean loss."""
         pairs = [
             (torch.from_numpy(inputs), torch.from_numpy(targets))
             for inputs, targets in self._data.microbatches(number)
@@ -66,7 +66,9 @@ class Trainer:
 @click.command()
 @click.argument("run_dir", type=click.Path(path_type=Path, exists=True))
 @click.option("--address", required=True)
-@click.option("--folder", type=click.Path(path_type=Path), required=True, help="To find others.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), required=True, help="Rendezvous of the processes."
+)
 @click.option("--steps", type=int, required=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(run_dir: Path, address: str, folder: Path, steps: int, out: Path) -> None:
@@ -91,7 +93,7 @@ def main(run_dir: Path, address: str, folder: Path, steps: int, out: Path) -> No
             tokens = data.manifest.tokens_per_step
             timed.append(TimedStep(number, loss, tokens, seconds, time.time()))
     write_steps(out, timed)
-    # hivemind's processes are ended by whoever started this one; its own farewell may hang.
+    # The parent ends hivemind's processes; hivemind's own shutdown may hang.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What every contender gets: the network, the fleet on it, the run, and where to write."""
+"""Environment of a contender: the network, its fleet, the run, and the output folder."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.codec_sizes import ActivationCodec
 
 COORDINATOR = "coordinator"
-"""A machine with a good line, for whoever needs one that holds no stage."""
+"""Name of a machine with a good link that holds no stage."""
 TRAINER = "trainer"
-"""A machine that holds no stage, with the best of the fleet's own lines."""
+"""Name of a machine that holds no stage, with the best of the fleet's links."""
 LIMIT_SECONDS = 1800.0
 DEVICE = "eth0"
 
@@ -26,7 +26,7 @@ DEVICE = "eth0"
 class Field:
     network: Network
     members: tuple[Member, ...]
-    """In the order of their stages."""
+    """Members in the order of their stages."""
     templates: Templates
     sizes: Sizes
     steps: int
@@ -38,19 +38,19 @@ class Field:
     def run_folder(
         self, chunks: int = 1, codec: ActivationCodec = "none", staleness: int = 0
     ) -> Path:
-        """Not to be written into. With so many stages for each machine."""
+        """Return a run folder, to be read only, with the given number of stages per machine."""
         return self.templates.folder(self.stages * chunks, self.pipelines, codec, staleness)
 
     @property
     def pipelines(self) -> int:
-        """How many whole pipelines the fleet makes."""
+        """Number of complete pipelines of the fleet."""
         return len(self.members) // self.stages
 
     def host(self, member: Member) -> Host:
         return self.network.hosts[member.name]
 
     def environment(self, flops_per_second: float) -> dict[str, str]:
-        """Of a process that computes: one thread, at its machine's pace."""
+        """Return the environment of a computing process: one thread, at its machine's pace."""
         return {
             PACE_VARIABLE: repr(flops_per_second), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": DEVICE, "PYTHONUNBUFFERED": "1",
@@ -58,7 +58,7 @@ class Field:
 
 
 def wait_for_all(children: Subprocesses, what: str) -> None:
-    """SwarmError with the last words of whoever failed, or when it takes too long."""
+    """Wait for all children; raises SwarmError on a failure, with its last output, or a timeout."""
     if children.wait(LIMIT_SECONDS):
         raise SwarmError(f"{what} had not ended after {LIMIT_SECONDS:.0f} seconds")
     if failed := children.failed():
@@ -66,5 +66,5 @@ def wait_for_all(children: Subprocesses, what: str) -> None:
 
 
 def wait_for(child: Subprocess, children: Subprocesses, what: str) -> None:
-    """One of them has ended as it should. SwarmError as above."""
+    """Wait until `child` has ended successfully; raises SwarmError like `wait_for_all`."""
     wait_until(lambda: child.exit_code() == 0, children, LIMIT_SECONDS, what)

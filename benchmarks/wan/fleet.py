@@ -1,8 +1,8 @@
-"""A mix of machines put to one model: who holds which stage, how fast it computes, and the bound.
+"""Assignment of a mix of machines to a model's stages, their pace, and the bound. Pure.
 
-Pure. The bound is what no pipeline over these machines and lines can beat: a stage's peers share
-its microbatches as well as possible, each limited by its computing and by the bytes that it must
-send and receive: an activation and a gradient per border, and its part of the all-reduce.
+No pipeline over these machines and links exceeds the bound: a stage's peers share its microbatches
+optimally, each limited by its compute and by the bytes that it must send and receive, an
+activation and a gradient per boundary and its part of the all-reduce.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarm_shared.run.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One machine of the fleet, and its work."""
+    """One machine of the fleet and its stage."""
 
     name: str
     peer: Peer
@@ -27,16 +27,16 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the model makes of compute and bytes."""
+    """Compute and bytes of the model."""
 
     work_flops: tuple[float, ...]
-    """Of one microbatch in each stage, forward and backward."""
+    """FLOPs of one microbatch in each stage, forward and backward."""
     border_bytes: int
-    """Of one activation of a microbatch, and as many of a gradient."""
+    """Bytes of one microbatch's activation, and of its gradient."""
     gradient_bytes: tuple[int, ...]
-    """All gradients of each stage, which its peers average."""
+    """Bytes of all gradients of each stage, which its peers average."""
     microbatches: int
-    """Of a step."""
+    """Number per step."""
     tokens_per_microbatch: int
 
     @property
@@ -49,11 +49,11 @@ class Bound:
     step_seconds: float
     tokens_per_second: float
     stage: int
-    """The one that holds the others up."""
+    """Index of the bottleneck stage."""
 
 
 def sizes_of(manifest: Manifest, parameters: Sequence[int]) -> Sizes:
-    """`parameters` of each stage, float32 as all is."""
+    """Return the sizes of a run with `parameters` per stage, all in float32."""
     training, model = manifest.training, manifest.model
     numbers = training.sequences_per_microbatch * model.sequence_length * model.hidden_size
     return Sizes(
@@ -66,16 +66,16 @@ def sizes_of(manifest: Manifest, parameters: Sequence[int]) -> Sizes:
 
 
 def assign(mix: Mix, stages: int, work_flops: Sequence[float], seconds: float) -> list[Member]:
-    """Stages to machines: the fastest first, each to the stage whose peers are slowest together.
+    """Assign machines to stages: the fastest first, each to the stage with the lowest total rate.
 
-    All stages get as many machines. One of speed 1 takes `seconds` for one microbatch of a stage of
-    mean work. ConfigurationError when the machines cannot be shared out equally.
+    All stages get equally many machines. One of speed 1 takes `seconds` for one microbatch of a
+    stage of mean work. Raises ConfigurationError when the machines cannot be divided equally.
     """
     places, left = divmod(len(mix.peers), stages)
     if left or not places:
         raise ConfigurationError(
-            f"mix {mix.name!r} has {len(mix.peers)} machines; a multiple of {stages} is needed, so "
-            "that every stage gets as many"
+            f"mix {mix.name!r} has {len(mix.peers)} machines; stages of equal size need a multiple "
+            f"of {stages}"
         )
     ordinary = sum(work_flops) / len(work_flops) / seconds
     rates, taken = [0.0] * stages, [0] * stages
@@ -93,7 +93,7 @@ def assign(mix: Mix, stages: int, work_flops: Sequence[float], seconds: float) -
 
 
 def minimum_bytes(sizes: Sizes, members: Sequence[Member]) -> int:
-    """Sent by all machines together in a step: nobody gets along with less, uncompressed."""
+    """Return the minimum bytes that all machines send in a step, uncompressed."""
     borders = 2 * sizes.border_bytes * (sizes.stages - 1) * sizes.microbatches
     averaged = 0
     for stage in range(sizes.stages):
@@ -103,7 +103,7 @@ def minimum_bytes(sizes: Sizes, members: Sequence[Member]) -> int:
 
 
 def pipeline_bound(sizes: Sizes, members: Sequence[Member]) -> Bound:
-    """The shortest step, without the time that a pipeline takes to fill, and without any delay."""
+    """Return the bound of a step, without pipeline fill and delays."""
     slowest = max(range(sizes.stages), key=lambda stage: _stage_seconds(sizes, members, stage))
     seconds = _stage_seconds(sizes, members, slowest)
     tokens = sizes.microbatches * sizes.tokens_per_microbatch
@@ -111,13 +111,13 @@ def pipeline_bound(sizes: Sizes, members: Sequence[Member]) -> Bound:
 
 
 def compute_bound(sizes: Sizes, members: Sequence[Member]) -> float:
-    """Tokens per second of the whole fleet's computing, if no byte had to be moved."""
+    """Return the fleet's tokens per second if no byte had to be moved."""
     fleet = sum(member.flops_per_second for member in members)
     return fleet / sum(sizes.work_flops) * sizes.tokens_per_microbatch
 
 
 def _stage_seconds(sizes: Sizes, members: Sequence[Member], stage: int) -> float:
-    """The least time in which the stage's peers can do a step's microbatches: by bisection."""
+    """Return the minimum time of a step's microbatches at the stage's peers, by bisection."""
     peers = [member for member in members if member.stage == stage]
     low, high = 0.0, 1.0
     while _done(sizes, peers, stage, high) < sizes.microbatches:
@@ -132,9 +132,9 @@ def _stage_seconds(sizes: Sizes, members: Sequence[Member], stage: int) -> float
 
 
 def _done(sizes: Sizes, peers: Sequence[Member], stage: int, seconds: float) -> float:
-    """Microbatches, and parts of them, that the peers of a stage can do in this time."""
+    """Return the microbatches, including fractions, that a stage's peers can do in `seconds`."""
     is_first, is_last = stage == 0, stage == sizes.stages - 1
-    # Inputs come and their gradients go, outputs go and their gradients come.
+    # Inputs are received and their gradients sent; outputs are sent, their gradients received.
     each_way = sizes.border_bytes * (2 - is_first - is_last)
     averaged = 2 * (len(peers) - 1) / len(peers) * sizes.gradient_bytes[stage]
     total = 0.0

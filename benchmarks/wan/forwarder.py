@@ -1,13 +1,13 @@
-"""Delays packets: a program on a TUN device in the middle of an emulated network.
+"""Delays packets on a TUN device in the middle of an emulated network.
 
     python -m benchmarks.wan.forwarder '{"machines": {"1.2.3.4": [0.02, 0.001, 0.0]}, "seed": 1}'
 
-Everything that machines send each other is routed into the device, waits here as long as its path
-takes, and goes back out of it. Not netem, which many kernels are built without. Rates are not its
-business: tbf sees to them, in the kernel, at both ends of every line.
+All traffic between machines is routed into the device, waits here for the delay of its path, and
+leaves through it. netem is not used because many kernels lack it. Rates are limited by tbf, in the
+kernel, at both ends of every link.
 
-Python is fast enough because packets come as the kernel holds them, up to 64 KiB at once
-(`IFF_VNET_HDR`: with a header that says how to cut them), and leave like that.
+Python is fast enough because packets arrive as the kernel holds them, up to 64 KiB at once
+(`IFF_VNET_HDR`: with a header for segmentation), and leave in the same form.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ _TARGET = slice(_VNET_HEADER_BYTES + 16, _VNET_HEADER_BYTES + 20)
 
 @dataclass(slots=True)
 class Counts:
-    """How well it did; printed at the end."""
+    """Statistics of the forwarder, printed at the end."""
 
     packets: int = 0
     bytes: int = 0
     late: int = 0
-    """Left more than LATE_SECONDS after they should have."""
+    """Packets that left more than LATE_SECONDS after they were due."""
     latest_seconds: float = 0.0
     lost: int = 0
     refused: int = 0
     failed: int = 0
-    """The kernel did not take them."""
+    """Packets that the kernel did not accept."""
 
 
 def open_tun() -> int:
-    """IPv4 packets of this network namespace, each behind a virtio header."""
+    """Open a TUN device for IPv4 packets of this network namespace, each with a virtio header."""
     device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
@@ -72,7 +72,7 @@ def open_tun() -> int:
 
 
 def forward(device: int, line: DelayLine, stopped: Callable[[], bool]) -> Counts:
-    """Until told to stop."""
+    """Forward packets until `stopped` returns true."""
     counts = Counts()
     while not stopped():
         due = line.next_due()
@@ -113,13 +113,13 @@ def main(text: str) -> None:
         socket.inet_aton(address): Access(*access)
         for address, access in settings["machines"].items()
     }
-    # Packets must leave on time however busy the cores are: the emulation is not what is measured.
+    # Packets must leave on time under any load: the emulation must not affect the measurement.
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(PRIORITY))
     stopping: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda got, _: stopping.append(got))
-    gc.disable()  # nothing here makes cycles, and a collection would hold packets up
+    gc.disable()  # nothing here creates cycles, and a collection would delay packets
     device = open_tun()
     print(READY, flush=True)
     line = DelayLine(machines, random.Random(settings["seed"]).random)

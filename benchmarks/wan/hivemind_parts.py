@@ -1,7 +1,7 @@
-"""hivemind as its users have it: its DHT, its server of experts, its optimizer.
+"""hivemind's DHT, expert server and optimizer.
 
-The one module of the benchmarks that imports hivemind. Its handlers are forked processes: a
-program imports this first of all, before it has threads.
+The only module of the benchmarks that imports hivemind. hivemind's handlers are forked processes: a
+program must import this module before it starts threads.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WAIT_SECONDS = 120.0
 
 
 def open_dht(address: str, initial_peers: Sequence[str]) -> Any:
-    """A DHT node on this address. TCP only: replies get lost over p2pd's QUIC."""
+    """Start a DHT node on this address. TCP only: replies get lost over p2pd's QUIC."""
     return DHT(
         initial_peers=list(initial_peers),
         start=True,
@@ -55,7 +55,7 @@ def open_dht(address: str, initial_peers: Sequence[str]) -> Any:
 
 
 def publish(path: Path, dht: Any) -> None:
-    """Where the others of this benchmark find this one."""
+    """Write the DHT's addresses to `path` for the other processes of the benchmark."""
     document = {
         "peer": dht.peer_id.to_base58(),
         "addresses": [str(address) for address in dht.get_visible_maddrs()],
@@ -70,7 +70,7 @@ def wait_for_files(paths: Sequence[Path]) -> list[dict[str, Any]]:
     while not all(path.exists() for path in paths):
         if time.monotonic() > deadline:
             missing = [path.name for path in paths if not path.exists()]
-            raise TimeoutError(f"waited {WAIT_SECONDS:.0f} s in vain for {', '.join(missing)}")
+            raise TimeoutError(f"no {', '.join(missing)} after {WAIT_SECONDS:.0f} s")
         time.sleep(0.1)
     return [json.loads(path.read_text()) for path in paths]
 
@@ -81,7 +81,7 @@ def find_expert(dht: Any, uid: str, peer: str) -> Any:
 
 
 def compressed(tensor: torch.Tensor, kind: int) -> bytes:
-    """As hivemind sends it, in its own message."""
+    """Return the tensor as hivemind sends it, in its own message."""
     payload: bytes = serialize_torch_tensor(tensor, kind).SerializeToString()
     return payload
 

@@ -1,8 +1,8 @@
-"""What stays of an earlier result: mixes (`--keep`), or their runs, too (`--add`). Pure.
+"""Reuse of an earlier result: its mixes (`--keep`), or also their runs (`--add`). Pure.
 
-A whole run of the benchmark takes more than an hour. Mixes do not depend on each other: contenders
-are compared within one, where they took turns. So each says when it was measured; and one to which
-repetitions were added says it of all times. A repetition holds every contender that it is of.
+A complete run of the benchmark takes more than an hour. Mixes are independent: contenders are
+compared within one, where they ran in turn. Each mix therefore has its time of measurement, and one
+with added repetitions has all times. A repetition includes every contender measured in it.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _SAME = (
     "preset", "changes", "model", "stages", "steps", "warmup_steps", "cooldown_steps",
     "microbatches_per_step", "microbatch_seconds",
 )  # fmt: skip
-"""How it was measured. Repetitions may differ: each mix's rates say how many there were."""
+"""Settings that must be equal. Repetitions may differ: each mix has its number of rates."""
 
 
 def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The mixes of `before`, each with its own time. UsageError when they were measured in
-    another way."""
+    """Return the mixes of `before`, each with its own time; raises UsageError when their settings
+    differ."""
     unlike = [name for name in _SAME if _plain(before.get(name)) != _plain(now[name])]
     if unlike:
         raise UsageError(
@@ -37,16 +37,16 @@ def kept_mixes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
 
 
 def _plain(value: Any) -> Any:
-    """A model as its sizes say it, whenever the result was written; anything else as it is."""
+    """Normalise a model's sizes from results of different versions; return other values as is."""
     if isinstance(value, Mapping) and "hidden_size" in value:
         return ModelConfig.model_validate(value)
     return value
 
 
 def added(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The mix `now` with the earlier runs of `before`, which must be of the same machines.
+    """Return the mix `now` with the earlier runs of `before`, which must have the same machines.
 
-    Lines as they were checked and what was forwarded are those of `now`; every time is kept.
+    Link checks and forwarder statistics are those of `now`; all times are kept.
     """
     if before["machines"] != now["machines"]:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""One mix of machines: builds its network, checks it, and lets the contenders take turns."""
+"""Measures one mix of machines: builds its network, checks it, and runs the contenders in turn."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from swarm_shared.base.errors import SwarmError
 
 STAGES = 4
 CHECKS = 3
-"""Of the lines at most, before a mix is given up."""
+"""Maximum number of link checks before a mix is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured in every mix."""
+    """Settings of the measurement, the same for every mix."""
 
     contenders: tuple[str, ...]
     steps: int
@@ -38,14 +38,14 @@ class Plan:
     cooldown: int
     repetitions: int
     microbatch_seconds: float
-    """An ordinary machine computes a stage's microbatch for so long."""
+    """Time of a stage's microbatch on a machine of speed 1."""
     check: bool
 
 
 def measure_mix(
     mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
 ) -> dict[str, Any]:
-    """`server` is the coordinator's line."""
+    """Measure one mix; `server` is the coordinator's link."""
     with open_field(mix, server, templates, plan, work) as (field, checks):
         rows = _take_turns(field, plan, work)
     counts = field.network.forwarder_counts()
@@ -56,7 +56,7 @@ def measure_mix(
 def open_field(
     mix: Mix, server: Link, templates: Templates, plan: Plan, work: Path
 ) -> Iterator[tuple[Field, list[LinkCheck]]]:
-    """The mix's machines on their lines, and how these were found; gone afterwards."""
+    """Yield the mix's network with the results of its link checks; remove it afterwards."""
     manifest = templates.manifest(STAGES)
     sizes = sizes_of(manifest, parameter_counts(manifest))
     members = assign(mix, STAGES, sizes.work_flops, plan.microbatch_seconds)
@@ -71,8 +71,8 @@ def open_field(
 
 
 def _checked(network: Network) -> list[LinkCheck]:
-    """The lines as they were measured; again if not as asked, since a machine that is busy for a
-    moment delays a ping by more than is allowed."""
+    """Return the measured links; repeat the check on a deviation, because a momentary load delays
+    a ping by more than the tolerance."""
     wrong: list[str] = []
     for _ in range(CHECKS):
         checks = check_links(network)
@@ -80,10 +80,10 @@ def _checked(network: Network) -> list[LinkCheck]:
         wrong = [text for one in checks for text in one.complaints()]
         if not wrong:
             return checks
-        click.echo(f"not as asked: {'; '.join(wrong)}")
+        click.echo(f"links deviate: {'; '.join(wrong)}")
     raise SwarmError(
-        f"the emulated network is not as asked, {CHECKS} times in a row: {'; '.join(wrong)}. Is "
-        "something else running on this machine?"
+        f"the emulated links deviate, {CHECKS} times in a row: {'; '.join(wrong)}. Is something "
+        "else running on this machine?"
     )
 
 
@@ -93,7 +93,7 @@ def _take_turns(field: Field, plan: Plan, work: Path) -> dict[str, list[dict[str
         if (reason := CONTENDERS[name].why_not(field)) is None:
             rows[name] = []
         else:
-            click.echo(f"{CONTENDERS[name].title}: left out, {reason}")
+            click.echo(f"{CONTENDERS[name].title}: omitted, {reason}")
     for repetition in range(1, plan.repetitions + 1):
         for name, runs in rows.items():
             place = work / f"{name}-{repetition}"

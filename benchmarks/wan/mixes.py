@@ -1,7 +1,7 @@
-"""What lines people have: kinds of links, and fleets made of them, read from a TOML file.
+"""Kinds of links, and fleets made of them, from a TOML file.
 
-Rates are what the line carries, headers included. `rtt_ms` is the round trip between a machine and
-the middle of the network: two machines are the sum of theirs apart.
+Rates include headers. `rtt_ms` is the round trip between a machine and the middle of the network;
+that between two machines is the sum of both.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ MBIT = 1e6 / 8
 
 
 class Link(FrozenModel):
-    """One machine's line to the network."""
+    """One machine's link to the network."""
 
     up_mbit: float = Field(gt=0, le=1000)
     down_mbit: float = Field(gt=0, le=1000)
     rtt_ms: float = Field(default=0.0, ge=0, le=2000)
     jitter_ms: float = Field(default=0.0, ge=0, le=1000)
-    """The delay of each direction swings by so much to either side."""
+    """Maximum deviation of each direction's delay, to either side."""
     loss_percent: float = Field(default=0.0, ge=0, le=50)
-    """Of packets, in each direction."""
+    """Packet loss in each direction."""
 
     @property
     def up_bytes_per_second(self) -> float:
@@ -47,12 +47,12 @@ class Link(FrozenModel):
 
 
 class PeerKind(FrozenModel):
-    """Some machines alike."""
+    """A group of identical machines."""
 
     link: str
     count: int = Field(default=1, ge=1, le=64)
     speed: float = Field(default=1.0, gt=0)
-    """How fast it computes, over the benchmark's ordinary peer."""
+    """Compute rate relative to a machine of speed 1."""
 
 
 class Peer(FrozenModel):
@@ -89,7 +89,7 @@ class MixFile(FrozenModel):
         return self.links[name]
 
     def mix(self, name: str) -> Mix:
-        """ConfigurationError that lists the names when there is none of this one."""
+        """Return the mix `name`; raises ConfigurationError with the known names if it is absent."""
         if name not in self.mixes:
             raise ConfigurationError(
                 f"there is no mix {name!r}; choose one of {', '.join(sorted(self.mixes))}"
@@ -103,13 +103,13 @@ class MixFile(FrozenModel):
 
 
 def read_mixes(path: Path = MIXES) -> MixFile:
-    """ConfigurationError that says where the file is wrong."""
+    """Read a file of mixes; raises ConfigurationError with the position of an error."""
     try:
         return MixFile.model_validate(tomllib.loads(path.read_text()))
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"{path} is no TOML: {error}") from error
+        raise ConfigurationError(f"{path} is not valid TOML: {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"

@@ -1,13 +1,11 @@
-"""Builds the network: machines on lines of their own, all their packets through one delay.
+"""Builds an emulated network: machines on their own links, with one forwarder for all delays.
 
     with wide_area_network({"peer-1": link, ...}, folder) as network:
         network.hosts["peer-1"].start(...)
 
-Every machine is a host of `kits.network_lab`, with a network stack of its own. Its cable has the
-line's
-rates (tbf at both ends); what crosses the network is routed into the forwarder's device, waits
-there, and goes on. All is gone when the block ends; after a kill without warning, when the next
-network is built.
+Every machine is a host of `network_lab` with its own network stack. Its interface has the link's
+rates (tbf at both ends); traffic across the network is routed through the forwarder's device, which
+delays it. The network is removed when the block ends; after a kill, when the next one is built.
 
     machine ── tbf up ──> core ──> tun0 ── forwarder ──> tun0 ──> core ── tbf down ──> machine
 """
@@ -32,13 +30,13 @@ from kits.network_lab import Host, Lab, LabError, Namespace, Shape, why_not_here
 from swarm_coordinator.demo.subprocesses import Subprocess, Subprocesses, last_lines, module_command
 
 YARDSTICK = "yardstick"
-"""A machine without limits or delay, which the lines are measured against."""
+"""Name of a machine without limits or delay, the remote end of the link checks."""
 
 BURST_SECONDS = 0.004
-"""A timer that is late by no more than this loses none of the rate."""
+"""Burst of the token buckets in seconds; timers overdue by up to this do not reduce the rate."""
 SMALLEST_BURST_BYTES = 2 * 1514
 QUEUE_SECONDS = 0.1
-"""A modem's."""
+"""Length of a link's queue in seconds, like a modem's."""
 START_SECONDS = 20.0
 WAITING_PACKETS = 20_000
 _DELAYED_TABLE = 100
@@ -46,7 +44,7 @@ _DELAYED_TABLE = 100
 
 @functools.cache
 def why_no_network() -> str | None:
-    """Why no wide-area network can be emulated here; None when one can."""
+    """Return the reason why no network can be emulated here, or None."""
     if (reason := why_not_here()) is not None:
         return reason
     for tool in ("iperf3", "ping"):
@@ -73,7 +71,7 @@ def step_shape(bytes_per_second: float) -> Shape:
 class Sample:
     """Counters at one moment.
 
-    Bytes are those that passed each machine's cable since it was plugged in. Headers of packets
+    Bytes are those that passed each machine's interface since it was created. Headers of packets
     that the kernel carries in one piece are counted once.
     """
 
@@ -82,7 +80,7 @@ class Sample:
     sent: Mapping[str, int]
     received: Mapping[str, int]
     busy_seconds: float
-    """Of all of this machine's cores together, whoever used them."""
+    """Busy seconds of all cores of this computer together, by any process."""
 
 
 class Network:
@@ -95,7 +93,7 @@ class Network:
         self.hosts: dict[str, Host] = {name: lab.public_host(name) for name in links}
         self._forwarder = self._start_forwarder(seed)
         self._route()
-        # A lost packet must be one of the line's, not a piece of 64 KiB.
+        # A lost packet must be one packet on the link, not a merged one of 64 KiB.
         lossy = any(link.loss_percent for link in links.values())
         for name, host in self.hosts.items():
             link = links[name]
@@ -104,7 +102,7 @@ class Network:
                 host.namespace.ip("link set eth0 gso_max_segs 1")
 
     def sample(self) -> Sample:
-        # The forwarder lives in the core: its view of the devices is the core's.
+        # The forwarder runs in the core's namespace and uses its devices.
         text = Path(f"/proc/{self._forwarder.pid}/net/dev").read_text()
         now = time.time()
         fields = {
@@ -121,12 +119,12 @@ class Network:
         )
 
     def end_programs(self) -> None:
-        """Of all machines: what a contender left behind must not disturb the next one."""
+        """End the programs of all machines, so that none disturbs the next contender."""
         for host in self.hosts.values():
             host.namespace.end_processes()
 
     def forwarder_counts(self) -> dict[str, Any]:
-        """How many packets it carried and how many left late; once the network is gone."""
+        """Return the forwarder's packet counts; available once the network is removed."""
         counts: dict[str, Any] = json.loads(self._forwarder.last_lines(1)[0])
         return counts
 
@@ -154,7 +152,7 @@ class Network:
         self._core.ip(
             f"link set {DEVICE} up mtu 1500 txqueuelen {WAITING_PACKETS}",
             f"route add default dev {DEVICE} table {_DELAYED_TABLE}",
-            # What comes back out of the device has waited; what comes from a machine has not.
+            # Packets from the device have been delayed; packets from a machine have not.
             f"rule add iif {DEVICE} lookup main priority 10",
             f"rule add not iif lo lookup {_DELAYED_TABLE} priority 20",
         )
@@ -169,7 +167,7 @@ class Network:
 
 @contextmanager
 def wide_area_network(links: Mapping[str, Link], folder: Path, seed: int = 1) -> Iterator[Network]:
-    """A machine of each name with that line. LabError when this machine cannot hold it."""
+    """Build a network of machines by name with their links; raises LabError where impossible."""
     if (reason := why_no_network()) is not None:
         raise LabError(reason)
     with Lab() as lab:

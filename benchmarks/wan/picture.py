@@ -1,4 +1,4 @@
-"""Draws a result file: for each mix, what every contender reached of the fleet's bound.
+"""Draws a result file: for each mix, every contender's throughput over the fleet's bound.
 
 .venv/bin/python -m benchmarks.wan.picture benchmarks/results/wan.json docs/wan.png
 """
@@ -16,7 +16,7 @@ from benchmarks.wan.report import OURS
 def draw(document: Mapping[str, Any], path: Path) -> None:
     plt = pyplot()
     mixes = list(document["mixes"].values())
-    # One line each in all panes, also of those that were left out of a mix.
+    # Each contender has one row in all panes, also where a mix omits it.
     anywhere = {name for mix in mixes for name in mix["contenders"]}
     names = [name for name in document["contenders"] if name in anywhere][::-1]
     figure, panes = plt.subplots(

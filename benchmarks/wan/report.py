@@ -1,4 +1,4 @@
-"""From steps and bytes to the result file, and from that to the table for people. Pure."""
+"""Result file of bench-wan from steps and bytes, and its text table. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from benchmarks.wan.traffic import busy_cores, bytes_between
 from swarm_coordinator.demo.run_summary import table
 
 LOSS_TOLERANCE = 1e-4
-"""Relative; contenders that compute the same differ by the order of float32 additions only."""
+"""Largest relative difference of losses; contenders that compute the same differ only in the order
+of float32 additions."""
 OURS = "swarm"
 
 
 def result_row(
     outcome: Outcome, warmup: int, cooldown: int, samples: Sequence[Sample]
 ) -> dict[str, Any]:
-    """One run of one contender. Seconds are between the ends of steps, so nothing is left out.
+    """Return the result of one run of one contender, timed between the ends of steps.
 
-    Who works ahead has done a part of a step before the first of them, and as much of the one after
-    the last: without that one it would seem faster than it is.
+    A contender that works ahead has done a part of the first measured step before it and as much of
+    the step after the last; without such a step its rate would be overestimated.
     """
     timed = outcome.steps
     last = len(timed) - 1 - cooldown
@@ -49,7 +50,7 @@ def mix_document(
     mix: Mix, members: Sequence[Member], sizes: Sizes, checks: Sequence[LinkCheck],
     rows: Mapping[str, Sequence[Mapping[str, Any]]], forwarder: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """Everything about one mix; `rows` are the runs of each contender."""
+    """Return the result of one mix; `rows` has the runs of each contender."""
     bound = pipeline_bound(sizes, members)
     limits = {
         "bound_tokens_per_second": bound.tokens_per_second,
@@ -76,7 +77,7 @@ def mix_document(
 def compare(
     limits: Mapping[str, Any], rows: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> dict[str, Any]:
-    """What the runs of each contender come to, against the limits of their mix."""
+    """Summarise the runs of each contender relative to the limits of the mix."""
     bound, fleet, least = (
         limits[name]
         for name in (
@@ -108,7 +109,7 @@ def _summary(
 
 
 def loss_disagreement(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Which exact contender lies how far from the first exact one; empty if none."""
+    """Describe the exact contender that differs from the first exact one; empty if none does."""
     exact = [name for name in rows if CONTENDERS[name].exact and rows[name]]
     if not exact:
         return ""
@@ -122,7 +123,7 @@ def loss_disagreement(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """One table per mix."""
+    """Format one text table per mix."""
     parts = []
     for mix in document["mixes"].values():
         contenders = mix["contenders"]
@@ -130,7 +131,7 @@ def render(document: Mapping[str, Any]) -> str:
         rows = [_cells(document["contenders"][name], one, ours) for name, one in contenders.items()]
         header = (
             f"{mix['name']}", "tokens/s", "spread", "s/step", "of bound", "compute",
-            "MB/step", "/ least", "swarm /", "busy cores",
+            "MB/step", "/ minimum", "swarm /", "busy cores",
         )  # fmt: skip
         bound = mix["bound_tokens_per_second"]
         parts.append(

@@ -1,5 +1,5 @@
-"""Run folders that contenders copy or read: one model, cut into more or fewer stages, its tensors
-written on the wire in one way or another."""
+"""Run folders that contenders copy or read: one model with different numbers of stages and
+codecs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ CHANGES = {
     "training.evaluation_microbatches": 0, "network.listen_host": "0.0.0.0",
     "rebalancing.rule": "none",
 }  # fmt: skip
-"""Eight layers, so that each of four machines can hold two chunks (interleaved 1F1B)."""
+"""Settings of the model; eight layers allow two chunks on each of four machines (interleaved
+1F1B)."""
 
 
 class Templates:
-    """Made when they are first asked for."""
+    """Run folders, created on first use."""
 
     def __init__(self, folder: Path, steps: int, microbatches: int) -> None:
         self._folder = folder
@@ -32,7 +33,7 @@ class Templates:
     def folder(
         self, stages: int, peers_per_stage: int, codec: ActivationCodec = "none", staleness: int = 0
     ) -> Path:
-        """The first step waits for so many peers of each stage."""
+        """Return a run folder whose first step waits for the given number of peers per stage."""
         return self._make(stages, peers_per_stage, codec, staleness)[0]
 
     def manifest(self, stages: int) -> Manifest:
@@ -57,7 +58,7 @@ class Templates:
 
 
 def parameter_counts(manifest: Manifest) -> list[int]:
-    """Of each stage; counted without taking their memory."""
+    """Return the number of parameters of each stage without allocating them."""
     return [
         FlatLayout.of(build_stage(manifest, index, "meta")).count
         for index in range(manifest.stage_count)

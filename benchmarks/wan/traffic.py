@@ -1,4 +1,4 @@
-"""Bytes over every machine's line, and how busy the cores are, by time, while a contender runs."""
+"""Time series of bytes over every machine's link and of busy cores during a contender's run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE_SECONDS = 0.2
 
 
 class Recorder:
-    """Looks at the counters from a thread of its own until the block ends."""
+    """Samples the counters in its own thread until the block ends."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -45,7 +45,7 @@ class Recorder:
 def bytes_between(
     samples: Sequence[Sample], begin: float, end: float
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """(sent, received) by each machine between two moments, in Unix seconds."""
+    """Return bytes (sent, received) of each machine between two Unix times."""
     at = [(_sent(samples, moment), _received(samples, moment)) for moment in (begin, end)]
     (sent_before, received_before), (sent_after, received_after) = at
     return (
@@ -55,7 +55,7 @@ def bytes_between(
 
 
 def busy_cores(samples: Sequence[Sample], begin: float, end: float) -> float:
-    """How many of this machine's cores were busy on average, with whatever."""
+    """Return the mean number of busy cores of this computer, by any process."""
     times = [one.at for one in samples]
     counts = [{"busy": one.busy_seconds} for one in samples]
     first, last = (_interpolated(times, counts, moment)["busy"] for moment in (begin, end))
@@ -73,7 +73,7 @@ def _received(samples: Sequence[Sample], moment: float) -> dict[str, float]:
 def _interpolated(
     times: Sequence[float], counts: Sequence[Mapping[str, float]], moment: float
 ) -> dict[str, float]:
-    """Between the two nearest samples; the nearest one before the first and after the last."""
+    """Interpolate between the two nearest samples; use the nearest one outside their range."""
     after = bisect_left(times, moment)
     if after == 0 or after == len(times):
         nearest = counts[0] if after == 0 else counts[-1]

@@ -1,7 +1,7 @@
-"""`make bench-bytes`: a short real run of three stages, and what its bytes on the wire were for.
+"""Bytes on the wire of a short real run of three stages, by purpose: `make bench-bytes`.
 
-One volunteer for each stage, a coordinator, everything over loopback: real programs, each with an
-instrument inside (`instrument`). Counts do not depend on how fast the machine is, or how busy.
+Runs a coordinator and one volunteer per stage over loopback, real programs with an instrument
+inside (`instrument`). Counts do not depend on the machine's speed or load.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure(work: Path, steps: int, stages: int, preset: str) -> dict[str, Any]:
         finished = swarm.watch(lambda seen, status: gossip.sample())
         left = swarm.wait_for_exit()
     if left:
-        raise SwarmError(f"{', '.join(child.name for child in left)} did not end in peace")
+        raise SwarmError(f"{', '.join(child.name for child in left)} did not end cleanly")
     processes = [json.loads(path.read_text()) for path in sorted(counts.glob("*.json"))]
     stage_of: dict[str, int] = {
         peer.peer: stage_of_name[peer.name] for peer in finished.peers if peer.name in stage_of_name
@@ -81,7 +81,7 @@ def _document(
     missing = stage_of.keys() - {process["peer"] for process in processes}
     if missing or not stage_of:
         raise SwarmError(f"of {len(stage_of)} volunteers {len(missing)} left no counts")
-    # The presets' codecs are none: a gradient has as many.
+    # The presets' codecs are `none`: a gradient has as many bytes as an activation.
     border_bytes = manifest.activation_bytes
     steps = len(finished.steps)
     counted = steps * manifest.training.microbatches_per_step

@@ -1,8 +1,8 @@
-"""What every byte was for. Pure: counts of all processes in, boundaries and kinds out.
+"""Purpose of every byte. Pure: counts of all processes in, boundaries and kinds out.
 
-A connection between two peers carries streams of several protocols. What is left of its bytes
-when all frames are taken off is the muxer's (headers, credits, pings, opening of streams), then
-Noise's (16 bytes of tag and 2 of length for each message), then the handshake's.
+A connection between two peers carries streams of several protocols. Its bytes beyond all frames
+belong to the muxer (headers, credits, pings, opening of streams), to Noise (16 bytes of tag and
+2 of length per message) and to the handshake.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ TENSORS = ("activation", "gradient")
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """Between stage `stage` and the next one, both directions; bytes of the whole run.
+    """Bytes of the whole run between stage `stage` and the next one, in both directions.
 
-    `tensors` are activations and gradients, of which `least` had to cross by the manifest.
-    `headers` have frames, receipts and refusals in them; `below` what muxer, Noise and handshake
-    take on the same connections, for all their streams.
+    `tensors` are activations and gradients, of which `least` is the minimum by the manifest.
+    `headers` covers frames, receipts and refusals; `below` covers muxer, Noise and handshake of the
+    same connections, for all their streams.
     """
 
     stage: int
@@ -44,7 +44,8 @@ def boundaries(
     border_bytes: int,
     microbatches: int,
 ) -> list[Boundary]:
-    """`border_bytes` of one activation; `microbatches` that counted, each once in every stage."""
+    """Return the boundaries; `border_bytes` is the size of one activation, `microbatches` the
+    number that counted, each once in every stage."""
     found: list[Boundary] = []
     for stage in range(max(stage_of.values())):
         pair = {stage, stage + 1}
@@ -69,7 +70,7 @@ def boundaries(
 
 
 def kinds(processes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """All bytes that all processes have handed to their sockets, by what they were for."""
+    """Return all bytes that all processes wrote to their sockets, by purpose."""
     frames = [frame for process in processes for frame in process["frames"]]
     lines = [line for process in processes for line in process["connections"]]
     staged = [frame for frame in frames if frame["protocol"] == "stage"]
@@ -100,7 +101,7 @@ def kinds(processes: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 def _of(
     processes: Sequence[Mapping[str, Any]], stage_of: Mapping[str, int], what: str
 ) -> list[tuple[int, int, Mapping[str, Any]]]:
-    """(sender's stage, receiver's stage, count), of those who hold stages."""
+    """Return (sender's stage, receiver's stage, count) for peers that hold stages."""
     return [
         (stage_of[process["peer"]], stage_of[one["remote"]], one)
         for process in processes

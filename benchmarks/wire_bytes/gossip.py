@@ -1,6 +1,6 @@
-"""What p2pd's live connections have sent, as the kernel counts it (`ss`); nothing without it.
+"""Bytes sent by p2pd's live connections, as counted by the kernel (`ss`); nothing without `ss`.
 
-p2pd is hivemind's Go daemon, in which its DHT lives: its sockets are not this project's.
+p2pd is hivemind's Go daemon and runs its DHT; this project has no access to its sockets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SENT = re.compile(r"\bbytes_sent:(\d+)")
 
 
 class Gossip:
-    """Sampled while the run goes on; `total_bytes` is the last that was seen of each socket."""
+    """Samples during the run; `total_bytes` sums the last sample of each socket."""
 
     def __init__(self, program: str = "p2pd") -> None:
         self._program = program
@@ -29,7 +29,7 @@ class Gossip:
         return sum(self._sockets.values()) if self.measurable else None
 
     def sample(self) -> None:
-        """Of processes that descend from this one: others may run swarms on the same machine."""
+        """Sample descendants of this process only: the machine may run other swarms."""
         if self.measurable:
             command = ["ss", "-tinpH"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -37,7 +37,7 @@ class Gossip:
             self.take(done.stdout, ours)
 
     def take(self, text: str, processes: Collection[int]) -> None:
-        """One socket on a line, and how it does on the next one."""
+        """Parse `ss` output: a socket per line, followed by a line of its statistics."""
         owner: re.Match[str] | None = None
         ends: tuple[str, ...] = ()
         for line in text.splitlines():

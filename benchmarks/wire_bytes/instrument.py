@@ -1,7 +1,7 @@
-"""Counts what a process sends: per connection at the socket, at the muxer, and frame by frame.
+"""Counts a process's sent bytes per connection, at the socket and the muxer, and per frame.
 
-`benchmarks.inside` runs the program and writes what was counted. Four methods of the network layer
-are wrapped.
+`benchmarks.inside` runs the program and writes the counts. Four methods of the network layer are
+wrapped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {CONTROL_PROTOCOL: "control", STAGE_PROTOCOL: "stage", TRANSFER_PROTOCOL
 
 @dataclass(frozen=True, slots=True)
 class FramesSent:
-    """Frames of one kind to one remote. `targets_bytes` are part of the payload."""
+    """Frames of one kind to one remote; `targets_bytes` is part of the payload."""
 
     remote: str
     protocol: str
@@ -40,7 +40,7 @@ class FramesSent:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionSent:
-    """One connection's bytes at the socket, those of the muxer in it, and Noise's messages."""
+    """One connection's bytes at the socket, the muxer's bytes in it, and Noise messages."""
 
     remote: str
     socket_bytes: int
@@ -49,7 +49,7 @@ class ConnectionSent:
 
 
 class Instrument:
-    """What this process has sent while `counting`."""
+    """Counters of this process while `counting`."""
 
     def __init__(self) -> None:
         self.peer = ""
@@ -58,7 +58,7 @@ class Instrument:
         self._socket_bytes: Counter[int] = Counter()
         self._messages: Counter[int] = Counter()
         self._alive: list[object] = []
-        """Whatever is counted by its address must keep it."""
+        """Objects kept alive because counters are keyed by their address."""
 
     def document(self) -> dict[str, Any]:
         frames = [
@@ -81,7 +81,7 @@ class Instrument:
         )
 
     def counting(self) -> AbstractContextManager[None]:
-        """Everything that this process sends. What is sent behind a relay has no socket."""
+        """Count everything that this process sends; relayed connections have no own socket."""
         return wrapped(
             (
                 (BufferedTcpStream, "write_pieces", self._wrap_socket),
@@ -134,7 +134,7 @@ _COUNTS = ("frames", "header_bytes", "payload_bytes", "targets_bytes")
 
 
 def _stage_kind(header: bytes, size: int) -> tuple[str, int]:
-    """What a stage frame carries, and how much of that are targets."""
+    """Return the content kind of a stage frame and its bytes of targets."""
     said = json.loads(header)
     match said["kind"]:
         case "forward":

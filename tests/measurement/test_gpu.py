@@ -103,7 +103,7 @@ def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
     done = CliRunner().invoke(main, ["--out", str(out)])
     assert done.exit_code == 0
     assert done.output.count("\n") == 1
-    assert "torch sees no GPU here" in done.output
+    assert "torch finds no GPU" in done.output
     assert not out.exists()
 
 
@@ -113,7 +113,7 @@ def test_the_way_on_a_processor_prints_and_writes_what_a_gpu_would(tmp_path: Pat
     words += ["--steps", "1", "--backend", "aot_eager", "--peak-tflops", "1", "--out", str(out)]
     done = CliRunner().invoke(main, words, catch_exceptions=False)
     assert done.exit_code == 0
-    assert "tiny: 1 of the model's 4 layers, asked for" in done.output
+    assert "tiny: 1 of the model's 4 layers, as requested" in done.output
     for word in ("tokens/s", "MFU", "device waits", "aot_eager"):
         assert word in done.output
     plain, compiled = json.loads(out.read_text())["stages"]

@@ -127,7 +127,7 @@ def test_gossip_is_the_last_count_of_each_socket_of_our_p2pd() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gossip", "said"), [(None, "not measured, for want of `ss`"), (1200, "1,200 bytes")]
+    ("gossip", "said"), [(None, "not measured: `ss` is missing"), (1200, "1,200 bytes")]
 )
 def test_the_page_has_every_boundary_and_kind(gossip: int | None, said: str) -> None:
     row = {

@@ -1,1 +1,1 @@
-"""Where the seconds of a step go at each machine: a profile of a real run by what it waited for."""
+"""Breakdown of each machine's step time in a real run by activity and cause of waiting."""

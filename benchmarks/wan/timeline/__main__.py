@@ -1,7 +1,7 @@
-"""Where the seconds of a step go over emulated lines: `make bench-wan-timeline`, as root.
+"""Breakdown of step time over emulated links: `make bench-wan-timeline`, as root.
 
-A real run of the swarm in each of the ways asked for, as bench-wan has it, with a recorder inside
-every volunteer (`recorder`); then each machine's steps in parts (`account`).
+Runs the swarm of bench-wan in each selected configuration with a recorder inside every volunteer
+(`recorder`), then divides each machine's steps into parts (`account`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RESULT = Path(__file__).parents[2] / "results" / "wan-timeline.json"
 PACKAGES = ("torch", "libp2p", "hivemind", "trio", "swarmtrain")
 RECORDER = "benchmarks.wan.timeline.recorder"
 WARMUP, COOLDOWN = 2, 1
-"""Steps at both ends that are left out, as in bench-wan."""
+"""Steps at both ends that are not measured, as in bench-wan."""
 
 WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
     "float32": ("float32", "none", 0),
@@ -44,17 +44,23 @@ WAYS: dict[str, tuple[str, ActivationCodec, int]] = {
 
 @click.command()
 @click.option("--mix", "mixes", multiple=True, default=("cable",), show_default=True)
-@click.option("--way", "ways", multiple=True, type=click.Choice(list(WAYS)), help="Default: all.")
+@click.option(
+    "--way",
+    "ways",
+    multiple=True,
+    type=click.Choice(list(WAYS)),
+    help="Configurations; repeatable; default: all.",
+)
 @click.option("--steps", default=6, show_default=True, type=click.IntRange(WARMUP + COOLDOWN + 1))
 @click.option("--seconds", default=0.25, show_default=True, type=click.FloatRange(0.001),
-              help="An ordinary machine computes a stage's microbatch for so long.")  # fmt: skip
+              help="Seconds of a stage's microbatch on a machine of speed 1.")  # fmt: skip
 @click.option("--microbatches", default=16, show_default=True, type=click.IntRange(1))
 @click.option("--out", default=RESULT, show_default=True, type=click.Path(path_type=Path))
 def main(
     mixes: tuple[str, ...], ways: tuple[str, ...], steps: int, seconds: float, microbatches: int,
     out: Path,
 ) -> None:  # fmt: skip
-    """Account for every second of a step, at every machine."""
+    """Account for every second of a step at every machine."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     load_before = os.getloadavg()[0]
     plan = Plan((), steps, WARMUP, COOLDOWN, 1, seconds, check=True)
@@ -130,7 +136,7 @@ def _stage(events: list[Event]) -> int:
 
 
 def _least(field: Field, stage: int, codec: ActivationCodec) -> list[float]:
-    """What the line itself takes for an activation over this border, and for a gradient back."""
+    """Return the link's own seconds for an activation over this boundary and a gradient back."""
     there = [one for one in field.members if one.stage == stage]
     beyond = [one for one in field.members if one.stage == stage + 1]
     return [

@@ -1,13 +1,13 @@
-"""From what volunteers wrote down to seconds of a step: computing, or waiting for what. Pure.
+"""Breakdown of a step into computing and causes of waiting, from volunteers' records. Pure.
 
-A machine's step is from the end of one apply to the end of the next. All of it is accounted for:
+A machine's step runs from the end of one apply to the end of the next, and is divided completely:
 
-    computing    the device works (with staleness also while a step closes)
-    filling      nothing of the step has come yet: stages before this one have it
-    between      computed before and after, but now everything is on a line or at other stages
-    draining     its last gradient is done: other stages still compute, or the close is not told yet
+    computing    the device works (with staleness also during a step close)
+    filling      no tensor of the step has arrived yet: earlier stages have it
+    between      idle between computations: all tensors are in transfer or at other stages
+    draining     its last gradient is done: other stages compute, or the close has not arrived
     averaging    from the close to the norm of the averaged gradient
-    deciding     from there to the order to apply: the slowest other stage, the coordinator, lines
+    deciding     from there to the order to apply: slowest other stage, coordinator, links
     applying     the optimizer's step
 """
 
@@ -23,32 +23,32 @@ KINDS = ("computing", "filling", "between", "draining", "averaging", "deciding",
 @dataclass(frozen=True, slots=True)
 class Event:
     what: str
-    """forward, backward, prepare, norm, apply; or send, to the stage named."""
+    """One of forward, backward, prepare, norm, apply, or send with the destination stage."""
     stage: int
     step: int
     microbatch: int
     begin: float
     end: float
     seconds: float
-    """Of computing, which ended when the event did."""
+    """Seconds of computing, which ended with the event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Travel:
-    """Seconds from handing a tensor over to its being there, of each microbatch over one border."""
+    """Transfer seconds of each microbatch over one boundary, from sending to arrival."""
 
     activation: tuple[float, ...]
     gradient: tuple[float, ...]
 
 
 def machine_account(events: Sequence[Event], steps: Iterable[int]) -> dict[str, float]:
-    """Median seconds of each kind over `steps`, at one machine."""
+    """Return the median seconds of each kind over `steps` at one machine."""
     found = [account(events, step) for step in steps]
     return {kind: median(one[kind] for one in found) for kind in KINDS}
 
 
 def account(events: Sequence[Event], step: int) -> dict[str, float]:
-    """Seconds of each kind in one step; together they are the step's."""
+    """Return the seconds of each kind in one step; they sum to the step."""
     begin = max(e.end for e in events if e.what == "apply" and e.step == step - 1)
     applied = [e for e in events if e.what == "apply" and e.step == step]
     end = max(e.end for e in applied)
@@ -65,7 +65,7 @@ def account(events: Sequence[Event], step: int) -> dict[str, float]:
     seconds["computing"] = sum(to - start for start, to in busy)
     for kind, span in closing.items():
         seconds[kind] = sum(overlap(one, span) for one in idle)
-    # Work on the next step is none of this one's: with staleness it fills the close.
+    # Work on the next step is not part of this one: with staleness it overlaps the close.
     own = [e for e in events if e.what in ("forward", "backward") and e.step == step]
     first = min((e.end - e.seconds for e in own), default=told)
     last = max((e.end for e in own), default=told)
@@ -77,9 +77,9 @@ def account(events: Sequence[Event], step: int) -> dict[str, float]:
 
 
 def travels(machines: Sequence[Sequence[Event]], stage: int, steps: Iterable[int]) -> Travel:
-    """Between `stage` and the next one, over all their machines.
+    """Return the transfers between `stage` and the next one, over all their machines.
 
-    With hedging a microbatch is sent twice; then the first arrival counts.
+    A microbatch with a hedged request is sent twice; the first arrival counts.
     """
     wanted = set(steps)
     sent: dict[tuple[int, int], Event] = {}
@@ -101,7 +101,7 @@ def travels(machines: Sequence[Sequence[Event]], stage: int, steps: Iterable[int
 
 
 def computing_spans(events: Sequence[Event], begin: float, end: float) -> list[tuple[float, float]]:
-    """When the device worked, within the span; sorted, none touching another."""
+    """Return the spans in which the device worked, sorted and disjoint, clipped to the window."""
     spans = sorted(
         (max(begin, e.end - e.seconds), min(end, e.end))
         for e in events
@@ -119,7 +119,7 @@ def computing_spans(events: Sequence[Event], begin: float, end: float) -> list[t
 def gaps(
     spans: Sequence[tuple[float, float]], begin: float, end: float
 ) -> list[tuple[float, float]]:
-    """What lies between the spans, from begin to end."""
+    """Return the gaps between the spans, from begin to end."""
     edges = [begin, *(edge for span in spans for edge in span), end]
     return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
 
@@ -129,5 +129,5 @@ def overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def by_stage(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over the machines of a stage."""
+    """Return the mean over the machines of a stage."""
     return {kind: sum(row[kind] for row in rows) / len(rows) for kind in KINDS}

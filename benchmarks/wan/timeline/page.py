@@ -1,4 +1,4 @@
-"""The account of a step as tables for people. Pure."""
+"""Tables of docs/benchmarks.md with the account of a step. Pure."""
 
 from __future__ import annotations
 
@@ -6,42 +6,41 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
+from benchmarks.markdown import markdown_table
 from benchmarks.wan.timeline.account import KINDS
+
+_COLUMNS = ("run", "stage", *KINDS, "to the next stage (link alone)", "back (link alone)")
 
 
 def timeline_markdown(document: Mapping[str, Any]) -> str:
-    """A table per mix and way, a row per stage; and how long tensors were under way."""
+    """A table per mix with a row per configuration and stage: parts of a step, transfer times."""
     measured = document["steps"] - document["warmup_steps"] - document["cooldown_steps"]
     lines = [
         f"{document['measured_at'][:10]}, load {document['load_before']:.1f} before; medians of "
         f"{measured} steps of one run each, in seconds.",
     ]
-    for name, ways in document["mixes"].items():
-        for one in ways.values():
-            lines += ["", f"**{name}**, {one['title']}: {one['step_seconds']:.2f} s a step", ""]
-            lines += _table(one)
-            lines += ["", _borders(one)]
+    for name, runs in document["mixes"].items():
+        rows = [row for one in runs.values() for row in _rows(one)]
+        alignment = "l" + "r" * (len(_COLUMNS) - 1)
+        lines += ["", f"**{name}**", "", *markdown_table(_COLUMNS, alignment, rows)]
     return "\n".join(lines)
 
 
-def _table(one: Mapping[str, Any]) -> list[str]:
-    lines = [f"| stage | {' | '.join(KINDS)} |", "|---:|" + "---:|" * len(KINDS)]
+def _rows(one: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
     for stage, row in enumerate(one["stages"]):
-        lines.append(f"| {stage} | {' | '.join(f'{row[kind]:.2f}' for kind in KINDS)} |")
-    return lines
-
-
-def _borders(one: Mapping[str, Any]) -> str:
-    """The line's own time beside what it took."""
-    said = []
-    for index, border in enumerate(one["borders"]):
-        there, back = (_seconds(border[name]) for name in ("activation", "gradient"))
-        least = border["least_seconds"]
-        said.append(
-            f"{index} to {index + 1} {there} (the line alone {least[0]:.2f}), back {back} "
-            f"({least[1]:.2f})"
-        )
-    return f"Under way, median: {'; '.join(said)}."
+        title = f"{one['title']}: {one['step_seconds']:.2f} s per step" if stage == 0 else ""
+        transfers = ["", ""]
+        if stage < len(one["borders"]):
+            border = one["borders"][stage]
+            transfers = [
+                f"{_seconds(border[name])} ({least:.2f})"
+                for name, least in zip(
+                    ("activation", "gradient"), border["least_seconds"], strict=True
+                )
+            ]
+        rows.append([title, str(stage), *(f"{row[kind]:.2f}" for kind in KINDS), *transfers])
+    return rows
 
 
 def _seconds(values: list[float]) -> str:

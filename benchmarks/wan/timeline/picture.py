@@ -1,4 +1,4 @@
-"""Draws a timeline's file: of every stage's step, how long it did what.
+"""Draws the parts of every stage's step from a result file of the timeline.
 
 .venv/bin/python -m benchmarks.wan.timeline.picture benchmarks/results/wan-timeline.json OUT.png
 """
@@ -34,7 +34,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
         for group, name in enumerate(ways):
             if name in mix:
                 _bars(axis, -group * (stages + 1), mix[name]["stages"])
-        axis.set(title=title, xlabel="seconds of a step", xlim=(0, None))
+        axis.set(title=title, xlabel="seconds per step", xlim=(0, None))
         axis.grid(True, axis="x", alpha=0.3)
         axis.set_axisbelow(True)
     middles = [-group * (stages + 1) - (stages - 1) / 2 for group in range(len(ways))]
@@ -46,7 +46,7 @@ def draw(document: Mapping[str, Any], path: Path) -> None:
 
 
 def _bars(axis: Any, top: int, stages: list[Mapping[str, float]]) -> None:
-    """One bar for each stage, the first one at the top."""
+    """Draw one bar per stage, the first one at the top."""
     for place, parts in enumerate(stages):
         begun = 0.0
         for part, colour in COLOURS.items():

@@ -1,8 +1,7 @@
-"""Writes down when a volunteer computes, sends and closes.
+"""Records when a volunteer computes, sends and closes.
 
-`benchmarks.inside` runs the program and writes what was recorded. Seven methods are wrapped. Times
-are the machine's monotonic clock, which all its processes share, whatever network namespace they
-are in.
+`benchmarks.inside` runs the program and writes the records. Seven methods are wrapped. Times are
+those of the computer's monotonic clock, which all its processes share across network namespaces.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ Method = Callable[..., Awaitable[Any]]
 
 
 class Recorder:
-    """What this process did while `recording`: (what, stage, step, microbatch, begin, end,
+    """Events of this process while `recording`: (what, stage, step, microbatch, begin, end,
     seconds computed)."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, int, int, int, float, float, float]] = []
         self._forwards: dict[tuple[int, int], tuple[int, int]] = {}
-        """(stage, request) of a forward → step and microbatch, for its backward."""
+        """Step and microbatch by (stage, request) of the forward, for the backward."""
 
     def recording(self) -> AbstractContextManager[None]:
         return wrapped(
@@ -97,7 +96,7 @@ class Recorder:
         async def recorded(downstream: Downstream, parcel: MicrobatchRequest, *rest: Any) -> Any:
             began = time.monotonic()
             answer = await send(downstream, parcel, *rest)
-            # By the stage that it goes to.
+            # Recorded under the destination stage.
             self._note("send", downstream.stage, parcel.step, parcel.microbatch, began, 0.0)
             return answer
 

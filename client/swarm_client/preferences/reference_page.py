@@ -1,7 +1,7 @@
 """docs/preferences.md, made from the model: `python -m swarm_client.preferences.reference_page`.
 
 A test compares the page in the repository with this, but for the measured figures in it, which
-`benchmarks.readme_figures` puts there.
+`benchmarks.pages` puts there.
 """
 
 from __future__ import annotations

@@ -175,7 +175,8 @@ def _session_peer(run: RunState, peer: PeerId, session: int) -> PeerState | None
 def _dispatch(run: RunState, event: Event, now: float) -> None:
     if isinstance(event, Tick):
         _drop_silent_peers(run, now)
-        step_close.give_up_catching_up(run, now)
+        if run.peers.syncing:
+            step_close.give_up_catching_up(run, now)
         roster.drop_expired_revocations(run, now)
     elif isinstance(event, PeerAttached):
         # Whatever the older attachment held is either told again in this Hello or gone.

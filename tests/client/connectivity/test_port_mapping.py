@@ -1,7 +1,7 @@
 """Port mapping: the bytes of NAT-PMP and SSDP, and a mapping's life with a router of our own.
 
 The router is a small NAT-PMP server on a real UDP socket. Debian's miniupnpd is asked in
-tests/network_lab.
+tests/kits/network_lab.
 """
 
 from __future__ import annotations

@@ -56,6 +56,32 @@ def test_whoever_is_moved_when_every_microbatch_counts_once_and_the_run_ends(
     run_to_the_end(options, seed, faults)
 
 
+def test_a_newcomer_is_given_one_stage_while_a_mover_is_on_its_way_to_a_lost_one() -> None:
+    options = Options(
+        stages=3, microbatches=6, steps=4, checkpoint_steps=3, moves=RebalancingRule.THROUGHPUT
+    )
+    faults = (
+        Fault(1.65, "stick", 3, 0.3),
+        Fault(3.07, "kill", 6, 15.0),
+        Fault(13.02, "revoke", 2, 60.0),
+        Fault(2.37, "small", 8, 15.0),
+    )
+    run_to_the_end(options, 505329034, faults)
+
+
+@pytest.mark.parametrize(
+    ("seed", "fault"),
+    [(1371, Fault(3.4, "wedge", 1, 60.0)), (8944, Fault(1.5, "block", 1, 15.0))],
+)
+def test_two_peers_that_average_alone_change_places(seed: int, fault: Fault) -> None:
+    """Both stages of the exchange average in the same close and have the same members."""
+    options = Options(
+        peers=3, microbatches=6, steps=4, evaluation=0, checkpoint_steps=10,
+        moves=RebalancingRule.THROUGHPUT,
+    )  # fmt: skip
+    run_to_the_end(options, seed, (fault,))
+
+
 def test_moves_come_about_and_leave_the_losses_as_they_were() -> None:
     made = 0
     still = Options(steps=8, peers=6, stages=3, microbatches=6)

@@ -314,7 +314,7 @@ class SimPeer(Averaging, Computing):
         known, whole = self.roster, self.world.whole_rosters[change.serial]
         if known is None or known.serial != change.since:
             raise Violation(f"{self.id} knows {known} and is told of a change to {change.since}")
-        peers = {r.peer: r for r in known.peers if r.peer not in change.gone}
+        peers = {r.peer: r for r in known.peers if r.peer not in change.removed}
         peers |= {record.peer: record for record in change.changed}
         revoked = known.revoked if change.revoked is None else change.revoked
         if peers != {record.peer: record for record in whole.peers} or revoked != whole.revoked:

@@ -97,7 +97,9 @@ class Averaging(PeerBase):
             results[reduction.part] = result
             self._average(holding, close, reductions, own, results)
 
-        key = (close.step, close.attempt, reduction.part, reduction.members)
+        # As the real averager names it: two stages whose peers change places have the same members.
+        where = "tied" if reduction.part == "tied" else holding.stage
+        key = (close.step, close.attempt, where, reduction.members)
         self.world.join_round(self, key, reduction.members, own, done)
 
     def _holds(self, holding: Holding) -> bool:

@@ -51,4 +51,4 @@ def test_the_page_has_a_row_per_line_members_and_codec() -> None:
     document = {"measured_at": "2026-11-22", "load_before": 0.1, "steps": 5, "rows": [row]}
     text = all_reduce_markdown(document)
     assert "9.0 MB of gradients" in text
-    assert "| cable | 2 | exact | equally much | 4.00 | 3.60 | 0.90 |" in text
+    assert "| cable | 2 | exact | equal shares | 4.00 | 3.60 | 0.90 |" in text

@@ -76,5 +76,7 @@ def test_stages_of_unlike_work_get_as_many_machines_all_the_same() -> None:
 
     members = assign(mix(6), 2, [10.0, 30.0], 0.5)
     assert sorted(one.stage for one in members) == [0, 0, 0, 1, 1, 1]
-    with pytest.raises(ConfigurationError, match="has 5 machines; a multiple of 2"):
+    with pytest.raises(
+        ConfigurationError, match="has 5 machines; stages of equal size need a multiple of 2"
+    ):
         assign(mix(5), 2, [10.0, 10.0], 0.5)

@@ -37,7 +37,7 @@ def test_a_mix_is_its_machines_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("[links", "is no TOML"),
+        ("[links", "is not valid TOML"),
         (LINK + 'm = [{ link = "fast" }]', "names link 'fast'; there are slow"),
         (LINK + 'm = [{ link = "slow", count = 0 }]', "mixes.m.0.count"),
         (LINK + "m = []", "has no peers"),

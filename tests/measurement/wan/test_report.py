@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.readme_figures import wan_markdown
 from benchmarks.run_data import TimedStep
 from benchmarks.wan.check import LinkCheck, one_of_each
 from benchmarks.wan.contenders import Outcome
 from benchmarks.wan.mixes import Link
 from benchmarks.wan.network import Sample
-from benchmarks.wan.page import ratios_markdown
+from benchmarks.wan.page import ratios_markdown, wan_markdown
 from benchmarks.wan.report import loss_disagreement, result_row
 from benchmarks.wan.traffic import bytes_between
 
@@ -96,8 +95,8 @@ def test_the_page_gets_a_row_per_contender_and_the_bound() -> None:
     }  # fmt: skip
     text = wan_markdown(document)
     assert "**cable**, 2026-11-22 01:00 (load 0.1 before), 2 runs each: 4 with cable." in text
-    assert "20.0 up (20), 199.0 down (200) Mbit/s, RTT 41.0 ms (40)" in text
-    assert "| torch 1F1B | 50 (90 to 110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
+    assert "peer-1 20.0/199.0 Mbit/s, 41.0 ms (20/200, 40)" in text
+    assert "| torch 1F1B | 50 (90-110) | 0.50 | 0.40 | 1.02 | 2.00 | 1.5 |" in text
     assert "| *the bound* | 200 |" in text
     readme = ratios_markdown(document)
     assert "over torch 1F1B | over the bound" in readme

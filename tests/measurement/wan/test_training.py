@@ -67,7 +67,7 @@ def test_contenders_train_over_the_network_to_the_same_losses(
     found = document["contenders"]
     assert document["loss_disagreement"] == ""
     if mix == "eight":
-        assert "left out" in done.stdout
+        assert "omitted" in done.stdout
         assert set(found) == {"1f1b"}
         return
     assert set(found) == set(contenders)

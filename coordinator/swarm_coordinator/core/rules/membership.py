@@ -165,14 +165,14 @@ def choose_stage(run: RunState, peer: PeerState, proposal: StageIndex, now: floa
 def _deserted(run: RunState, rows: tuple[StageRow, ...], memory_bytes: int) -> tuple[StageRow, ...]:
     """Stages that fit and have no peer that stays, not even a paused one.
 
-    `rows` do not count paused peers. A paused peer still holds its stage and resumes; a stage
-    without any peer needs the joining peer first.
+    `rows` do not count paused peers, and count a mover at its destination. A paused peer still
+    holds its stage and resumes; a mover cannot download a stage that no peer holds.
     """
     return tuple(
         row
         for row in rows
         if row.memory_bytes <= memory_bytes
-        and all(peer.leaving for peer in run.peers.bound_for(row.stage))
+        and all(peer.leaving for peer in run.peers.at(row.stage))
     )
 
 

@@ -74,15 +74,12 @@ def _staff(run: RunState, stage: StageIndex, now: float) -> None:
     still downloads, or sits this step out, can wait for a state that never comes while this stage
     is empty, and moving it costs nothing.
     """
-    if any(p.stage == stage and not p.leaving for p in run.peers.values()):
+    if any(not p.leaving for p in run.peers.at(stage)):
         return
     needed = run.manifest.stages[stage].memory_bytes
-    staying: dict[StageIndex, list[PeerState]] = {}
-    for peer in run.peers.values():
-        if peer.stage is not None and not peer.leaving and not peer.paused:
-            staying.setdefault(peer.stage, []).append(peer)
     donors: list[tuple[int, bool, str, PeerState]] = []
-    for there in staying.values():
+    for other in run.stage_indices:
+        there = [p for p in run.peers.at(StageIndex(other)) if not p.leaving and not p.paused]
         holders = [p for p in there if _holds(run, p)]
         donors.extend(
             (len(there), not _holds(run, peer), peer.peer, peer)

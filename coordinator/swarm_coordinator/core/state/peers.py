@@ -277,6 +277,10 @@ class PeerTable(dict[PeerId, PeerState]):
         """Those that hold the stage or download it, and that will: who moves counts there only."""
         return self._bound_for.get(stage, {}).values()
 
+    def at(self, stage: StageIndex) -> Iterable[PeerState]:
+        """Those that hold the stage or download it; who moves counts where it still is."""
+        return self._by_stage.get(stage, {}).values()
+
     def admits(self, peer: PeerId) -> bool:
         """Whether it is a member, by its own ID or by that of its p2pd."""
         return peer in self or peer in self._carriers

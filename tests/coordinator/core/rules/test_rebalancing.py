@@ -102,6 +102,17 @@ def test_the_old_stage_is_served_until_a_step_is_applied_with_the_new_one() -> N
     assert told(bench)["made"] == 1
 
 
+def test_a_newcomer_takes_a_lost_stage_although_a_mover_is_on_its_way_there() -> None:
+    bench = lopsided()
+    mover = decided(bench)
+    bench.lose(next(peer for peer in "abc" if peer != mover))
+    bench.lose("d")
+    assert bench.run.peers[PeerId(mover)].moving is not None
+    bench.attach("new")
+    bench.say("new", StageRequest(stage=StageIndex(0)))
+    assert bench.run.peers[PeerId("new")].stage == 1
+
+
 def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
     bench = lopsided()
     mover = decided(bench)

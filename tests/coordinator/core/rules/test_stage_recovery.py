@@ -305,7 +305,7 @@ def test_a_peer_that_cannot_apply_the_step_that_it_missed_is_synced_anew_at_once
     commands = bench.say("a1", report)
     assert [r.version for r in bench.records(RolledBack, commands)] == [2]
     assert bench.sent("a1", AssignStage, commands)
-    assert "could not apply step 3" in bench.run.marks[PeerId("a1")].reason
+    assert "could not apply step 3" in bench.run.flags[PeerId("a1")].reason
 
 
 def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left() -> None:
@@ -321,7 +321,7 @@ def test_who_never_applies_what_it_missed_does_not_keep_a_stage_that_others_left
     for peer in bench.closing():
         bench.apply(peer)
     bench.checkpoint()
-    assert (bench.run.version, bench.run.peers[PeerId("b1")].catching_up) == (4, 3)
+    assert (bench.run.version, bench.run.peers[PeerId("b1")].missed_apply) == (4, 3)
     bench.lose("a1")
     commands = bench.tick(bench.manifest.limits.lease_seconds + 1.0)
     [assigned] = bench.sent("b1", AssignStage, commands)
