@@ -215,7 +215,6 @@ class Record(FrozenModel):
 
     subkey: str
     value_base64: str
-    expires_unix_seconds: float
 
 
 class Published(Numbered):

@@ -50,7 +50,6 @@ class RunAuthorizer:
         self._tokens: OrderedDict[bytes, tuple[PeerId, PeerId, float]] = OrderedDict()
         """Verified tokens: member, peer ID of its p2pd, and the time of expiry."""
         self._nonces: OrderedDict[bytes, float] = OrderedDict()
-        self.refused = 0
 
     def set_membership(self, membership: SetMembership) -> None:
         """Set the proof that this peer sends from now on, and the revoked peers."""
@@ -152,7 +151,6 @@ class RunAuthorizer:
             del self._nonces[oldest]
 
     def _refuse(self, what: str, error: Exception) -> bool:
-        self.refused += 1
         logger.info("%s of the directory was refused: %s", what, error)
         return False
 

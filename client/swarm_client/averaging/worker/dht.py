@@ -77,16 +77,16 @@ class DhtDirectory:
             )
         )
 
-    async def lookup(self, key: str) -> list[tuple[str, bytes, float]]:
-        """Find all records under `key` as (subkey, value, expiry); malformed ones are left out."""
+    async def lookup(self, key: str) -> list[tuple[str, bytes]]:
+        """Find all records under `key` as (subkey, value); malformed ones are left out."""
         found = await self._node.get(key, latest=True)
         if found is None or not isinstance(found.value, dict):
             return []
-        records: list[tuple[str, bytes, float]] = []
+        records: list[tuple[str, bytes]] = []
         for subkey, entry in found.value.items():
             value = entry.value
             if not isinstance(subkey, str) or not isinstance(value, bytes):
                 continue
             if len(value) <= MAX_RECORD_BYTES and len(records) < MAX_RECORDS:
-                records.append((subkey, value, float(entry.expiration_time)))
+                records.append((subkey, value))
         return records

@@ -39,7 +39,6 @@ _UTILITIES = {
 class Hivemind:
     """The parts of hivemind in use. Untyped: hivemind ships no types."""
 
-    version: str
     P2P: Any
     PeerID: Any
     Multiaddr: Any
@@ -66,12 +65,12 @@ def load_hivemind() -> Hivemind:
     if version in _KNOWN_VERSIONS and "hivemind" not in sys.modules:
         try:
             _stub_packages(root)
-            return _names(version, binary)
+            return _names(binary)
         except (ImportError, AttributeError):
             logger.warning("hivemind %s cannot be imported in part", version, exc_info=True)
             for name in [name for name in sys.modules if name.split(".")[0] == "hivemind"]:
                 del sys.modules[name]
-    return _names(version, binary)
+    return _names(binary)
 
 
 def _stub_packages(root: Path) -> None:
@@ -92,12 +91,11 @@ def _stub_packages(root: Path) -> None:
             setattr(utilities, name, getattr(module, name))
 
 
-def _names(version: str, binary: Path) -> Hivemind:
+def _names(binary: Path) -> Hivemind:
     p2p = importlib.import_module("hivemind.p2p")
     node = importlib.import_module("hivemind.dht.node")
     multiaddr = importlib.import_module("hivemind.utils.multiaddr")
     return Hivemind(
-        version,
         p2p.P2P,
         p2p.PeerID,
         multiaddr.Multiaddr,

@@ -215,12 +215,8 @@ class Worker:
 
     async def _lookup(self, message: Lookup) -> Found:
         records = tuple(
-            Record(
-                subkey=subkey,
-                value_base64=base64.b64encode(value).decode(),
-                expires_unix_seconds=expires,
-            )
-            for subkey, value, expires in await self._services.directory.lookup(message.key)
+            Record(subkey=subkey, value_base64=base64.b64encode(value).decode())
+            for subkey, value in await self._services.directory.lookup(message.key)
         )
         return Found(records=records)
 

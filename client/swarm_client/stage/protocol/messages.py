@@ -227,8 +227,6 @@ class StageConfigured(Numbered):
     slots_name: str
     gradients_name: str
     result_name: str
-    input_bytes: Bytes
-    output_bytes: Bytes
 
 
 class Computed(Numbered):
@@ -318,7 +316,6 @@ class StageStateSaved(Numbered):
     """Answer to SaveStageState."""
 
     kind: Literal["stage_state_saved"] = "stage_state_saved"
-    path: str
     nbytes: Bytes
 
 

@@ -283,7 +283,7 @@ class ComputeLoop:
             case messages.SaveStageState():
                 faults.inject(FaultPoint.CHECKPOINT, request.version)
                 nbytes = self._steps.save(Path(request.path), request.version)
-                return messages.StageStateSaved(path=request.path, nbytes=nbytes)
+                return messages.StageStateSaved(nbytes=nbytes)
             case messages.LoadStageState():
                 digest = self._steps.load(Path(request.path), request.version).digest
             case messages.ReinitialiseStage():
@@ -408,6 +408,4 @@ def _configure(
         slots_name=memory.slots.name,
         gradients_name=memory.gradients_segment.name,
         result_name=memory.result_segment.name,
-        input_bytes=runner.sizes.input_bytes,
-        output_bytes=runner.sizes.output_bytes,
     )

@@ -521,10 +521,10 @@ def test_the_door_to_hivemind_opens_without_torch() -> None:
     code = (
         "import sys; from swarm_client.averaging.worker.hivemind_imports import load_hivemind;"
         "door = load_hivemind(); assert door.p2pd_binary.is_file();"
-        "print(door.version, door.DHTNode.__name__, 'torch' in sys.modules)"
+        "print(door.DHTNode.__name__, 'torch' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert told.stdout == "1.1.12 DHTNode False\n"
+    assert told.stdout == "DHTNode False\n"
 
 
 def test_without_hivemind_the_worker_is_unavailable_and_says_why(
