@@ -36,7 +36,7 @@ messages: TypeAdapter[Ping | Pong] = TypeAdapter(
     Annotated[Ping | Pong, Field(discriminator="kind")]
 )
 
-# Says its process id, then echoes pings; "deaf" makes it never listen again.
+# Sends its process id, then echoes pings; "deaf" makes it stop reading.
 ECHO_CHILD = """
 import os, sys, time
 from typing import Annotated, Literal

@@ -142,7 +142,7 @@ def test_a_failure_raises_its_error_and_a_wrong_answer_is_a_bug() -> None:
     run(test)
 
 
-def test_a_cancelled_caller_says_so_and_its_resources_wait_for_the_answer() -> None:
+def test_a_cancelled_call_is_reported_and_its_resources_wait_for_the_answer() -> None:
     async def test(r: Rig) -> None:
         freed: list[str] = []
         with trio.CancelScope() as scope:

@@ -1,7 +1,6 @@
-"""Streams of the daemon's host on their way to and from the averaging worker.
+"""Streams of the daemon's host to and from the averaging worker.
 
-The worker's end is played by a plain unix socket that says what a worker says; the real worker's
-end goes through the same bridge in test_averager.
+A plain unix socket plays the worker's end.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LOOK_SECONDS = 0.5
 
 
 class Life:
-    """A policy that is asked twice a second; remembers when it said yes, and why."""
+    """A policy that is asked twice a second; records its reasons."""
 
     def __init__(self) -> None:
         self.policy = RestartPolicy()

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.integration
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 SENTINEL = np.float32(-7)
-# Far above what anything here takes, even on a busy machine: who needs it has hung.
+# Far above the duration of any test here, even on a busy machine: beyond it something has hung.
 STALL_SECONDS = 30.0
 _names = itertools.count()
 _vectors: list[Vectors] = []
@@ -88,7 +88,7 @@ class Swarm(Protocol):
         """Carry out `spec.me`'s part; returns the bytes sent."""
 
     async def kill(self, peer: PeerId) -> None:
-        """It vanishes without a word."""
+        """It ends without an ABORT."""
 
 
 class HivemindSwarm:
@@ -263,7 +263,7 @@ class Round:
             await trio.sleep(0.001)
 
 
-def test_members_end_bitwise_equal_whatever_the_shares_the_codec_and_who_comes_late(
+def test_members_end_bitwise_equal_for_all_shares_codecs_and_late_members(
     opener: Opener, tmp_path: Path
 ) -> None:
     async def body() -> None:
@@ -410,12 +410,12 @@ def test_a_frozen_member_is_named_and_a_cancelled_round_ends_at_once(tmp_path: P
     run(body)
 
 
-def test_a_stranger_that_claims_a_place_is_refused(tmp_path: Path) -> None:
+def test_a_non_member_that_claims_a_place_is_refused(tmp_path: Path) -> None:
     async def body() -> None:
         async with hivemind_swarm(tmp_path, 3) as swarm:
             first, second, stranger = swarm.peers
             real = Round(swarm, (first, second), 100_000)
-            # The stranger runs the same round in the name of `second`, with its own p2pd.
+            # The non-member runs the same round in the name of `second`, with its own p2pd.
             forged = StartRound(
                 round_id=real.name,
                 members=(
@@ -458,7 +458,7 @@ def test_a_stranger_that_claims_a_place_is_refused(tmp_path: Path) -> None:
     run(body)
 
 
-def test_a_stranger_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
+def test_a_non_member_on_libp2p_is_never_answered_and_does_not_disturb_the_round(
     tmp_path: Path,
 ) -> None:
     async def body() -> None:
@@ -517,7 +517,7 @@ def test_a_killed_daemon_leaves_no_process_behind_and_nothing_on_the_terminal(
     assert "Peer ID" in (home / "averaging/worker.log").read_text()
 
 
-def test_the_door_to_hivemind_opens_without_torch() -> None:
+def test_hivemind_is_loaded_without_torch() -> None:
     code = (
         "import sys; from swarm_client.averaging.worker.hivemind_imports import load_hivemind;"
         "door = load_hivemind(); assert door.p2pd_binary.is_file();"
@@ -527,7 +527,7 @@ def test_the_door_to_hivemind_opens_without_torch() -> None:
     assert told.stdout == "DHTNode False\n"
 
 
-def test_without_hivemind_the_worker_is_unavailable_and_says_why(
+def test_without_hivemind_the_worker_is_unavailable_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor.importlib.util, "find_spec", lambda _name: None)
