@@ -117,6 +117,8 @@ class IncomingHub:
         self._parked: Counter[str] = Counter()
         self._unadmitted: set[str] = set()
         self._changed = anyio.Event()
+        self.refused = 0
+        """Number of streams refused."""
 
     async def accept(self, remote: str, channel: Channel) -> None:
         """Serve one incoming stream; returns when it is closed. Called by the carrier."""
@@ -128,6 +130,7 @@ class IncomingHub:
                 await _send_late_abort(held, held.late_abort_frame)
         finally:
             if held.dropped or not held.released.is_set():
+                self.refused += 1
                 logger.info("a stream of %s was turned away: %s", remote, held.reason)
                 with anyio.CancelScope(shield=True):
                     await held.abort()
