@@ -1,7 +1,8 @@
-"""A visitor's pass: the organiser's word that a peer may ask volunteers for probes, and no more.
+"""The probe pass: the organiser's permission for a peer to ask volunteers for probes, nothing more.
 
-Who checks a machine before joining is no member yet, so it has no certificate; the coordinator,
-which has seen its invite, gives it this instead. It opens DOCTOR_PROTOCOL alone.
+A machine that is checked before joining is no member yet, so it has no certificate; the
+coordinator, which has checked its invite, gives it this pass instead. It is accepted on
+DOCTOR_PROTOCOL alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from swarm_shared.identity.signing import open_message, sign_message
 
 PROBE_PASS_DOMAIN = "swarmtrain-visitor-1"
 PASS_SECONDS = 300.0
-"""A check takes half a minute; a daemon gets a new one with each."""
+"""Validity of a pass. A check takes half a minute; a daemon gets a new pass with each."""
 
 
 class ProbePass(FrozenModel):
@@ -30,7 +31,7 @@ class ProbePass(FrozenModel):
 
 
 def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -> str:
-    """In base64, as it travels."""
+    """Return a signed pass in base64, as it is sent."""
     value = ProbePass(peer=peer, run=run, expires=now + PASS_SECONDS)
     return base64.b64encode(sign_message(organiser, value, PROBE_PASS_DOMAIN)).decode("ascii")
 
@@ -38,7 +39,8 @@ def sign_probe_pass(organiser: Identity, peer: PeerId, run: RunId, now: float) -
 def check_probe_pass(
     text: str, run: RunId, organiser: PeerId, now: float, remote_peer: PeerId
 ) -> None:
-    """AdmissionError unless the pass is for `remote_peer`, who must come from the connection."""
+    """Raise AdmissionError unless the pass is for `remote_peer`, which must come from the
+    connection."""
     try:
         envelope = base64.b64decode(text, validate=True)
         value, _ = open_message(

@@ -1,6 +1,7 @@
-"""The trained model, its optimizer and its state: the one place, with the tensor codecs, that
-imports torch. `swarm_shared.run.schedule` and `swarm_shared.run.stage_cut` hold what needs no
-torch.
+"""The trained model, its optimizer and its state.
+
+With the tensor codecs this is the only room that imports torch; `swarm_shared.run.schedule` and
+`swarm_shared.run.stage_cut` hold what needs no torch.
 """
 
 from __future__ import annotations
