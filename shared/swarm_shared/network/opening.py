@@ -1,4 +1,4 @@
-"""Opening a node for the length of a block: it runs beside it, and says good-bye at its end."""
+"""Opening a node for the length of a block: it runs beside the block and closes at its end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS
 from swarm_shared.network.node import Node
 
 CLOSE_SECONDS = 2.0
-"""How long closing the node waits for good-byes to be sent, over all connections."""
+"""Longest time to close all connections in an orderly way."""
 
 
 @asynccontextmanager
@@ -26,10 +26,10 @@ async def open_node(
     max_connections_per_address: int = MAX_CONNECTIONS_PER_ADDRESS,
     bandwidth: Bandwidth | None = None,
 ) -> AsyncIterator[Node]:
-    """Runs a node until the block ends; then ends within CLOSE_SECONDS or so.
+    """Run a node until the block ends; closing takes CLOSE_SECONDS at most.
 
-    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free
-    port. NetworkError when a port cannot be had. Several nodes may share one `bandwidth`.
+    Without `listen_addresses` it can connect but not be connected to. Port 0 takes any free port.
+    NetworkError when a port is not available. Several nodes may share one `bandwidth`.
     """
     node = Node(
         identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,

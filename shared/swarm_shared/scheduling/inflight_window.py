@@ -27,6 +27,7 @@ BURSTS_KEPT = 3
 @dataclass(slots=True)
 class _Burst:
     """The measurements of one burst."""
+
     shortest_seconds: float = math.inf
     rate: float = 0.0
     """Microbatches per second."""

@@ -57,6 +57,7 @@ class Observation:
 @dataclass(slots=True)
 class _PeerEstimate:
     """What is known of one peer."""
+
     turn: int
     """Increases with every choice: the peer chosen, or added, longest ago has the smallest."""
     seconds: float | None = None

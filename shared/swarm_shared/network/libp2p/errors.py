@@ -1,4 +1,4 @@
-"""Turns what py-libp2p raises into this project's errors. The only place that does."""
+"""Translation of py-libp2p's exceptions into this project's errors; the only place for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, Swar
 
 @contextmanager
 def stream_errors(doing: str) -> Iterator[None]:
-    """For reading and writing on a stream: whatever fails means that the link is gone.
+    """Translate errors of reading and writing a stream: every failure means that the link is lost.
 
-    py-libp2p has no common base for what its streams raise (RawConnError and KeyError have
-    been seen among its own), so that anything else counts as a lost link, too. Cancellation
-    is no Exception and passes through.
+    py-libp2p has no common base for what its streams raise (RawConnError and KeyError have been
+    seen among its own), so that any other exception counts as a lost link, too. Cancellation is no
+    Exception and passes through.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def stream_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def dial_errors(doing: str) -> Iterator[None]:
-    """For connecting and opening streams: NetworkError with the reason."""
+    """Translate errors of connecting and opening streams: NetworkError with the reason."""
     try:
         yield
     except SwarmError:
@@ -46,7 +46,7 @@ def dial_errors(doing: str) -> Iterator[None]:
 
 
 def summary(error: BaseException) -> str:
-    """The innermost reason in a few words: py-libp2p wraps errors in several layers."""
+    """Describe the innermost cause in one line: py-libp2p wraps errors in several layers."""
     innermost = error
     while True:
         if isinstance(innermost, BaseExceptionGroup):

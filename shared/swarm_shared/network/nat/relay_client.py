@@ -283,7 +283,7 @@ class RelayClient:
             muxer = await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(CIRCUIT))
         except MuxedStreamError:
             return
-        except Exception as error:  # noqa: BLE001 (a stranger's bytes make it raise anything)
+        except Exception as error:  # noqa: BLE001 (an unknown peer's bytes make it raise anything)
             logger.debug("a connection through %s was refused: %s", relay, summary(error))
             await raw.close()
             return

@@ -151,7 +151,7 @@ def test_a_run_in_balance_says_why_nobody_moves() -> None:
     bench.run.rebalancing.due_at = bench.now
     bench.event(Tick())
     assert not bench.run.peers.movers
-    assert "is the thinnest" in str(told(bench)["reason"])
+    assert "is the slowest" in str(told(bench)["reason"])
 
 
 def test_what_a_peer_makes_is_bounded_by_its_line_and_so_is_its_stage() -> None:

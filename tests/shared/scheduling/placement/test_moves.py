@@ -84,7 +84,7 @@ def test_a_peer_goes_from_the_richest_stage_to_the_thinnest() -> None:
 def test_a_balanced_run_is_left_alone() -> None:
     decision = choose_moves([stage(0), stage(1)], fleet(3, 4), FREE)
     assert decision.moves == ()
-    assert "thinnest" in decision.reason
+    assert "slowest" in decision.reason
 
 
 def test_stages_that_tie_for_the_thinnest_are_helped_one_after_the_other() -> None:
