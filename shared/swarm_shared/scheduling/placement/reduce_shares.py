@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 MAX_WEIGHT = 1000
 """Weight of the largest share."""
@@ -78,11 +79,11 @@ def _seconds_beyond_that(fastest_first: Sequence[float], others: int, most: floa
 
     The first k reduce the most that they may; the other members' times must come out below that.
     """
-    rest = math.fsum(fastest_first)
+    # Added from the slowest up: subtracting a rate from the sum of all could leave nothing of it.
+    rests = list(accumulate(reversed(fastest_first)))
     for at_most, rate in enumerate(fastest_first):
         below = len(fastest_first) - at_most
-        seconds = (others * (1 - at_most * most) + below) / rest
+        seconds = (others * (1 - at_most * most) + below) / rests[below - 1]
         if seconds * rate - 1 <= most * others:
-            return seconds
-        rest -= rate
+            break
     return seconds
