@@ -19,9 +19,10 @@ from swarm_client.tui.overview import WORD_ROLES, overview
 from swarm_client.tui.pipeline import pipeline
 from swarm_client.tui.settings import Setting, SettingsPane, parse_settings, value_text
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
 from swarm_shared.tui.dialogs import Choose, Confirm, Fill
-from swarm_shared.tui.formatting import clock_text, printable
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import DocumentReceived, Event, LogReceived, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, line
 from swarm_shared.tui.terminal_style import Look

@@ -6,8 +6,9 @@ import datetime
 from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar
-from swarm_shared.tui.formatting import counted, number, percent, printable, short_number
+from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import columns_plot
 from swarm_shared.tui.styled_text import EMPTY, Line, heading, line, wrapped
 from swarm_shared.tui.table import Column, table

@@ -10,7 +10,8 @@ from textual.message import Message
 from textual.widgets import Input
 
 from swarm_client.tui.model import ClientModel
-from swarm_shared.tui.formatting import clock_text, printable
+from swarm_shared.base.text import printable
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import LogEntry
 from swarm_shared.tui.styled_text import Line, Role, line
 from swarm_shared.tui.widgets import Block, Pane

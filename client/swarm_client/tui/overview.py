@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from swarm_client.control.reasons import DaemonState
 from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, share_of_stage
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
 from swarm_shared.tui.formatting import (
     MISSING,
@@ -15,7 +16,6 @@ from swarm_shared.tui.formatting import (
     memory_text,
     number,
     percent,
-    printable,
     rate_text,
     short_number,
 )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import sparkline
-from swarm_shared.tui.formatting import milliseconds, number, peer_text, printable, rate_text
+from swarm_shared.tui.formatting import milliseconds, number, peer_text, rate_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, heading, line, wrapped
 from swarm_shared.tui.table import Column, table

@@ -18,7 +18,7 @@ from textual.widgets import OptionList
 from textual.widgets.option_list import Option
 
 from swarm_shared.base.errors import ProtocolError
-from swarm_shared.tui.formatting import printable
+from swarm_shared.base.text import printable
 from swarm_shared.tui.styled_text import Line, line, wrapped
 from swarm_shared.tui.terminal_style import Look
 from swarm_shared.tui.widgets import Block

@@ -27,6 +27,7 @@ from swarm_coordinator.status.pacing import batched, with_duty_cycle
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import LinkBytes, LinkPath
 
@@ -161,11 +162,6 @@ def without_nan(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [without_nan(part) for part in value]
     return value
-
-
-def printable(text: str) -> str:
-    """Names and reasons come from volunteers: nothing of theirs may steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def read_status(path: Path) -> dict[str, Any] | None:

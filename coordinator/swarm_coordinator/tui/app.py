@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from swarm_coordinator.status.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
+from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.formatting import printable
 from swarm_shared.tui.source import DocumentReceived, Event, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
 from swarm_shared.tui.terminal_style import Look

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from swarm_coordinator.status.document import PeerRow, RunDocument, stage_holders
 from swarm_coordinator.tui.model import RunModel
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
     MISSING,
@@ -17,7 +18,6 @@ from swarm_shared.tui.formatting import (
     number,
     peer_text,
     percent,
-    printable,
     rate_text,
     short_number,
 )

@@ -16,6 +16,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from swarm_shared.base.text import printable
+
 HALF_LIFE_SECONDS = 7 * 86_400.0
 MAX_TEAM_CHARACTERS = 40
 _PER_DAY = 86_400.0 * math.log(2) / HALF_LIFE_SECONDS
@@ -65,7 +67,7 @@ def normalised_team(text: str | None) -> str:
     Characters that cannot be printed are left out, as they would make teams that look alike.
     """
     composed = unicodedata.normalize("NFKC", text or "")
-    kept = "".join(c if c.isprintable() else " " for c in composed)
+    kept = printable(composed, " ")
     return " ".join(kept.split())[:MAX_TEAM_CHARACTERS].rstrip()
 
 

@@ -8,15 +8,11 @@ from __future__ import annotations
 import math
 import time
 
+from swarm_shared.base.text import printable
 from swarm_shared.tui.terminal_style import Look
 
 MISSING = "-"
 """What stands where a value is not known."""
-
-
-def printable(text: str) -> str:
-    """Names and reasons come from volunteers: nothing of theirs may steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def number(value: float | None, digits: int = 0) -> str:

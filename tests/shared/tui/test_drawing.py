@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm_shared.base.text import printable
 from swarm_shared.tui.bars import bar, sparkline
 from swarm_shared.tui.formatting import (
     disk_text,
@@ -16,7 +17,6 @@ from swarm_shared.tui.formatting import (
     milliseconds,
     peer_text,
     percent,
-    printable,
     short_number,
 )
 from swarm_shared.tui.plot import columns_plot, plot
