@@ -18,6 +18,7 @@ from libp2p.host.basic_host import BasicHost
 from libp2p.network.stream.net_stream import NetStream
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 
+from swarm_shared.base.error_groups import expected_error
 from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, SwarmError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.framed_stream import FramedStream
@@ -150,7 +151,7 @@ class Inbound:
             await framed.reset()
 
     def _log_failure(self, protocol: str, remote: PeerId, error: Exception) -> None:
-        cause = _expected_cause(error)
+        cause = expected_error(error)
         if isinstance(cause, LinkClosed):
             logger.debug("%s: %s", protocol, cause)
         elif isinstance(cause, NetworkError | ProtocolError):
@@ -185,14 +186,3 @@ class Inbound:
             logger.exception("the handler of %s failed on a stream with %s", protocol, remote)
         with trio.CancelScope(shield=True), trio.move_on_after(1.0):
             await muxed.reset()
-
-
-def _expected_cause(error: BaseException) -> SwarmError | None:
-    """What the handler raised on purpose, out of a nursery's wrapping too; None for a fault."""
-    if isinstance(error, SwarmError):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        causes = [_expected_cause(one) for one in error.exceptions]
-        if all(cause is not None for cause in causes):
-            return causes[0]
-    return None

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS
@@ -35,7 +36,7 @@ async def open_node(
         identity, max_connections, max_inbound_streams_per_peer, max_connections_per_address,
         bandwidth,
     )  # fmt: skip
-    try:
+    with single_error_unwrapped():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(node.run)
             try:
@@ -45,11 +46,3 @@ async def open_node(
                 with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
                     await node.close()
                 nursery.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        # The nursery wraps what the block raised; the caller expects it as it was.
-        if len(group.exceptions) != 1:
-            raise
-        failure = group.exceptions[0]
-    else:
-        return
-    raise failure

@@ -9,6 +9,7 @@ import trio
 from libp2p.network.stream.exceptions import StreamEOF
 from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import LinkClosed, LinkTimeout, NetworkError, SwarmError
 
 
@@ -47,13 +48,9 @@ def dial_errors(doing: str) -> Iterator[None]:
 
 def summary(error: BaseException) -> str:
     """Describe the innermost cause in one line: py-libp2p wraps errors in several layers."""
-    innermost = error
-    while True:
-        if isinstance(innermost, BaseExceptionGroup):
-            innermost = innermost.exceptions[0]
-        elif innermost.__cause__ is not None:
-            innermost = innermost.__cause__
-        else:
-            break
-    text = " ".join(str(innermost).split())[:200]
-    return text or type(innermost).__name__
+    innermost: BaseException | None = error
+    while innermost is not None:
+        error = next(leaves(innermost))
+        innermost = error.__cause__
+    text = " ".join(str(error).split())[:200]
+    return text or type(error).__name__
