@@ -26,8 +26,6 @@ ledger's.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import math
@@ -62,7 +60,9 @@ from swarm_shared.identity.signed_manifest import (
     run_id_of,
 )
 from swarm_shared.identity.signing import (
+    decode_envelope,
     describe_validation_error,
+    encode_envelope,
     open_envelope,
     open_message,
     sign_message,
@@ -140,7 +140,7 @@ def write_ledger(
     yield chain.put(
         Head(
             format=2 if bindings else 1, run=run, as_of=as_of,
-            manifest=base64.b64encode(envelope).decode(),
+            manifest=encode_envelope(envelope),
         )
     )  # fmt: skip
     sums = _LedgerSums(manifest)
@@ -155,7 +155,7 @@ def write_ledger(
     sealed = sign_message(
         organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
     )
-    yield chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))
+    yield chain.put(SealLine(envelope=encode_envelope(sealed)))
 
 
 class _Chain:
@@ -286,10 +286,7 @@ class _Check:
     def _take_head(self, line: Line) -> None:
         if not isinstance(line, Head):
             raise ProtocolError("a ledger begins with its head")
-        try:
-            envelope = base64.b64decode(line.manifest, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("its manifest is not in base64") from error
+        envelope = decode_envelope(line.manifest, "its manifest")
         organiser = self._organiser or _named_organiser(envelope)
         self._manifest = open_manifest(envelope, organiser)
         if run_id_of(self._manifest) != line.run:
@@ -327,10 +324,7 @@ class _Check:
             raise ProtocolError(f"{line.peer} has an owner and counts in no step")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
-        try:
-            envelope = base64.b64decode(line.binding, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError(f"the owner binding of {line.peer} is not in base64") from error
+        envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
         device = PeerId(line.peer)
         self._owners[device] = open_owner_binding(envelope, device).owner
 
@@ -359,10 +353,7 @@ class _Check:
         missing = set(self._sums.of) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
-        try:
-            envelope = base64.b64decode(line.envelope, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("the seal is not in base64") from error
+        envelope = decode_envelope(line.envelope, "the seal")
         seal, _ = open_message(envelope, Seal, LEDGER_DOMAIN, self._signer)
         assert self._head is not None
         if seal != Seal(run=self._head.run, lines=self._chain.lines - 1, digest=digest):

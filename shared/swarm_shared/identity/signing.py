@@ -13,6 +13,7 @@ bytes of a signed message (unknown fields, long varints) without breaking its si
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -83,6 +84,20 @@ def open_envelope(
         raise SignatureError(f"a message that {expected_signer} must sign is signed by {signer}")
     verify(signer, _signed_bytes(domain, payload_type, payload), signature)
     return OpenedEnvelope(signer, payload_type, payload)
+
+
+def encode_envelope(envelope: bytes) -> str:
+    """Encode an envelope in base64, as messages carry it."""
+    return base64.b64encode(envelope).decode("ascii")
+
+
+def decode_envelope(text: str, what: str = "a signed message") -> bytes:
+    """Decode an envelope from base64; FrameError, which names it as `what`, for other text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        # binascii.Error is one; text that is not ASCII raises the plain ValueError.
+        raise FrameError(f"{what} is not base64") from error
 
 
 def sign_message(identity: Identity, message: FrozenModel, domain: str) -> bytes:

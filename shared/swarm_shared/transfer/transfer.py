@@ -15,7 +15,6 @@ Not here: which peer holds what (the catalogue), and admission (`check_remote`).
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
@@ -40,6 +39,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits, Node
 from swarm_shared.protocol import (
     TRANSFER_PROTOCOL,
@@ -104,10 +104,7 @@ def certificate_check(run: RunId, organiser: PeerId, clock: Clock = wall) -> Che
     def check(remote: PeerId, hello: TransferHello) -> None:
         if hello.run != run:
             raise AdmissionError(f"this peer serves run {run[:12]}, not {hello.run[:12]}")
-        try:
-            envelope = base64.b64decode(hello.certificate, validate=True)
-        except ValueError as error:
-            raise AdmissionError("the certificate is not base64") from error
+        envelope = decode_envelope(hello.certificate, "the certificate")
         check_certificate(envelope, run, organiser, clock(), remote)
 
     return check
