@@ -16,6 +16,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId
 
 EMA_WEIGHT = 0.3
@@ -35,8 +36,6 @@ choose the same peer."""
 FIRST_BAN_SECONDS = 1.0
 """Ban after a first failure; doubles with each further one."""
 MAX_BAN_SECONDS = 60.0
-MAX_BAN_DOUBLINGS = 10
-"""2**10 is past the maximum; an unbounded exponent would overflow a peer that fails for days."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +168,7 @@ class ShortestExpectedDelay:
         candidate = self._candidates.get(peer)
         if candidate is None:
             return
-        ban_seconds = min(
-            MAX_BAN_SECONDS, FIRST_BAN_SECONDS * 2 ** min(candidate.failures, MAX_BAN_DOUBLINGS)
-        )
+        ban_seconds = backoff_seconds(candidate.failures, FIRST_BAN_SECONDS, MAX_BAN_SECONDS)
         candidate.failures += 1
         candidate.banned_until = now + ban_seconds
 

@@ -54,6 +54,7 @@ from swarm_client.averaging.protocol.messages import (
     worker_messages,
 )
 from swarm_client.ipc.child_process import ChildProcess, start_child
+from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import LinkClosed, NetworkError, SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
 
@@ -265,7 +266,7 @@ class AveragingWorker:
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        backoff_seconds = FIRST_BACKOFF_SECONDS
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             while self._held_back:
                 self._reason = self._held_back
@@ -278,14 +279,13 @@ class AveragingWorker:
             if self._planned_end:
                 continue
             if trio.current_time() - begun > HEALTHY_SECONDS:
-                backoff_seconds = FIRST_BACKOFF_SECONDS
+                backoff.reset()
             if self._died_in_round:
-                backoff_seconds = max(backoff_seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
+                backoff.seconds = max(backoff.seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
             self.restarts += 1
             self._notify()
-            logger.warning("%s; starting it again in %g s", self._reason, backoff_seconds)
-            await trio.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            logger.warning("%s; starting it again in %g s", self._reason, backoff.seconds)
+            await trio.sleep(backoff.next())
 
     async def _run_once(self) -> None:
         """One worker from its start to its end. Its troubles end in `reason`."""

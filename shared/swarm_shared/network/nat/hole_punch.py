@@ -22,6 +22,7 @@ from libp2p.relay.circuit_v2.pb.dcutr_pb2 import HolePunch
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_ip_address
@@ -255,9 +256,10 @@ class HolePuncher:
             self._failures.pop(peer, None)
             return True
         self.failed += 1
-        failures = self._failures[peer] = min(10, self._failures.get(peer, 0) + 1)
-        pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (failures - 1))
-        self._failed_until[peer] = now + pause
+        earlier = self._failures.get(peer, 0)
+        self._failures[peer] = earlier + 1
+        pause_seconds = backoff_seconds(earlier, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS)
+        self._failed_until[peer] = now + pause_seconds
         return False
 
     async def _dial_one(self, peer: PeerId, peer_id: ID, address: str, as_initiator: bool) -> None:

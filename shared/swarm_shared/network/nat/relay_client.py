@@ -21,6 +21,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import PeerId as PeerMessage
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from multiaddr import Multiaddr
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.addresses.binary import unpack_address
@@ -202,8 +203,10 @@ class RelayClient:
             slot = await self._reserve(relay, candidate.addresses)
         except (NetworkError, ProtocolError) as error:
             candidate.failures += 1
-            pause = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2**candidate.failures)
-            candidate.retry_at = trio.current_time() + pause
+            pause_seconds = backoff_seconds(
+                candidate.failures, FIRST_RETRY_SECONDS, LONGEST_RETRY_SECONDS
+            )
+            candidate.retry_at = trio.current_time() + pause_seconds
             logger.info("no slot at relay %s: %s", relay, error)
             if self._slots.pop(relay, None) is not None:
                 self.on_change()
