@@ -1,14 +1,9 @@
-"""ChildProcess processes of the daemon and the message link between the two.
+"""Child processes of the daemon and the message link between the two.
 
 Owns: how a child is started (inherited socketpair, log file, own process group), how it ends with
-its parent, and length-prefixed JSON messages over the socket, for a blocking child (`SyncLink`)
-and for the trio daemon (`TrioLink`). `MessageFramer` is the same without any I/O, for a child
-that runs another event loop. Does not own what the messages mean, nor any tensor: those cross in
-shared memory (`swarm_client.ipc.shared_memory`).
-
-A frame is a little-endian u32 length followed by that many bytes of JSON. The other end is our
-own process, so a damaged frame is a bug or a death in the middle of a write, never an attack; the
-bound is there so that neither can take the memory of the machine.
+its parent, and messages over the socket, for a blocking child (`SyncLink`) and for the trio daemon
+(`TrioLink`). The frames are those of `swarm_shared.base.json_messages`. Does not own what the
+messages mean, nor any tensor: those cross in shared memory (`swarm_client.ipc.shared_memory`).
 """
 
 from __future__ import annotations
@@ -20,25 +15,21 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn
 
 import anyio.to_thread
 import trio
 from pydantic import TypeAdapter
 
-from swarm_shared.base.errors import FrameError, LinkClosed
+from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.protocol import encode, parse
-
-MAX_MESSAGE_BYTES = 16 * 2**20
-"""A manifest or a list of 65,536 microbatches is below 1 MiB; 16 leaves room without risk."""
+from swarm_shared.base.json_messages import MessageT, PrefixedDecoder, encode_prefixed
 
 RECEIVE_BYTES = 64 * 2**10
 MAX_POLL_SECONDS = 24 * 3600.0
@@ -46,56 +37,7 @@ MAX_POLL_SECONDS = 24 * 3600.0
 CLOSE_GRACE_SECONDS = 3.0
 """A worker in the middle of a computation notices the end of its socket only after it."""
 
-_LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
-
-MessageT = TypeVar("MessageT")
-
-
-def encode_frame(message: FrozenModel) -> bytes:
-    """One message as a frame; FrameError when it is too long to be sent."""
-    body = encode(message)
-    if len(body) > MAX_MESSAGE_BYTES:
-        raise FrameError(
-            f"a message of {len(body)} bytes to another process of this machine is longer than "
-            f"the {MAX_MESSAGE_BYTES} allowed; please report this as a bug"
-        )
-    return _LENGTH.pack(len(body)) + body
-
-
-class MessageFramer(Generic[MessageT]):
-    """Bytes in, messages out."""
-
-    def __init__(self, incoming: TypeAdapter[MessageT]) -> None:
-        self._incoming = incoming
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | bytearray | memoryview) -> None:
-        self._buffer += data
-
-    def next_message(self) -> MessageT | None:
-        """The next whole message, or None when more bytes are needed."""
-        if len(self._buffer) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._buffer)
-        if length > MAX_MESSAGE_BYTES:
-            raise FrameError(
-                f"a message of {length} bytes was announced by another process of this machine; "
-                f"at most {MAX_MESSAGE_BYTES} are allowed"
-            )
-        end = _LENGTH.size + length
-        if len(self._buffer) < end:
-            return None
-        body = bytes(self._buffer[_LENGTH.size : end])
-        del self._buffer[:end]
-        return parse(self._incoming, body)
-
-    def finish(self) -> None:
-        """The other side has ended; FrameError if that was in the middle of a message."""
-        if self._buffer:
-            raise FrameError(
-                "another process of this machine ended in the middle of a message; its log says why"
-            )
 
 
 class SyncLink(Generic[MessageT]):
@@ -104,7 +46,7 @@ class SyncLink(Generic[MessageT]):
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(True)
         self._socket = endpoint
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
         self._ready: MessageT | None = None
         self._poll = select.poll()
         self._poll.register(endpoint, select.POLLIN)
@@ -112,7 +54,7 @@ class SyncLink(Generic[MessageT]):
     def send(self, message: FrozenModel) -> None:
         """Send, waiting for the daemon to read; LinkClosed when it is gone."""
         try:
-            self._socket.sendall(encode_frame(message))
+            self._socket.sendall(encode_prefixed(message))
         except (BrokenPipeError, ConnectionError) as error:
             raise LinkClosed("the daemon that started this process is gone") from error
 
@@ -120,7 +62,7 @@ class SyncLink(Generic[MessageT]):
         """Whether `receive` would return without waiting (a message, or the end), at once or, if
         there is none yet, after so long at most."""
         if self._ready is None:
-            self._ready = self._framer.next_message()
+            self._ready = self._decoder.next_message()
         # A readable socket may hold half a message; the other half is on its way.
         if self._ready is not None:
             return True
@@ -129,7 +71,7 @@ class SyncLink(Generic[MessageT]):
     def receive(self) -> MessageT | None:
         """The next message, waiting for it; None when the daemon has closed or died."""
         while self._ready is None:
-            self._ready = self._framer.next_message()
+            self._ready = self._decoder.next_message()
             if self._ready is not None:
                 break
             try:
@@ -137,9 +79,9 @@ class SyncLink(Generic[MessageT]):
             except ConnectionError:
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
         message, self._ready = self._ready, None
         return message
 
@@ -153,19 +95,19 @@ class TrioLink(Generic[MessageT]):
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(False)
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(endpoint))
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
 
     async def send(self, message: FrozenModel) -> None:
         """Send; LinkClosed when the child is gone."""
         try:
-            await self._stream.send_all(encode_frame(message))
+            await self._stream.send_all(encode_prefixed(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the child process has closed its link") from error
 
     async def receive(self) -> MessageT | None:
         """The next message; None when the child has closed or died."""
         while True:
-            message = self._framer.next_message()
+            message = self._decoder.next_message()
             if message is not None:
                 await trio.lowlevel.checkpoint()
                 return message
@@ -174,9 +116,9 @@ class TrioLink(Generic[MessageT]):
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -15,6 +15,7 @@ one is a new protocol version.
 
 from __future__ import annotations
 
+from swarm_shared.base.json_messages import encode, parse
 from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol.common import (
     Address,
@@ -32,8 +33,6 @@ from swarm_shared.protocol.common import (
     StageRow,
     Stages,
     Text,
-    encode,
-    parse,
 )
 from swarm_shared.protocol.control import (
     CONTROL_PROTOCOL,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from swarm_shared.base.errors import FrameError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex
 
@@ -115,25 +114,3 @@ class Reduction(FrozenModel):
         if self.weights and (len(self.weights) != len(self.members) or not any(self.weights)):
             raise ValueError("weights are for as many members, and not all of them 0")
         return self
-
-
-MessageT = TypeVar("MessageT")
-
-
-def parse(adapter: TypeAdapter[MessageT], header: bytes | bytearray | memoryview) -> MessageT:
-    """Parse a frame's header; anything that is not exactly one known message is a FrameError."""
-    try:
-        # What the adapter's own method does, less its options, which are looked at each time.
-        parsed: MessageT = adapter.validator.validate_json(bytes(header))
-        return parsed
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise FrameError(
-            f"the remote sent a message that does not parse: {place}: {first['msg']}"
-        ) from error
-
-
-def encode(message: FrozenModel) -> bytes:
-    """A message as a frame header."""
-    return message.model_dump_json().encode()

@@ -24,9 +24,9 @@ def test_an_error_is_expected_only_if_all_of_its_group_are() -> None:
 
 def test_a_group_of_one_is_raised_as_its_error_with_its_cause() -> None:
     cause = OSError("below")
+    error = SwarmError("above")
+    error.__cause__ = cause
     with pytest.raises(SwarmError) as caught, single_error_unwrapped():
-        error = SwarmError("above")
-        error.__cause__ = cause
         raise ExceptionGroup("", [error])
     assert caught.value.__cause__ is cause
     assert caught.value.__context__ is None

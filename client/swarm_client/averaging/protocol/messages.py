@@ -1,6 +1,6 @@
 """What the daemon and its averaging worker say to each other. Values only.
 
-Frames are those of swarm_client.ipc.child_process: a little-endian u32 length, then JSON. The
+Frames are those of `swarm_shared.base.json_messages`. The
 first message
 is ConfigureAveraging; the answer is Started or Unavailable. A round ends with RoundDone or
 RoundFailureReport
