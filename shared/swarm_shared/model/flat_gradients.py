@@ -69,22 +69,6 @@ def bind_gradients(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
         parameter.grad = view
 
 
-def copy_gradients_to(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
-    """A parameter that no backward pass has reached counts as zero."""
-    for (_, parameter), view in zip(stage.all_parameters(), layout.views(flat), strict=True):
-        if parameter.grad is None:
-            view.zero_()
-        else:
-            view.copy_(parameter.grad)
-
-
-def load_gradients_from(stage: Stage, layout: FlatLayout, flat: Tensor) -> None:
-    for (_, parameter), view in zip(stage.all_parameters(), layout.views(flat), strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(view)
-
-
 def squared_norm(flat: Tensor, layout: FlatLayout, count_tied: bool) -> float:
     """Return the sum of squares in float64, the same to the bit for any number of threads and any
     device.

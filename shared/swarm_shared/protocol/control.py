@@ -165,7 +165,6 @@ class MaskRequest(FrozenModel):
     request: Count
     step: Step
     microbatch: MicrobatchIndex
-    suspect: PeerId | None = None
 
 
 class RoundReport(FrozenModel):

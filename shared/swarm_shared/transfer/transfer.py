@@ -73,8 +73,6 @@ REQUESTS_IN_FLIGHT = 4
 MAX_STREAMS_SERVED = 64
 """Streams served at once; each holds one chunk of at most 4 MiB in memory."""
 MAX_STREAMS_PER_PEER = 8
-MAX_UNKNOWN_BYTES = 64 * 2**20
-"""The most that is fetched when the size is not known beforehand (a tokenizer)."""
 
 Catalogue = Callable[[str, PeerId], Path | None]
 """(item, requester) → the file, or None when there is none for that peer. Must not block."""
@@ -229,32 +227,23 @@ async def fetch(
     node: Node,
     sources: Sequence[TransferSource | tuple[PeerId, Sequence[str]]],
     item: str,
-    total_bytes: int | None,
+    total_bytes: int,
     sha256: str,
     destination: Path,
     certificate: str,
     run: RunId,
     progress: Progress | None = None,
     *,
-    max_bytes: int | None = None,
     stall_seconds: float = STALL_SECONDS,
 ) -> None:
     """Bring `item` to `destination`, whole and with this hash; resumes what is there already.
 
-    Without `total_bytes` the first source that answers says how many there are; more than
-    `max_bytes` are refused. StorageError: the disk is full. NetworkError: no source is left.
+    StorageError: the disk is full. NetworkError: no source is left.
     """
     remaining = [
         s if isinstance(s, TransferSource) else TransferSource(s[0], tuple(s[1])) for s in sources
     ]
     hello = TransferHello(run=run, certificate=certificate)
-    if total_bytes is None:
-        limit = MAX_UNKNOWN_BYTES if max_bytes is None else max_bytes
-        total_bytes, remaining = await _ask_size(node, remaining, item, hello, limit, stall_seconds)
-    elif max_bytes is not None and total_bytes > max_bytes:
-        raise StorageError(
-            f"{item} has {total_bytes} bytes, and at most {max_bytes} are taken for it here"
-        )
     part = PartFile(destination, item, total_bytes, sha256)
     if await _in_thread(part.is_complete):
         if progress is not None:
@@ -388,40 +377,6 @@ def _answer(header: bytes, remote: PeerId) -> ChunkAnswer:
     if not isinstance(message, ChunkAnswer):
         raise ProtocolError(f"{remote} answered a chunk request with {message.kind}")
     return message
-
-
-async def _ask_size(
-    node: Node,
-    sources: Sequence[TransferSource],
-    item: str,
-    hello: TransferHello,
-    max_bytes: int,
-    stall_seconds: float,
-) -> tuple[int, list[TransferSource]]:
-    """The item's size as the first source tells that answers, and the sources from it on."""
-    failures: dict[PeerId, str] = {}
-    for position, source in enumerate(sources):
-        try:
-            stream = await node.open_stream(
-                source.peer, TRANSFER_PROTOCOL, FETCHING_LIMITS, source.addresses
-            )
-            try:
-                await stream.send(encode(hello), timeout_seconds=stall_seconds)
-                request = ChunkRequest(item=item, offset=0, bytes=1)
-                await stream.send(encode(request), timeout_seconds=stall_seconds)
-                frame = await stream.receive(timeout_seconds=stall_seconds)
-            finally:
-                await stream.reset()
-            answer = _answer(frame.header, source.peer)
-            if not 0 < answer.item_bytes <= max_bytes:
-                raise ProtocolError(
-                    f"{source.peer} has a {item} of {answer.item_bytes} bytes; at most "
-                    f"{max_bytes} are taken"
-                )
-            return answer.item_bytes, list(sources[position:])
-        except (NetworkError, ProtocolError, AdmissionError) as error:
-            failures[source.peer] = str(error)
-    raise _no_source_left(item, failures)
 
 
 def _no_source_left(item: str, failures: dict[PeerId, str]) -> NetworkError:

@@ -32,9 +32,8 @@ class RoundFailure(StrEnum):
 class RoundFailed(SwarmError):
     """The round is over for everybody; try again with another group and attempt.
 
-    `told_by` is set when another member said so; its word on the culprit may be wrong, as the
-    coordinator, who hears from all members, should keep in mind. `route` is that of the stream
-    with the culprit, when it was a stream of ours.
+    `culprit` may be wrong where another member reported it. `route` is that of the stream with the
+    culprit, when it was a stream of ours.
     """
 
     def __init__(
@@ -43,14 +42,12 @@ class RoundFailed(SwarmError):
         culprit: PeerId | None = None,
         *,
         failure: RoundFailure = RoundFailure.LOST,
-        told_by: PeerId | None = None,
         route: Route | None = None,
     ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.culprit = culprit
         self.failure = failure
-        self.told_by = told_by
         self.route = route
         self.links: tuple[StreamTraffic, ...] = ()
         """What its streams carried all the same."""

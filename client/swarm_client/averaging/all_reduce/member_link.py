@@ -303,7 +303,6 @@ class MemberLink:
             abort.reason,
             None if abort.culprit is None else members[abort.culprit],
             failure=abort.failure,
-            told_by=self.peer,
         )
 
     # -------------------------------------------------------------------------------- failures

@@ -95,7 +95,6 @@ def round_failed(message: RoundFailureReport) -> RoundFailed:
         message.reason,
         message.culprit,
         failure=message.failure,
-        told_by=message.told_by,
         route=message.route,
     )
     failed.links = tuple(

@@ -210,7 +210,6 @@ class RoundFailureReport(FrozenModel):
     reason: str
     failure: errors.RoundFailure
     culprit: PeerId | None = None
-    told_by: PeerId | None = None
     route: Route | None = None
     carried: tuple[Carried, ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -244,7 +244,6 @@ def _round_failure(
         reason=failure.reason,
         failure=failure.failure,
         culprit=failure.culprit,
-        told_by=failure.told_by,
         route=failure.route,
         carried=_carried(failure.links),
         faults=_faults(faults),
