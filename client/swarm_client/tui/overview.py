@@ -7,18 +7,9 @@ from typing import TYPE_CHECKING
 from swarm_client.control.reasons import DaemonState
 from swarm_client.tui.model import ClientModel, seconds_left, share_of_run, share_of_stage
 from swarm_shared.base.text import printable
+from swarm_shared.base.units import MISSING, duration_text, memory_text, rate_text, size_text
 from swarm_shared.tui.bars import bar, gauge_role, sparkline
-from swarm_shared.tui.formatting import (
-    MISSING,
-    counted,
-    disk_text,
-    duration,
-    memory_text,
-    number,
-    percent,
-    rate_text,
-    short_number,
-)
+from swarm_shared.tui.formatting import counted, number, percent, short_number
 from swarm_shared.tui.plot import plot
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, beside, heading, joined, line
 from swarm_shared.tui.terminal_style import Look
@@ -103,7 +94,7 @@ def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
             "steps",
             bar(done, _bar_cells(width), look),
             line(f"{run.version:,} of {run.steps:,} ({percent(done)})"),
-            line(f"{duration(left)} left") if left else EMPTY,
+            line(f"{duration_text(left)} left") if left else EMPTY,
         ),
         _named(
             "loss",
@@ -180,9 +171,9 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
             line(("on batteries", "warn")) if machine.on_batteries else line("on mains power")
         )
     if machine.user_idle_seconds is not None:
-        idle = duration(machine.user_idle_seconds)
+        idle = duration_text(machine.user_idle_seconds)
         facts.append(line(f"nobody at it for {idle}"))
-    facts.append(line(f"{disk_text(machine.disk_free_bytes)} of disk free"))
+    facts.append(line(f"{size_text(machine.disk_free_bytes)} of disk free"))
     return [
         heading("This machine", width, look),
         _named(
@@ -211,18 +202,18 @@ def _network(model: ClientModel, status: Status, width: int) -> list[Line]:
             "sent",
             line((sparkline(model.sent.values(), spark, look), "accent")),
             line(f"{rate_text(traffic.sent_bytes_per_second):>9}"),
-            line((disk_text(traffic.sent_bytes), "dim")),
+            line((size_text(traffic.sent_bytes), "dim")),
         ),
         _named(
             "received",
             line((sparkline(model.received.values(), spark, look), "accent")),
             line(f"{rate_text(traffic.received_bytes_per_second):>9}"),
-            line((disk_text(traffic.received_bytes), "dim")),
+            line((size_text(traffic.received_bytes), "dim")),
         ),
     ]
     if traffic.quota_bytes:
         used = traffic.quota_used_bytes / traffic.quota_bytes
-        of = f"{disk_text(traffic.quota_used_bytes)} of {disk_text(traffic.quota_bytes)}"
+        of = f"{size_text(traffic.quota_used_bytes)} of {size_text(traffic.quota_bytes)}"
         lines.append(
             _named("quota", bar(used, _bar_cells(width), look, gauge_role(used, 0.8)), line(of))
         )

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from swarm_client.tui.model import ClientModel
 from swarm_shared.base.text import printable
+from swarm_shared.base.units import latency_text, rate_text
 from swarm_shared.tui.bars import sparkline
-from swarm_shared.tui.formatting import milliseconds, number, peer_text, rate_text
+from swarm_shared.tui.formatting import number, peer_text
 from swarm_shared.tui.stage_bars import StageBar, stage_lines
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, heading, line, wrapped
 from swarm_shared.tui.table import Column, table
@@ -104,7 +105,7 @@ def _peers(status: Status, width: int, look: Look) -> list[Line]:
             line((peer_text(peer.peer, peer.name, look), "strong" if peer.path == "own" else "")),
             line(number(peer.microbatches_per_second, 2)),
             line(_path(peer)),
-            line(milliseconds(peer.rtt_seconds)),
+            line(latency_text(peer.rtt_seconds)),
             line(rate_text(peer.bytes_per_second)),
         )
         for peer in sorted(status.peers, key=order)

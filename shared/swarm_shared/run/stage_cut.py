@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from swarm_shared.base.errors import CapacityError, ConfigurationError
+from swarm_shared.base.units import size_text
 from swarm_shared.run.manifest import StageRange
 
 BYTES_PER_PARAMETER = 4 + 4 + 4 + 8
@@ -133,9 +134,9 @@ def plan_stages(
         needed, _ = _minimise(profile, stage_count, tables.memory, lambda *_: True)
         if needed > memory_limit_bytes:
             raise CapacityError(
-                f"the model cut into {stage_count} stages needs {_gigabytes(needed)} "
+                f"the model cut into {stage_count} stages needs {size_text(needed)} "
                 f"({int(needed)} bytes) of memory in its largest stage, and "
-                f"{_gigabytes(memory_limit_bytes)} is on offer: use more stages, shorter "
+                f"{size_text(memory_limit_bytes)} is on offer: use more stages, shorter "
                 "sequences or a smaller model"
             )
     cost, _ = _minimise(
@@ -267,7 +268,3 @@ def _parts(
     if is_last:
         parts.append(profile.head)
     return parts
-
-
-def _gigabytes(size: float) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

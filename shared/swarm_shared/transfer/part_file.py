@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from swarm_shared.base.atomic_file import storage_error, sync_folder
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.units import size_text
 
 CHUNK_BYTES = 2**20
 """Size of a chunk, as usual in the field (BitTorrent's piece): an error costs little, overhead is
@@ -162,8 +163,8 @@ class PartFile:
         free = shutil.disk_usage(self.destination.parent).free
         if free < needed:
             raise StorageError(
-                f"{self.destination} needs {_megabytes(needed)} MB and its disk has "
-                f"{_megabytes(free)} MB free; free some space there and try again"
+                f"{self.destination} needs {size_text(needed)} and its disk has "
+                f"{size_text(free)} free; free some space there and try again"
             )
 
     def _holds(self, index: int, digest: str) -> bool:
@@ -178,7 +179,3 @@ def _sha256_of(path: Path) -> str:
         while piece := file.read(4 * 2**20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _megabytes(size_bytes: int) -> str:
-    return f"{size_bytes / 1e6:,.1f}"

@@ -21,8 +21,9 @@ from textual.widgets import ContentSwitcher, Footer
 
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.text import printable
+from swarm_shared.base.units import duration_text
 from swarm_shared.tui.dialogs import Page
-from swarm_shared.tui.formatting import clock_text, duration
+from swarm_shared.tui.formatting import clock_text
 from swarm_shared.tui.source import (
     D,
     DocumentReceived,
@@ -178,7 +179,7 @@ class ViewApp(App[None], Generic[D]):
             below = line((printable(self.away or "Nothing was heard lately."), "warn"))
             if self.document is not None:
                 left = (Span("away, and was ", "bad"), *left)
-                right = line((f"as it was {duration(self.age_seconds)} ago", "warn"))
+                right = line((f"as it was {duration_text(self.age_seconds)} ago", "warn"))
         return [ends(left, right, width, self.look), ends(below, (), width, self.look)]
 
     def _too_small(self, width: int, height: int) -> list[Line]:

@@ -9,10 +9,8 @@ import math
 import time
 
 from swarm_shared.base.text import printable
+from swarm_shared.base.units import MISSING
 from swarm_shared.tui.terminal_style import Look
-
-MISSING = "-"
-"""What stands where a value is not known."""
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -35,52 +33,6 @@ def short_number(value: float | None) -> str:
 
 def percent(share: float | None) -> str:
     return MISSING if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
-
-
-def disk_text(size_bytes: float | None) -> str:
-    """Decimal units, as disks and networks are sold."""
-    return _scaled(size_bytes, 1000.0, ("B", "kB", "MB", "GB", "TB", "PB"))
-
-
-def memory_text(size_bytes: float | None) -> str:
-    return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
-def rate_text(bytes_per_second: float | None) -> str:
-    text = disk_text(bytes_per_second)
-    return text if text == MISSING else f"{text}/s"
-
-
-def _scaled(value: float | None, step: float, units: tuple[str, ...]) -> str:
-    if value is None or not math.isfinite(value):
-        return MISSING
-    for unit in units[:-1]:
-        # What would be rounded up to the next unit's first value is told in that unit.
-        if abs(value) < step * 0.9995:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.3g} {unit}"
-        value /= step
-    return f"{value:.3g} {units[-1]}"
-
-
-def duration(seconds: float | None) -> str:
-    """Like 12 s, 3 min, 4:05 h, 6 days."""
-    if seconds is None or not math.isfinite(seconds):
-        return MISSING
-    whole = max(0, round(seconds))
-    if whole < 120:
-        return f"{whole} s"
-    if whole < 7200:
-        return f"{whole // 60} min"
-    if whole < 2 * 86_400:
-        return f"{whole // 3600}:{whole % 3600 // 60:02} h"
-    return f"{whole // 86_400} days"
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Like 0.61 ms, 81.2 ms, 1.25 s."""
-    if seconds is None:
-        return MISSING
-    return f"{seconds * 1000:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s"
 
 
 def clock_text(unix_seconds: float) -> str:

@@ -278,7 +278,7 @@ async def test_places_are_limited_and_come_free_again() -> None:
                 except ProbeBusy:
                     await trio.sleep(0.01)
     async with server(ProbeLimits(visits=1)) as observer, visitor(observer):
-        with pytest.raises(ProbeBusy, match="1 visitors"):
+        with pytest.raises(ProbeBusy, match="1 probe sessions"):
             async with visitor(observer):
                 raise AssertionError
 

@@ -10,7 +10,7 @@ The pipeline runs at its slowest stage (design: placement), so all of them impro
 clock, no randomness, no I/O: the coordinator, its simulator and the tests run the same code.
 """
 
-from swarm_shared.scheduling.placement.joining import covered, most_underserved_stage
+from swarm_shared.scheduling.placement.joining import most_underserved_stage
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 from swarm_shared.scheduling.placement.moves import Move, MoveDecision, MovePolicy, choose_moves
 from swarm_shared.scheduling.placement.reduce_shares import reduce_weights, round_seconds
@@ -24,7 +24,6 @@ __all__ = [
     "StageLoad",
     "choose_moves",
     "choose_swarm_moves",
-    "covered",
     "most_underserved_stage",
     "reduce_weights",
     "round_seconds",

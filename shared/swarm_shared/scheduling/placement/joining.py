@@ -7,10 +7,11 @@ stage among those that fit its memory. Until rates are known, peers are counted 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import StageIndex
+from swarm_shared.base.units import memory_text
 from swarm_shared.protocol import StageRow
 
 
@@ -27,9 +28,9 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
     if not fitting:
         needed = min(row.memory_bytes for row in rows)
         raise CapacityError(
-            f"this machine offers {_gib(memory_bytes)} of memory and the smallest stage that it "
-            f"may take needs {_gib(needed)}; free memory, choose another device, or ask the "
-            "organiser for more and smaller stages"
+            f"this machine offers {memory_text(memory_bytes)} of memory and the smallest stage "
+            f"that it may take needs {memory_text(needed)}; free memory, choose another device, "
+            "or ask the organiser for more and smaller stages"
         )
     # Divided before the sum: the rows may come from the network, and must not overflow.
     mean_work = math.fsum(row.work_flops / len(rows) for row in rows) or 1.0
@@ -41,12 +42,3 @@ def most_underserved_stage(rows: Sequence[StageRow], memory_bytes: int) -> Stage
         return rate, row.peers / (row.work_flops or mean_work), row.stage
 
     return min(fitting, key=service).stage
-
-
-def covered(rows: Iterable[StageRow]) -> bool:
-    """Whether every stage has at least one peer."""
-    return all(row.peers > 0 for row in rows)
-
-
-def _gib(count_bytes: int) -> str:
-    return f"{count_bytes / 2**30:.2f} GiB"

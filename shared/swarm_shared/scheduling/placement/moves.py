@@ -24,6 +24,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from swarm_shared.base.types import PeerId, StageIndex
+from swarm_shared.base.units import size_text
 from swarm_shared.scheduling.placement.loads import PeerLoad, StageLoad, stage_rates
 
 PLANNED_MOVES_PER_STAGE = 4
@@ -102,9 +103,9 @@ class Move:
             f"{name} moves from stage {self.source} to stage {self.destination}, which makes "
             f"{self.destination_rate:.3g} microbatches/s: it brings the run from "
             f"{self.pipeline_rate:.3g} to {self.planned_rate:.3g} ({gain}){together}; it downloads "
-            f"{_size(self.state_bytes)} in about {self.download_seconds:.0f} s, {meanwhile} with "
-            f"its old stage meanwhile ({self.source_rate:.3g} microbatches/s without it), and has "
-            f"paid for that {self.payback_seconds:.0f} s later"
+            f"{size_text(self.state_bytes)} in about {self.download_seconds:.0f} s, {meanwhile} "
+            f"with its old stage meanwhile ({self.source_rate:.3g} microbatches/s without it), "
+            f"and has paid for that {self.payback_seconds:.0f} s later"
         )
 
 
@@ -459,7 +460,3 @@ def _error(stages: Sequence[StageLoad], peers: Sequence[PeerLoad], rates: Sequen
     speeds = [peer.rate_at(stages[slowest]) for peer in peers if peer.stage == slowest]
     total = math.fsum(speeds)
     return math.sqrt(math.fsum(speed * speed for speed in speeds)) / total if total > 0 else 0.0
-
-
-def _size(count_bytes: int) -> str:
-    return f"{count_bytes / 1e9:.2f} GB" if count_bytes >= 1e8 else f"{count_bytes / 1e6:.1f} MB"

@@ -220,7 +220,7 @@ def test_a_decision_says_why_who_gains_what_for_how_much() -> None:
     (move,) = choose_moves(stages, peers, MovePolicy()).moves
     assert move.sentence("bert") == (
         "bert moves from stage 0 to stage 1, which makes 2 microbatches/s: it brings the run from "
-        "2 to 4 (+100.0 %), together with 1 more move; it downloads 2.00 GB in about 20 s, cannot "
+        "2 to 4 (+100.0 %), together with 1 more move; it downloads 2 GB in about 20 s, cannot "
         "go on with its old stage meanwhile (5 microbatches/s without it), and has paid for that "
         "20 s later"
     )
