@@ -1,4 +1,4 @@
-"""The screen of `swarm-client top`: which panes there are, and what the keys ask of the daemon."""
+"""The screen of `swarm-client top`: its panes, and the requests that keys send to the daemon."""
 
 from __future__ import annotations
 
@@ -47,6 +47,8 @@ LOG_PANE, SETTINGS_PANE = 4, 5
 
 
 class ClientApp(_View):
+    """The view of one daemon."""
+
     instead: ClassVar[str] = "swarm-client status"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause", "Pause"),
@@ -122,7 +124,7 @@ class ClientApp(_View):
             self.load_settings()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys that mean nothing now are not shown."""
+        """Hide keys that have no effect at present."""
         if action in ("filter", "level", "follow", "drop_filter"):
             return self._pane == LOG_PANE
         paused = self.document is not None and self.document.state is DaemonState.PAUSED
@@ -132,7 +134,7 @@ class ClientApp(_View):
             return not paused
         return True
 
-    # -------------------------------------------------------------- what is asked
+    # -------------------------------------------------------------- requests
 
     @work
     async def action_pause(self) -> None:

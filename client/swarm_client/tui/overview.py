@@ -1,4 +1,4 @@
-"""The first pane: the run, this machine's devices, what of it is used, and what was given."""
+"""The first pane: the run, this machine's devices, their use, and the contribution."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from swarm_client.control.status_document import DeviceView, Status
 
 TWO_COLUMNS = 116
-"""From this width on, two blocks stand side by side."""
+"""Width from which two blocks stand side by side."""
 _NARROW = 76
-"""Below this width of a block its bars are short."""
+"""Width of a block below which its bars are short."""
 _TALLEST_CURVE = 14
 _NAME = 12
-"""Cells for a line's name, so that what it says stands in a column."""
+"""Cells of a line's name, so that the values are aligned."""
 
 WORD_ROLES: dict[DaemonState, Role] = {
     DaemonState.CONTRIBUTING: "good",
@@ -38,7 +38,7 @@ WORD_ROLES: dict[DaemonState, Role] = {
 def overview(model: ClientModel, width: int, height: int) -> list[Line]:
     status, look = model.status, model.look
     if status is None:
-        return [EMPTY, line(("  waiting for the daemon's first word ...", "dim"))]
+        return [EMPTY, line(("  waiting for the daemon's first status ...", "dim"))]
     half = (width - 2) // 2 if width >= TWO_COLUMNS else width
     run = _run(model, status, half)
     devices = _devices(status, half, look)
@@ -55,7 +55,7 @@ def overview(model: ClientModel, width: int, height: int) -> list[Line]:
 
 
 def _curve(model: ClientModel, width: int, height: int) -> list[Line]:
-    """The loss over the steps that were seen, where a tall terminal has room for it."""
+    """Draw the loss over the observed steps, where a tall terminal has room for it."""
     return [
         EMPTY,
         heading("Loss by step", width, model.look),
@@ -235,5 +235,5 @@ def _given(model: ClientModel, status: Status, width: int) -> list[Line]:
 
 
 def _reached(reachability: str) -> str:
-    """Whether others can dial in; nothing while that is being found out."""
+    """Return how peers can dial in; nothing while that is being measured."""
     return "" if reachability == "unknown" else f" ({printable(reachability.replace('_', ' '))})"

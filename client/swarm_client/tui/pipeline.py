@@ -1,4 +1,5 @@
-"""The second pane: who holds what, how microbatches flow, and why somebody moved."""
+"""The second pane: peers and their stages, the flow of microbatches, and moves with their
+reasons."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def _bars(status: Status) -> list[StageBar]:
 
 
 def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
-    """What waits here, what goes through, and by which ways it goes on."""
+    """Draw what waits here and what passes through."""
     look = model.look
     arrow = "→" if look.unicode else "->"
     lines = []

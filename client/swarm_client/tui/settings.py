@@ -1,7 +1,7 @@
-"""The limits of this machine, as the daemon tells them, and changing them while it runs.
+"""The pane of the machine's limits, as the daemon describes them, and changing them at run time.
 
-Which there are, what they mean and what is possible is the daemon's word: nothing of that is
-known here, so that a view of one version serves a daemon of the next.
+The daemon defines which settings exist, what they mean and which values are allowed: none of that
+is known here, so that a view of one version serves a daemon of the next.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from swarm_shared.tui.widgets import Block
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """One setting as the daemon reports it."""
+
     value: Any = None
     layer: str = "default"
     """`flag`, `environment`, `file` or `default`."""
     where: str = ""
     group: str = ""
     text: str = ""
-    """What it means."""
+    """Its meaning."""
     allowed: str = ""
-    """What its values may be."""
+    """Its allowed values."""
 
     @property
     def meaning(self) -> str:
@@ -43,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The answer to `config_show`: each by its name."""
+    """The answer to `config_show`: each setting by its name."""
 
     preferences: dict[str, Setting]
 
@@ -61,7 +63,7 @@ def parse_settings(answer: Mapping[str, Any]) -> Settings:
 
 
 def value_text(value: Any) -> str:
-    """As it is typed in again."""
+    """Format a value as it is typed in."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, list | tuple):
@@ -81,7 +83,7 @@ def setting_row(name: str, setting: Setting, width: int) -> str:
 
 
 class SettingsPane(Vertical):
-    """A row for each; Enter or a click changes it."""
+    """A row for each setting; Enter or a click changes it."""
 
     DEFAULT_CSS = """
     SettingsPane > OptionList {
@@ -93,7 +95,7 @@ class SettingsPane(Vertical):
     """
 
     class Picked(Message):
-        """A person wants to change this one."""
+        """A person wants to change this setting."""
 
         def __init__(self, name: str, setting: Setting) -> None:
             super().__init__()

@@ -28,6 +28,8 @@ _ROLES: dict[str, Role] = {
 
 
 class RunApp(ViewApp[RunDocument]):
+    """The view of one run."""
+
     instead: ClassVar[str] = "swarm-coordinator status"
 
     def __init__(
@@ -61,7 +63,7 @@ class RunApp(ViewApp[RunDocument]):
 
     @property
     def is_old(self) -> bool:
-        """A finished run stays as it is."""
+        """Whether the document is outdated; that of a finished run is not."""
         finished = self.document is not None and self.document.finished
         return super().is_old and not (finished and not self.away)
 

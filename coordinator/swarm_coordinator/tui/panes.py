@@ -1,4 +1,4 @@
-"""What each pane draws of a run: pure functions of the model, a width and a height."""
+"""The lines of each pane of a run: pure functions of the model, a width and a height."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ _TIMES = (
 
 
 def _times(run: RunDocument, width: int, look: Look) -> list[Line]:
-    """How long a microbatch takes, and how long the stages wait for one."""
+    """Draw the time of a microbatch, and the idle time of the stages."""
     known = [row for row in enumerate(run.figures.stages) if row[1].idle_share is not None]
     if not known:
         return []
@@ -198,7 +198,7 @@ def pipeline(model: RunModel, width: int, height: int) -> list[Line]:
         heading("Stages", width, look),
         *stage_lines(_stage_bars(run), width, look),
         *_times(run, width, look),
-        heading(f"Peers ({len(run.peers)}), and their way to the coordinator", width, look),
+        heading(f"Peers ({len(run.peers)}), and their path to the coordinator", width, look),
         *((*line("  "), *drawn) for drawn in told),
         heading("Moves between stages", width, look),
         *_moves(run, width),
@@ -223,7 +223,7 @@ def _remarks(peer: PeerRow) -> Line:
 def _moves(run: RunDocument, width: int) -> list[Line]:
     told = run.rebalancing
     if told.rule == "none":
-        return [line(("  run.toml says that nobody is moved", "dim"))]
+        return [line(("  moves are switched off in run.toml", "dim"))]
     lines = [
         line(
             f"  {told.made} made, {told.on_the_way} on the way, {told.dropped} given up, "
@@ -234,7 +234,7 @@ def _moves(run: RunDocument, width: int) -> list[Line]:
         text = f"{duration_text(decision.seconds_ago)} ago: {decision.text}"
         lines += wrapped(printable(text), width - 2, indent="  ")
     if told.reason:
-        lines += wrapped(f"nobody moves now: {printable(told.reason)}", width - 2, "dim", "  ")
+        lines += wrapped(f"no move now: {printable(told.reason)}", width - 2, "dim", "  ")
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Numbers as people read them, and words of strangers made harmless.
+"""Numbers, times of day and peers as a view shows them.
 
-Bytes are counted in powers of ten on the network and of two in memory, as both fields do.
+Sizes, rates and durations are in `swarm_shared.base.units`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def number(value: float | None, digits: int = 0) -> str:
 
 
 def short_number(value: float | None) -> str:
-    """At most six characters: 999, 1.2 k, 3.4 M."""
+    """Format in at most six characters: 999, 1.2 k, 3.4 M."""
     if value is None or not math.isfinite(value):
         return MISSING
     if abs(value) < 1000:
@@ -36,7 +36,7 @@ def percent(share: float | None) -> str:
 
 
 def clock_text(unix_seconds: float) -> str:
-    """The local time of day; of another day the date too is the caller's to say."""
+    """Format the local time of day; the caller adds the date where it matters."""
     return time.strftime("%H:%M:%S", time.localtime(unix_seconds))
 
 
@@ -45,6 +45,6 @@ def counted(count: int, one: str, many: str) -> str:
 
 
 def peer_text(peer: str, name: str | None, look: Look) -> str:
-    """The name that it gives itself, or the end of its ID, by which commands know it."""
+    """Return the name the peer chose, or the end of its ID, by which commands accept it."""
     mark = "…" if look.unicode else ".."
     return printable(name) if name else f"{mark}{peer[-8:]}"

@@ -28,7 +28,6 @@ from typing import Any
 
 import anyio
 import anyio.abc
-from pydantic import BaseModel
 
 from swarm_client.averaging.all_reduce import errors
 from swarm_client.averaging.all_reduce.codec import dtype_of
@@ -77,6 +76,7 @@ from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
 from swarm_client.fault_injection import faults
 from swarm_client.ipc import shared_memory
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Worker:
     # ---------------------------------------------------------------------------- the directory
 
     async def _answer(
-        self, request: int, work: Callable[[Any], Awaitable[BaseModel]], message: BaseModel
+        self, request: int, work: Callable[[Any], Awaitable[FrozenModel]], message: FrozenModel
     ) -> None:
         try:
             self._link.send(await work(message))
