@@ -257,7 +257,7 @@ async def test_a_visit_ends_at_its_time_limit(monkeypatch: pytest.MonkeyPatch) -
 
 async def test_one_visit_at_a_time_for_each_peer() -> None:
     async with server() as observer, visitor(observer) as (node, probe):
-        with pytest.raises(ProbeBusy, match="under way") as caught:
+        with pytest.raises(ProbeBusy, match="probe session of this peer") as caught:
             async with open_probe(node, observer.peer_id, HELLO):
                 raise AssertionError
         assert caught.value.retry_after_seconds > 0
