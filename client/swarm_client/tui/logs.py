@@ -110,15 +110,13 @@ class LogPane(Vertical):
         entries = chosen(self._model.log, self.words, self.level)
         self._shown = len(entries)
         if not entries:
-            nothing = "nothing has been logged yet" if not self._model.log else "nothing fits"
+            nothing = "nothing has been logged yet" if not self._model.log else "no line matches"
             return [line((nothing, "dim"))]
         return [log_line(entry) for entry in entries]
 
     def _draw_head(self, width: int, height: int) -> list[Line]:
         words = f" with {printable(self.words)!r}" if self.words else ""
-        follow = (
-            "following" if self.query_one(LogLines).follows else "standing still (f follows again)"
-        )
+        follow = "following" if self.query_one(LogLines).follows else "paused (f follows again)"
         return [
             line(
                 f" {self._shown:,} of {len(self._model.log):,} lines{words}, level ",

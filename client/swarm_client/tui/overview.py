@@ -109,7 +109,7 @@ def _run(model: ClientModel, status: Status, width: int) -> list[Line]:
         _named("my share", *_share(status, width, look)),
     ]
     if not run.coordinator_attached:
-        lines.append(_named("", line(("the coordinator is away", "bad"))))
+        lines.append(_named("", line(("no connection to the coordinator", "bad"))))
     return lines
 
 
@@ -172,7 +172,7 @@ def _machine(status: Status, width: int, look: Look) -> list[Line]:
         )
     if machine.user_idle_seconds is not None:
         idle = duration_text(machine.user_idle_seconds)
-        facts.append(line(f"nobody at it for {idle}"))
+        facts.append(line(f"unattended for {idle}"))
     facts.append(line(f"{size_text(machine.disk_free_bytes)} of disk free"))
     return [
         heading("This machine", width, look),

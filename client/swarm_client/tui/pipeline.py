@@ -49,7 +49,7 @@ def pipeline(model: ClientModel, width: int, height: int) -> list[Line]:
     for sentence in reversed(told):
         lines += wrapped(printable(sentence), width - 2, indent="  ")
     if not told:
-        lines.append(line(("  nobody has been moved lately", "dim")))
+        lines.append(line(("  no recent moves", "dim")))
     return lines
 
 
@@ -95,7 +95,7 @@ def _flow(model: ClientModel, status: Status, width: int) -> list[Line]:
 
 def _peers(status: Status, width: int, look: Look) -> list[Line]:
     if not status.peers:
-        return [line(("  nobody else is known yet", "dim"))]
+        return [line(("  no other peer is known yet", "dim"))]
 
     def order(peer: PeerView) -> tuple[int, int, str]:
         return (peer.stage is None, peer.stage or 0, peer.peer)

@@ -57,7 +57,7 @@ def parse_settings(answer: Mapping[str, Any]) -> Settings:
         return TypeAdapter(Settings).validate_python(answer)
     except ValidationError as error:
         raise ProtocolError(
-            "the daemon told its settings in a form that this program does not know; use the "
+            "the daemon sent its settings in a form that this program does not know; use the "
             "swarm-client that came with it"
         ) from error
 

@@ -126,6 +126,6 @@ def _other_form(error: Exception) -> SwarmError:
     if isinstance(error, VersionError):
         return error
     return ProtocolError(
-        "the daemon tells its status in a form that this view does not know; use the swarm-client "
+        "the daemon sends its status in a form that this view does not know; use the swarm-client "
         "that came with it"
     )

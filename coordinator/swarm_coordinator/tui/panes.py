@@ -212,7 +212,7 @@ def _name(peer: PeerRow, look: Look) -> str:
 
 def _remarks(peer: PeerRow) -> Line:
     if peer.flagged_times:
-        return line((f"marked {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
+        return line((f"flagged {peer.flagged_times}x: {printable(peer.flagged_reason)}", "bad"))
     if peer.leaving:
         return line(("leaving", "warn"))
     if peer.silent_seconds > 3.0:
@@ -285,7 +285,17 @@ def contributors(model: RunModel, width: int, height: int) -> list[Line]:
 
 # ---------------------------------------------------------------- events, admission
 
-_BAD_WORDS = ("gone", "failed", "refused", "marked", "lost", "could not", "goes back", "too late")
+_BAD_WORDS = (
+    "gone",
+    "failed",
+    "refused",
+    "marked",
+    "flagged",
+    "lost",
+    "could not",
+    "goes back",
+    "too late",
+)
 _GOOD_WORDS = ("admitted", "is back", "is held again", "finished", "stored")
 
 
@@ -310,7 +320,7 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
     if run is None:
         return [EMPTY]
     told = run.admission
-    modes = {"open": "everybody who has the invite", "token": "whoever brings a token",
+    modes = {"open": "every peer with the invite", "token": "every peer with a token",
              "allow-list": "the peers on the list"}  # fmt: skip
     who = modes.get(told.mode, printable(told.mode))
     lines = [
@@ -329,9 +339,9 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
             (f"  since {clock_text(ban.banned_at)}", "dim"),
         )
         for ban in told.bans
-    ] or [line(("  nobody is banned", "dim"))]
-    marked = [peer for peer in run.peers if peer.flagged_times]
-    lines += [EMPTY, heading(f"Marked for wrong results ({len(marked)})", width, look)]
+    ] or [line(("  no peer is banned", "dim"))]
+    flagged = [peer for peer in run.peers if peer.flagged_times]
+    lines += [EMPTY, heading(f"Flagged for wrong results ({len(flagged)})", width, look)]
     lines += [
         line(
             f"  {_name(peer, look)}",
@@ -341,8 +351,8 @@ def admission(model: RunModel, width: int, height: int) -> list[Line]:
                 "warn",
             ),
         )
-        for peer in marked
-    ] or [line(("  nobody is marked", "dim"))]
+        for peer in flagged
+    ] or [line(("  no peer is flagged", "dim"))]
     lines += _ranked("Rejected since the start, by reason", run.figures.rejected, width, look)
     lines += _ranked("Sessions ended, by reason", run.sessions_ended, width, look)
     return lines

@@ -33,7 +33,7 @@ def stage_lines(stages: Sequence[StageBar], width: int, look: Look) -> list[Line
         share = rate / fastest if fastest > 0 else 0.0
         role: Role = "bad" if row.peers == 0 else "accent"
         told = f" {counted(row.peers, 'peer', 'peers'):<9} {rate:6.2f} microbatches/s"
-        note = line(("  nobody holds it", "bad")) if row.peers == 0 else ()
+        note = line(("  no peer holds it", "bad")) if row.peers == 0 else ()
         if row.peers and len(stages) > 1 and rate == slowest < fastest:
             note = line(("  slowest", "warn"))
         mark = "  mine" if row.mine else ""

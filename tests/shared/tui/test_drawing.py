@@ -166,7 +166,7 @@ def test_the_slowest_stage_is_named_and_one_without_peers_stands_out() -> None:
     drawn = [plain(one) for one in stage_lines(rows, 80, UNICODE)]
     assert drawn[0].endswith("1 peer      2.00 microbatches/s")
     assert "mine" in drawn[1]
-    assert drawn[2].endswith("nobody holds it")
+    assert drawn[2].endswith("no peer holds it")
     assert plain(stage_lines(rows[:2], 80, UNICODE)[0]).endswith("slowest")
 
 
