@@ -171,7 +171,7 @@ def test_a_volunteer_without_a_run_is_told_how_to_join_one() -> None:
 
     async def session(pilot: Pilot[None]) -> None:
         assert "`swarm-client join INVITE` joins one" in screen(pilot)
-        for key, words in (("2", "no stage is known yet"), ("4", "nobody has been credited yet")):
+        for key, words in (("2", "no stage is known yet"), ("4", "no credit has been counted yet")):
             await press(pilot, key)
             assert words in screen(pilot)
 
