@@ -12,7 +12,7 @@ import sys
 
 import click
 
-from swarm_shared.base.error_groups import expected_error
+from swarm_shared.base.error_groups import expected_error, leaves
 from swarm_shared.base.version import SOFTWARE_VERSION
 
 INTERRUPTED = 130
@@ -118,7 +118,7 @@ def _fail(error: BaseException) -> None:
     if expected is not None:
         click.echo(f"swarm-client: error: {expected}", err=True)
         sys.exit(expected.exit_code)
-    if _interrupted(error):
+    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
         sys.exit(INTERRUPTED)
     import traceback
 
@@ -136,9 +136,3 @@ def _fail(error: BaseException) -> None:
         err=True,
     )
     sys.exit(1)
-
-
-def _interrupted(error: BaseException) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return any(_interrupted(one) for one in error.exceptions)
-    return isinstance(error, KeyboardInterrupt)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.ledger import MAX_LINE_BYTES, VerifiedLedger, verify_ledger
 
@@ -41,7 +42,7 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         f"signed by {found.organiser}"
     )
     for person in found.people:
-        name = "" if person.name is None else f"{_printable(person.name)} "
+        name = "" if person.name is None else f"{printable(person.name)} "
         devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
         click.echo(
             f"  {name}(…{person.peer[-8:]}): {person.credit:.1f} credit, "
@@ -71,7 +72,3 @@ def _lines(file: Path) -> Iterator[bytes]:
         raise StorageError(
             f"cannot read {file} ({error.strerror}); check its name and its permissions"
         ) from error
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

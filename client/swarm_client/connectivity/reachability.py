@@ -24,6 +24,7 @@ from typing import Protocol
 import trio
 
 from swarm_client.connectivity.port_mapping import Mapping, PortMapper
+from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.endpoint import Endpoint, IpAddress
 from swarm_shared.base.errors import AdmissionError, NetworkError, ProtocolError
 from swarm_shared.base.types import PeerId
@@ -331,22 +332,21 @@ class ReachabilityWatch:
 
     async def run(self) -> None:
         """Until cancelled."""
-        retry_seconds = FIRST_RETRY_SECONDS
+        retry = Backoff(FIRST_RETRY_SECONDS, self._check_seconds)
         while True:
             self._changed = trio.Event()
             found = await self._examine()
             if found != self.finding:
                 self.finding = found
                 self._on_change(found)
-            pause_seconds = self._check_seconds * random.uniform(0.9, 1.1)
+            pause_seconds = with_jitter(self._check_seconds, 0.1)
             if found.reachability is Reachability.UNKNOWN and found.observed is None:
-                pause_seconds = min(retry_seconds, pause_seconds)
-                retry_seconds = min(2 * retry_seconds, self._check_seconds)
+                pause_seconds = min(retry.next(), pause_seconds)
             else:
-                retry_seconds = FIRST_RETRY_SECONDS
+                retry.reset()
             with trio.move_on_after(pause_seconds):
                 await self._changed.wait()
-                retry_seconds = FIRST_RETRY_SECONDS
+                retry.reset()
                 await trio.sleep(self._settle_seconds)
 
     async def _examine(self) -> ReachabilityFinding:

@@ -8,7 +8,6 @@ then the network, then the run.
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -42,6 +41,7 @@ from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.credentials import sign_owner_binding
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import Bandwidth, Node, open_node
 
 AVERAGING_START_SECONDS = 30.0
@@ -164,7 +164,7 @@ def owner_binding(machine: Identity, device: PeerId) -> str:
 
     Made anew at each start: signatures of one value by one key are all alike.
     """
-    return base64.b64encode(sign_owner_binding(machine, device)).decode("ascii")
+    return encode_envelope(sign_owner_binding(machine, device))
 
 
 def _report_for_device(device: Device, report: Report, text: str) -> None:

@@ -16,6 +16,7 @@ from typing import Final
 import trio
 
 from swarm_shared.base.clock import Clock, monotonic, wall
+from swarm_shared.base.units import duration_text
 
 CHECK_SECONDS: Final = 2.0
 MIN_INTERRUPTION_SECONDS: Final = 10.0
@@ -80,14 +81,3 @@ class SleepWatch:
             seconds = asleep + stopped
             began = self._calendar() - seconds
             self._on_return(Interruption(began, seconds, slept=asleep >= stopped))
-
-
-def duration_text(seconds: float) -> str:
-    """Like 40 s, 12 min, 3 h 5 min."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if minutes else f"{hours} h"

@@ -16,6 +16,7 @@ import trio
 
 from swarm_client.doctor.report import Check, Results, ok, problem, skipped, warning
 from swarm_shared.base.endpoint import Endpoint
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import (
     AdmissionError,
     InviteError,
@@ -108,9 +109,7 @@ async def _try_tcp(addresses: Sequence[str]) -> tuple[list[str], dict[str, list[
 
 def _reason(error: OSError) -> str:
     """trio wraps one error per attempt, of which there is one here."""
-    cause: BaseException = error.__cause__ or error
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
+    cause = next(leaves(error.__cause__ or error))
     if isinstance(cause, OSError) and cause.errno is not None and cause.errno > 0:
         return os.strerror(cause.errno).lower()
     return str(cause)

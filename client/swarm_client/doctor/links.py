@@ -10,6 +10,7 @@ import trio
 from swarm_client.doctor.report import Check, Detail, Results, ok, problem, skipped, warning
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import AdmissionError, NetworkError, SwarmError
+from swarm_shared.base.units import duration_text, latency_text, rate_text
 from swarm_shared.identity.credentials import CLOCK_SKEW_SECONDS
 from swarm_shared.network import Node
 from swarm_shared.probe.client import EchoTimes, Probe, open_probe
@@ -42,7 +43,8 @@ async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results)
         up = await probe.upload_rate(times.rtt_seconds)
         down = await probe.download_rate(times.rtt_seconds)
     except NetworkError as error:
-        seen = f"{_ms(times.rtt_seconds)} to the coordinator and back; rates not measured: {error}"
+        rtt = latency_text(times.rtt_seconds)
+        seen = f"{rtt} to the coordinator and back; rates not measured: {error}"
         fix = "Run this again in a minute."
         results.put(warning("link", seen, fix, rtt_seconds=times.rtt_seconds))
         return
@@ -52,7 +54,7 @@ async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results)
 def check_clock(times: EchoTimes) -> Check:
     ahead = times.clock_ahead_seconds
     where = "ahead of" if ahead > 0 else "behind"
-    seen = f"{_seconds(abs(ahead))} {where} the coordinator's"
+    seen = f"{duration_text(abs(ahead))} {where} the coordinator's"
     details = {"ahead_seconds": round(ahead, 3), "uncertainty_seconds": times.rtt_seconds / 2}
     fix = "Set this machine's clock: turn on the setting that takes the time from the internet."
     if abs(ahead) > CLOCK_SKEW_SECONDS:
@@ -68,7 +70,8 @@ def check_clock(times: EchoTimes) -> Check:
 
 def check_link(rtt_seconds: float, up: float, down: float) -> Check:
     """`up` and `down` in bytes per second."""
-    seen = f"{_ms(rtt_seconds)} to the coordinator and back; {_rate(up)} up, {_rate(down)} down"
+    rtt = latency_text(rtt_seconds)
+    seen = f"{rtt} to the coordinator and back; {_rate(up)} up, {_rate(down)} down"
     details = {
         "rtt_seconds": rtt_seconds,
         "upload_bytes_per_second": round(up),
@@ -101,7 +104,7 @@ async def check_peers(
             continue
         path = node.path(neighbour.peer)
         kind = path.kind.value if path is not None else "lost"
-        words.append(f"{_ms(rtt_seconds)}, {_rate(up)} up, {_rate(down)} down ({kind})")
+        words.append(f"{latency_text(rtt_seconds)}, {_rate(up)} up, {_rate(down)} down ({kind})")
         details |= {
             f"peer_{number}": neighbour.peer,
             f"peer_{number}_path": kind,
@@ -133,18 +136,6 @@ async def _measure_peer(
     return rtt_seconds, up, down
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:.1f} ms" if seconds < 0.1 else f"{seconds * 1000:.0f} ms"
-
-
-def _seconds(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.0f} hours"
-
-
 def _rate(bytes_per_second: float) -> str:
-    """In both units that people know: their provider's is bits."""
-    megabytes, megabits = bytes_per_second / 1e6, bytes_per_second * 8 / 1e6
-    digits = 1 if megabytes < 10 else 0
-    return f"{megabytes:.{digits}f} MB/s ({megabits:.{digits}f} Mbit/s)"
+    """Format a rate in bytes, and in bits as internet providers state it."""
+    return f"{rate_text(bytes_per_second)} ({bytes_per_second * 8 / 1e6:.3g} Mbit/s)"

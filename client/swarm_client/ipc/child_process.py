@@ -1,8 +1,8 @@
 """Child processes of the daemon and the message link to them.
 
 Owns how a child is started (inherited socketpair, log file, process group of its own), how it ends
-with its parent, and links that carry `swarm_client.ipc.framing` over the socket: `SyncLink` for a
-blocking child, `TrioLink` for the daemon. Does not own requests and answers
+with its parent, and links that carry `swarm_shared.base.json_messages` over the socket: `SyncLink`
+for a blocking child, `TrioLink` for the daemon. Does not own requests and answers
 (`swarm_client.ipc.child_rpc`) nor tensors, which cross in shared memory
 (`swarm_client.ipc.shared_memory`).
 """
@@ -22,15 +22,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn
 
 import anyio.to_thread
 import trio
 from pydantic import TypeAdapter
 
-from swarm_client.ipc.framing import MessageFramer, encode_frame
 from swarm_shared.base.errors import LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import MessageT, PrefixedDecoder, encode_prefixed
 
 RECEIVE_BYTES = 64 * 2**10
 """Largest read from the socket, in bytes."""
@@ -43,8 +43,6 @@ only after its computation."""
 
 _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 
-MessageT = TypeVar("MessageT")
-
 
 class SyncLink(Generic[MessageT]):
     """The child's side of the link; every call blocks."""
@@ -52,7 +50,7 @@ class SyncLink(Generic[MessageT]):
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(True)
         self._socket = endpoint
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
         self._ready: MessageT | None = None
         self._poll = select.poll()
         self._poll.register(endpoint, select.POLLIN)
@@ -60,7 +58,7 @@ class SyncLink(Generic[MessageT]):
     def send(self, message: FrozenModel) -> None:
         """Send a message, blocking while the socket is full. LinkClosed after the daemon's end."""
         try:
-            self._socket.sendall(encode_frame(message))
+            self._socket.sendall(encode_prefixed(message))
         except (BrokenPipeError, ConnectionError) as error:
             raise LinkClosed("the daemon that started this process has ended") from error
 
@@ -68,8 +66,8 @@ class SyncLink(Generic[MessageT]):
         """Wait at most `wait_seconds` and return whether `receive` would return at once, with a
         message or at the end of the link."""
         if self._ready is None:
-            self._ready = self._framer.next_message()
-        # A readable socket may hold half a message; the rest follows.
+            self._ready = self._decoder.next_message()
+        # A readable socket may hold half a message; the other half is on its way.
         if self._ready is not None:
             return True
         return bool(self._poll.poll(math.ceil(1000 * min(wait_seconds, MAX_POLL_SECONDS))))
@@ -77,7 +75,7 @@ class SyncLink(Generic[MessageT]):
     def receive(self) -> MessageT | None:
         """Wait for the next message; None when the daemon has closed the link or died."""
         while self._ready is None:
-            self._ready = self._framer.next_message()
+            self._ready = self._decoder.next_message()
             if self._ready is not None:
                 break
             try:
@@ -85,9 +83,9 @@ class SyncLink(Generic[MessageT]):
             except ConnectionError:
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
         message, self._ready = self._ready, None
         return message
 
@@ -101,19 +99,19 @@ class TrioLink(Generic[MessageT]):
     def __init__(self, endpoint: socket.socket, incoming: TypeAdapter[MessageT]) -> None:
         endpoint.setblocking(False)
         self._stream = trio.SocketStream(trio.socket.from_stdlib_socket(endpoint))
-        self._framer = MessageFramer(incoming)
+        self._decoder = PrefixedDecoder(incoming)
 
     async def send(self, message: FrozenModel) -> None:
         """Send a message. LinkClosed when the child has ended."""
         try:
-            await self._stream.send_all(encode_frame(message))
+            await self._stream.send_all(encode_prefixed(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise LinkClosed("the child process has closed its link") from error
 
     async def receive(self) -> MessageT | None:
         """Wait for the next message; None when the child has closed the link or died."""
         while True:
-            message = self._framer.next_message()
+            message = self._decoder.next_message()
             if message is not None:
                 await trio.lowlevel.checkpoint()
                 return message
@@ -122,9 +120,9 @@ class TrioLink(Generic[MessageT]):
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 return None
             if not data:
-                self._framer.finish()
+                self._decoder.finish()
                 return None
-            self._framer.feed(data)
+            self._decoder.feed(data)
 
     async def aclose(self) -> None:
         await self._stream.aclose()

@@ -7,14 +7,12 @@ the remote, or the certificate is of a start of the coordinator that members hav
 
 from __future__ import annotations
 
-import base64
-import binascii
-
 from swarm_client.membership.roster import RosterView
 from swarm_shared.base.clock import Clock, monotonic, wall
-from swarm_shared.base.errors import AdmissionError
+from swarm_shared.base.errors import AdmissionError, FrameError
 from swarm_shared.base.types import Generation, PeerId, RunId, StageIndex
 from swarm_shared.identity.credentials import check_certificate
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.protocol import TransferHello
 
 FENCE_SECONDS = 120.0
@@ -62,9 +60,9 @@ class AdmissionGate:
             raise AdmissionError(f"this peer serves run {self._run[:12]}, not {run[:12]}")
         self.check_not_revoked(remote)
         try:
-            envelope = base64.b64decode(certificate, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise AdmissionError(f"the certificate of {remote} is not base64") from error
+            envelope = decode_envelope(certificate, f"the certificate of {remote}")
+        except FrameError as error:
+            raise AdmissionError(str(error)) from error
         self._advance_fence()
         check_certificate(
             envelope,

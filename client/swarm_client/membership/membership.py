@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import time
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ from swarm_shared.base.types import Generation, PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.signed_manifest import open_manifest, run_id_of
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.protocol import Welcome
 from swarm_shared.run.manifest import Manifest
 
@@ -28,7 +28,9 @@ class Membership:
 
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
     """SignatureError or AdmissionError when it is not what the invite leads to."""
-    manifest = open_manifest(_decoded(welcome.manifest, "manifest"), invite.organiser)
+    manifest = open_manifest(
+        decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
+    )
     if run_id_of(manifest) != invite.run_id:
         raise SignatureError(
             "the coordinator shows another run than the invite names; ask for a new invite"
@@ -52,12 +54,5 @@ def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> M
 
 
 def _check(membership: Membership, me: PeerId) -> None:
-    envelope = _decoded(membership.certificate, "certificate")
+    envelope = decode_envelope(membership.certificate, "the coordinator's certificate")
     check_certificate(envelope, membership.run, membership.organiser, time.time(), me)
-
-
-def _decoded(text: str, what: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise ProtocolError(f"the coordinator's {what} is not base64") from error

@@ -34,7 +34,7 @@ MAX_ATTEMPTS = 8
 OVERDUE_CHECK_SECONDS = 0.25
 """Between two looks at a microbatch that is on its way."""
 
-AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
+AskMask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...]]]
 OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
@@ -146,7 +146,7 @@ class Downstream:
         accumulate = request.accumulate
         if request.mode == "train":
             try:
-                missing = await self._ask_mask(request.step, request.microbatch, overdue)
+                missing = await self._ask_mask(request.step, request.microbatch)
             except MicrobatchAbandoned:
                 return  # the coordinator is away; the first one may still answer
             accumulate = tuple(stage for stage in missing if stage >= self.stage)
@@ -187,7 +187,7 @@ class Downstream:
                 raise MicrobatchAbandoned("the step is over") from reason
             if request.mode == "train":
                 # Whoever is downstream may have counted it before the link broke.
-                missing = await self._ask_mask(request.step, request.microbatch, edge.peer)
+                missing = await self._ask_mask(request.step, request.microbatch)
                 accumulate = tuple(stage for stage in missing if stage >= self.stage)
         raise MicrobatchAbandoned(
             f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 
 from swarm_shared.base.types import Generation, MicrobatchIndex, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt, sign_receipt
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 
 
 class ReceiptBook:
@@ -47,7 +47,7 @@ class ReceiptBook:
             tokens=tokens,
             loss_sum=loss_sum,
         )
-        envelope = base64.b64encode(sign_receipt(self._identity, receipt)).decode()
+        envelope = encode_envelope(sign_receipt(self._identity, receipt))
         self._held.setdefault(step, {})[microbatch] = envelope
         self._unreported.append((step, envelope))
         return envelope

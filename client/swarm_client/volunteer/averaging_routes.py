@@ -3,8 +3,6 @@ where, and which routes between the two have failed lately."""
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from swarm_shared.identity.credentials import (
     sign_carrier_binding,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import decode_envelope, encode_envelope
 from swarm_shared.network import Node
 from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, is_global
 from swarm_shared.protocol import CarrierAddress, PathKind, PeerRecord
@@ -134,7 +133,7 @@ class AveragingRoutes:
                 carrier_peer_id=p2pd_peer_id,
                 expires=now + BINDING_LIFETIME_SECONDS,
             )
-            envelope = base64.b64encode(sign_carrier_binding(identity, binding)).decode()
+            envelope = encode_envelope(sign_carrier_binding(identity, binding))
             self._own_binding = (p2pd_peer_id, now + BINDING_LIFETIME_SECONDS / 2, envelope)
         return CarrierAddress(
             peer=p2pd_peer_id,
@@ -162,7 +161,7 @@ def _address_rank(address: str) -> int:
 
 def _open_binding(peer: PeerId, address: CarrierAddress, now: float) -> CarrierBinding:
     try:
-        envelope = base64.b64decode(address.binding, validate=True)
+        envelope = decode_envelope(address.binding)
         return open_carrier_binding(envelope, peer, now)
-    except (binascii.Error, FrameError) as error:
+    except FrameError as error:
         raise SignatureError(f"the carrier binding of {peer} is damaged") from error

@@ -6,8 +6,6 @@ own key, and a membership certificate of the run in it.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +19,7 @@ from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import check_certificate
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.signing import open_message, sign_message
+from swarm_shared.identity.signing import decode_envelope, open_message, sign_message
 from swarm_shared.protocol import PeerRecord
 
 log = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ class PeerDirectory:
         for value in found.values():
             try:
                 records.append(self._checked(value, time.time()))
-            except (AdmissionError, FrameError, SignatureError, binascii.Error) as error:
+            except (AdmissionError, FrameError, SignatureError) as error:
                 log.info("a record in the directory was refused: %s", error)
         return records
 
@@ -114,6 +112,6 @@ class PeerDirectory:
             raise SignatureError(f"{signer} signed the record of {message.record.peer}")
         if message.expires < now:
             raise SignatureError(f"the record of {signer} has expired")
-        envelope = base64.b64decode(message.record.certificate, validate=True)
+        envelope = decode_envelope(message.record.certificate)
         check_certificate(envelope, self._run, self._organiser, now, signer)
         return message.record

@@ -6,13 +6,13 @@ takes its leave. What it says and does in a session is the volunteer's part.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Protocol
 
 import trio
 
 from swarm_client.volunteer.session import CoordinatorSession, attach, root_error
+from swarm_shared.base.backoff import Backoff, with_jitter
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
@@ -119,7 +119,7 @@ class Attachment:
 
     async def run(self) -> None:
         """Attach, and attach again whenever the coordinator was lost, until the end."""
-        backoff_seconds = FIRST_BACKOFF_SECONDS
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, MAXIMUM_BACKOFF_SECONDS)
         while not self.finished:
             if self._leaving_until_resumed:
                 self._leaving_until_resumed = False
@@ -129,7 +129,7 @@ class Attachment:
             problem: SwarmError | None = None
             try:
                 async with attach(self._node, self._invite, self._handler.hello()) as session:
-                    backoff_seconds = FIRST_BACKOFF_SECONDS
+                    backoff.reset()
                     problem = await self._run_session(session)
             except (NetworkError, ProtocolError) as error:
                 problem = error
@@ -141,8 +141,7 @@ class Attachment:
             if self.leaving:
                 self._report("the coordinator is away; leaving without its goodbye")
                 return
-            await self._pause(backoff_seconds * random.uniform(0.8, 1.2))
-            backoff_seconds = min(MAXIMUM_BACKOFF_SECONDS, 2 * backoff_seconds)
+            await self._pause(with_jitter(backoff.next(), 0.2))
 
     async def _pause(self, seconds: float) -> None:
         reason = "" if self.problem is None else f" ({self.explain(self.problem)})"

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import (
     AdmissionError,
     CapacityError,
@@ -118,13 +119,5 @@ def refusal_error(message: Refused) -> Exception:
 
 def root_error(group: BaseExceptionGroup[SwarmError]) -> SwarmError:
     """The telling error of a group: a closed link is mostly the echo of another one."""
-    leaves: list[SwarmError] = []
-    queue: list[BaseException] = [group]
-    while queue:
-        error = queue.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            queue.extend(error.exceptions)
-        elif isinstance(error, SwarmError):
-            leaves.append(error)
-    telling = [error for error in leaves if not isinstance(error, LinkClosed)]
-    return (telling or leaves)[0]
+    found = [leaf for leaf in leaves(group) if isinstance(leaf, SwarmError)]
+    return next((error for error in found if not isinstance(error, LinkClosed)), found[0])

@@ -25,6 +25,7 @@ from swarm_client.pipeline.step_close import CloseOrder, StepCloser
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import WorkerDied
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
@@ -186,7 +187,7 @@ class StageManager:
             tenure.ended.set()
         if died is not None and held:
             self._deaths += 1
-            pause = min(60.0, WORKER_BACKOFF_SECONDS * 2 ** (self._deaths - 1))
+            pause = backoff_seconds(self._deaths - 1, WORKER_BACKOFF_SECONDS, 60.0)
             volunteer.report(f"{died}; joining again in {pause:.0f} s")
             await trio.sleep(pause)
             volunteer.attachment.restart()

@@ -8,7 +8,6 @@ this way: docs/decisions/0010-admission.md.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +28,7 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.protocol import SOFTWARE_VERSION, Hello
 
 CERTIFICATE_SECONDS = 24 * 3600.0
@@ -113,7 +113,7 @@ class AdmissionAuthority:
             peer=peer, run=self.run, generation=self.generation, not_before=now,
             expires=now + CERTIFICATE_SECONDS, role=role,
         )  # fmt: skip
-        return base64.b64encode(sign_certificate(self.organiser, certificate)).decode("ascii")
+        return encode_envelope(sign_certificate(self.organiser, certificate))
 
 
 def compatible(theirs: str, ours: str) -> bool:

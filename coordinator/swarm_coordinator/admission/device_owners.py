@@ -7,14 +7,13 @@ the leaderboard and the ledger depend on bindings.
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections import Counter
 from collections.abc import Mapping
 
-from swarm_shared.base.errors import ProtocolError, SignatureError
+from swarm_shared.base.errors import ProtocolError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.credentials import open_owner_binding
+from swarm_shared.identity.signing import decode_envelope
 
 
 class DeviceOwners:
@@ -56,11 +55,4 @@ def named_owner(device: PeerId, binding: str | None) -> PeerId | None:
     """The owner named by a hello's binding; ProtocolError if it is invalid for the device."""
     if binding is None:
         return None
-    return open_owner_binding(decoded(binding), device).owner
-
-
-def decoded(binding: str) -> bytes:
-    try:
-        return base64.b64decode(binding, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise SignatureError("an owner binding is not base64") from error
+    return open_owner_binding(decode_envelope(binding, "an owner binding"), device).owner

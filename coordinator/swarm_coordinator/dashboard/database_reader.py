@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.dashboard.api_models import ContributionRow, Curve, StepRow, Team
 from swarm_coordinator.dashboard.curve import CurveBuilder
-from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.credit.credit import RecentCredit, credit_of
 from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display

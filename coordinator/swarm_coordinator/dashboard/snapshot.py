@@ -32,7 +32,7 @@ from swarm_coordinator.dashboard.api_models import (
 )
 from swarm_coordinator.dashboard.database_reader import ID_END, DatabaseView, StoredNote
 from swarm_coordinator.dashboard.redact import without_addresses
-from swarm_coordinator.status.status_file import printable
+from swarm_shared.base.text import printable
 from swarm_shared.credit.credit import work_shares
 from swarm_shared.protocol import SOFTWARE_VERSION
 from swarm_shared.run.manifest import Manifest

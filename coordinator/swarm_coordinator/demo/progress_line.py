@@ -14,6 +14,7 @@ from typing import Self, TextIO
 
 from swarm_coordinator.storage.history import HistoryStep
 from swarm_shared.base.clock import Clock
+from swarm_shared.base.units import duration_text
 
 RECENT_STEPS = 10
 """The rate and the ETA follow so many steps: the first are slower, while peers still arrive."""
@@ -62,15 +63,6 @@ def eta_seconds(progress: Progress) -> float:
     """The median step is what the others will take: one step with a late peer says nothing."""
     recent = [step.seconds for step in progress.steps[-RECENT_STEPS:]]
     return median(recent) * (progress.steps_wanted - len(progress.steps))
-
-
-def duration_text(seconds: float) -> str:
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
 class ProgressDisplay:

@@ -12,6 +12,7 @@ from typing import Any
 
 from swarm_coordinator.storage.contributions import StageContribution
 from swarm_coordinator.storage.history import History, LinkTotal, steps_document
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.protocol import CONTROL_PROTOCOL, STAGE_PROTOCOL, TRANSFER_PROTOCOL
 
@@ -167,7 +168,7 @@ def _contributions(parts: Sequence[StageContribution]) -> str:
     rows = [
         (
             f"…{part.peer[-SHORT_ID_CHARACTERS:]}",
-            _printable(part.name or ""),
+            printable(part.name or "", ""),
             str(part.stage),
             f"{part.microbatches:,}",
             f"{part.tokens:,}",
@@ -196,29 +197,21 @@ def _links(result: RunResult) -> str:
 
 def _names(result: RunResult) -> Callable[[PeerId], str]:
     """A short name for every peer: its own, the coordinator's, or the end of its ID."""
-    known = {peer.peer: _printable(peer.name) for peer in result.history.peers if peer.name}
+    known = {peer.peer: printable(peer.name, "") for peer in result.history.peers if peer.name}
     known[result.coordinator] = "coordinator"
     return lambda peer: known.get(peer) or f"…{peer[-SHORT_ID_CHARACTERS:]}"
 
 
 def protocol_label(protocol: str) -> str:
     """What a protocol carries; a name this version does not know is shown as it is."""
-    return _PROTOCOL_LABELS.get(protocol) or _printable(protocol.strip("/"))
+    return _PROTOCOL_LABELS.get(protocol) or printable(protocol.strip("/"), "")
 
 
 def _megabytes(count: int) -> str:
     return f"{count / BYTES_PER_MEGABYTE:,.2f}"
 
 
-def _printable(text: str) -> str:
-    """A volunteer chose this text: no control characters reach the organiser's terminal."""
-    return "".join(letter for letter in text if letter.isprintable())
-
-
 def _indented(text: str) -> str:
     """The sample line by line; bytes that are no letters are shown, not sent to the terminal."""
     lines = text.replace("\t", "    ").splitlines()
-    return "\n".join(
-        "  | " + "".join(letter if letter.isprintable() else "\ufffd" for letter in line)
-        for line in lines
-    )
+    return "\n".join(f"  | {printable(line)}" for line in lines)

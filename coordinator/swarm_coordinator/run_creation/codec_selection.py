@@ -16,6 +16,7 @@ import torch
 
 from swarm_coordinator.configuration.run_settings import CodecsSection, RunSettings
 from swarm_shared.base.errors import ConfigurationError
+from swarm_shared.base.units import latency_text
 from swarm_shared.codecs.choice import MEGABIT_BYTES, CodecPair, Cost, accepted, choose, seconds
 from swarm_shared.codecs.quality import QualityTable, quality_table
 from swarm_shared.codecs.tensors import DTYPES, decode, encode
@@ -66,9 +67,9 @@ def select_codecs(
     return _replace_codecs(settings, pair), (
         f"codecs: {pair.activation} for activations, {pair.gradient} for gradients, the fastest of "
         f"{len(within)} pairs measured to cost at most {section.largest_loss_gap:.2%} of loss: a "
-        f"border takes {_duration_text(seconds(pair, costs, rate))} a microbatch there and back at "
+        f"border takes {latency_text(seconds(pair, costs, rate))} a microbatch there and back at "
         f"{section.up_mbit_per_second:g} Mbit/s, "
-        f"{_duration_text(seconds(without, costs, rate))} without"
+        f"{latency_text(seconds(without, costs, rate))} without"
     )
 
 
@@ -106,12 +107,6 @@ def _replace_codecs(settings: RunSettings, pair: CodecPair) -> RunSettings:
     words = settings.codecs.model_dump()
     words |= {"activation": pair.activation, "gradient": pair.gradient}
     return settings.model_copy(update={"codecs": CodecsSection.model_validate(words)})
-
-
-def _duration_text(duration_seconds: float) -> str:
-    if duration_seconds < 1:
-        return f"{1000 * duration_seconds:.3g} ms"
-    return f"{duration_seconds:.3g} s"
 
 
 @contextmanager

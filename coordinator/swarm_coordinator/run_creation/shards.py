@@ -25,6 +25,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.run_dir.shard_index import SHARD_INDEX, ShardIndex
 from swarm_shared.base.atomic_file import atomic_file, write_atomically
 from swarm_shared.base.errors import ConfigurationError, DataError
+from swarm_shared.base.units import size_text
 from swarm_shared.data.sampler import split_slots
 from swarm_shared.data.shards import (
     Split,
@@ -91,7 +92,7 @@ def _tokenise(
     progress(f"reading {corpus.description}")
     plan = _planned_split(settings, corpus, model)
     progress(
-        f"{_megabytes(plan.train_bytes)} to train on, {_megabytes(plan.heldout_bytes)} held out, "
+        f"{size_text(plan.train_bytes)} to train on, {size_text(plan.heldout_bytes)} held out, "
         f"{plan.duplicates} empty or repeated documents left out"
     )
     tokenizer, tokenizer_sha256 = _make_tokenizer(folder, settings, corpus, plan, progress)
@@ -248,7 +249,3 @@ def _data_config(
     heldout = open_shards(folder.data, data, "heldout")
     entropy_nats = unigram_entropy_nats(heldout, settings.model.config.vocabulary_size)
     return data.model_copy(update={"unigram_entropy_nats": entropy_nats})
-
-
-def _megabytes(count_bytes: int) -> str:
-    return f"{count_bytes / 1e6:.3g} MB"

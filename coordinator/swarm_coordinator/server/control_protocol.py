@@ -6,8 +6,6 @@ that one client's nonsense ends that client's session only. Decides nothing abou
 
 from __future__ import annotations
 
-import base64
-import binascii
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,6 +37,7 @@ from swarm_shared.base.errors import (
 )
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.credentials import Receipt, open_receipt
+from swarm_shared.identity.signing import decode_envelope
 from swarm_shared.network import FramedStream, FrameLimits
 from swarm_shared.protocol import (
     ClientMessage,
@@ -103,11 +102,7 @@ class ReceiptChecker:
         return tuple(found)
 
     def _verify(self, envelope: str) -> Receipt:
-        try:
-            content = base64.b64decode(envelope, validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise SignatureError("a receipt is not base64") from error
-        receipt = open_receipt(content)
+        receipt = open_receipt(decode_envelope(envelope, "a receipt"))
         if receipt.run != self._run:
             raise SignatureError(f"a receipt is of run {receipt.run[:12]}, not of this one")
         return receipt

@@ -51,10 +51,12 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile, printable
+from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
+from swarm_shared.base.error_groups import leaves
 from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of
@@ -96,21 +98,12 @@ async def _keep_leading(store: Store) -> None:
 
 def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The one that a person should hear of: an expected error before an unexpected one."""
-    leaves: list[BaseException] = []
-
-    def collect(error: BaseException) -> None:
-        if isinstance(error, BaseExceptionGroup):
-            for part in error.exceptions:
-                collect(part)
-        else:
-            leaves.append(error)
-
-    collect(group)
+    found = list(leaves(group))
     for kind in (KeyboardInterrupt, SwarmError):
-        for leaf in leaves:
+        for leaf in found:
             if isinstance(leaf, kind):
                 return leaf
-    return leaves[0]
+    return found[0]
 
 
 class Coordinator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from swarm_coordinator.storage.generations import generation_floor
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES
+from swarm_shared.identity.signing import encode_envelope
 from swarm_shared.network import Node, open_node
 from swarm_shared.protocol import PeerRecord
 from swarm_shared.scheduling.placement import MovePolicy
@@ -109,7 +109,7 @@ def begin_run(
         certificate=certificate, microbatches_per_second=0.0, accepts_work=False,
     )  # fmt: skip
     return begin(
-        service.manifest, base64.b64encode(envelope).decode("ascii"), coordinator, restored,
+        service.manifest, encode_envelope(envelope), coordinator, restored,
         service.clock(), revoked, rebalancing_settings(service.settings.rebalancing),
     )  # fmt: skip
 

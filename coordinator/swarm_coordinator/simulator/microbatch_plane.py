@@ -94,8 +94,8 @@ class _Node:
     def later(self, seconds: float, action: Action) -> None:
         self._plane.later(self, seconds, action)
 
-    def ask_mask(self, parcel: RoutedMicrobatch, suspect: PeerId, answer: Missing) -> None:
-        self._plane.ask_mask(self, parcel, suspect, answer)
+    def ask_mask(self, parcel: RoutedMicrobatch, answer: Missing) -> None:
+        self._plane.ask_mask(self, parcel, answer)
 
     def deliver(self, stage: StageIndex, parcel: RoutedMicrobatch, request: Request) -> None:
         self._plane.deliver_request(self, stage, parcel, request)
@@ -281,15 +281,12 @@ class MicrobatchPlane:
         self,
         node: _Node,
         parcel: RoutedMicrobatch,
-        suspect: PeerId,
         answer: Missing,
     ) -> None:
         self._asked += 1
         number = self._asked
         self._masks[node.volunteer.peer, number] = answer
-        request = MaskRequest(
-            request=number, step=parcel.step, microbatch=parcel.microbatch, suspect=suspect
-        )
+        request = MaskRequest(request=number, step=parcel.step, microbatch=parcel.microbatch)
         self._to_coordinator(node, lambda: node.volunteer.send(request))
 
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:

@@ -27,7 +27,9 @@ from swarm_coordinator.status.pacing import batched, with_duty_cycle
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.errors import StorageError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
+from swarm_shared.base.units import duration_text, latency_text, rate_text, size_text
 from swarm_shared.protocol import LinkBytes, LinkPath
 
 STATUS_FORMAT = 1
@@ -40,6 +42,8 @@ REPORTERS_PER_TURN = 25
 DECISIONS_SHOWN = 3
 """The newest; the others are in the run's log."""
 PATHS_SHOWN = 4
+MIN_SHOWN_BYTES_PER_SECOND = 500
+"""Rate of a link below which it is not shown; keep-alive traffic stays below."""
 """Of one peer, to people; programs get all of them."""
 
 
@@ -163,11 +167,6 @@ def without_nan(value: Any) -> Any:
     return value
 
 
-def printable(text: str) -> str:
-    """Names and reasons come from volunteers: nothing of theirs may steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
-
-
 def read_status(path: Path) -> dict[str, Any] | None:
     """The last status written; None when the run has never been started."""
     try:
@@ -189,7 +188,7 @@ def status_lines(document: Mapping[str, Any], running: bool, now: float) -> list
     if running:
         state = f"running, {document['phase']}"
     else:
-        state = f"not running (last seen {_duration(age_seconds)} ago)"
+        state = f"not running (last seen {duration_text(age_seconds)} ago)"
         state += ", finished" if document["phase"] == "finished" else ""
     lines = [f"{document['run']}: {state}"]
     if running and document.get("waiting_for"):
@@ -259,10 +258,10 @@ def rebalancing_lines(told: Mapping[str, Any] | None) -> list[str]:
         return []
     lines = [
         f"  rebalancing: {told['made']} move(s) made, {told['on_the_way']} on the way, "
-        f"{told['dropped']} given up, {told['bytes_moved'] / 1e6:.1f} MB of state for them"
+        f"{told['dropped']} given up, {size_text(told['bytes_moved'])} of state for them"
     ]
     for decision in told["decisions"][-DECISIONS_SHOWN:]:
-        lines.append(f"    {_duration(decision['seconds_ago'])} ago: {decision['text']}")
+        lines.append(f"    {duration_text(decision['seconds_ago'])} ago: {decision['text']}")
     if told["reason"]:
         lines.append(f"    nobody moves now: {told['reason']}")
     return lines
@@ -289,15 +288,9 @@ def _path_text(path: Mapping[str, Any], document: Mapping[str, Any]) -> str:
     kind = path["kind"]
     if path.get("relay") is not None:
         kind += f" via {_name_of(path['relay'], document)}"
-    rtt_milliseconds = path["rtt_seconds"] * 1000
-    rate = _rate_text(path["bytes_per_second"])
-    return f"{_name_of(path['remote'], document)} {kind}, {rtt_milliseconds:.3g} ms{rate}"
-
-
-def _rate_text(bytes_per_second: float) -> str:
-    if bytes_per_second >= 100_000:
-        return f", {bytes_per_second / 1e6:.1f} MB/s"
-    return f", {bytes_per_second / 1e3:.0f} kB/s" if bytes_per_second >= 500 else ""
+    text = f"{_name_of(path['remote'], document)} {kind}, {latency_text(path['rtt_seconds'])}"
+    rate = path["bytes_per_second"]
+    return f"{text}, {rate_text(rate)}" if rate >= MIN_SHOWN_BYTES_PER_SECOND else text
 
 
 def _name_of(peer: str, document: Mapping[str, Any]) -> str:
@@ -307,9 +300,3 @@ def _name_of(peer: str, document: Mapping[str, Any]) -> str:
     names = {p["peer"]: p.get("name") for p in document.get("peers", [])}
     name, short = names.get(peer), f"…{peer[-8:]}"
     return f"{name} ({short})" if name else short
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from swarm_coordinator.status.document import RunDocument, health
 from swarm_coordinator.tui.model import RunModel
 from swarm_coordinator.tui.panes import admission, contributors, events, overview, pipeline
+from swarm_shared.base.text import printable
 from swarm_shared.tui.app import PaneSpec, ViewApp, drawn
-from swarm_shared.tui.formatting import printable
 from swarm_shared.tui.source import DocumentReceived, Event, Source
 from swarm_shared.tui.styled_text import EMPTY, Line, Role, line
 from swarm_shared.tui.terminal_style import Look
@@ -28,6 +28,8 @@ _ROLES: dict[str, Role] = {
 
 
 class RunApp(ViewApp[RunDocument]):
+    """The view of one run."""
+
     instead: ClassVar[str] = "swarm-coordinator status"
 
     def __init__(
@@ -61,7 +63,7 @@ class RunApp(ViewApp[RunDocument]):
 
     @property
     def is_old(self) -> bool:
-        """A finished run stays as it is."""
+        """Whether the document is outdated; that of a finished run is not."""
         finished = self.document is not None and self.document.finished
         return super().is_old and not (finished and not self.away)
 

@@ -1,8 +1,8 @@
-"""The run folder as a source: read again when its status has changed, never faster than it pays.
+"""The run folder as a source: read again when its status has changed, at a bounded cost.
 
-A large run's status takes a while to read, so that the view rests `REST_FACTOR` times as long as
-the processor was busy with it: that keeps it at about 2 % of a core, and a small run at one look
-a second. Reading happens in a thread, and so do its imports: the screen is there before them.
+A large run's status takes a while to read, so the view rests `REST_FACTOR` times as long as the
+processor was busy with it: that keeps it at about 2 % of a core, and a small run at one read a
+second. Reading happens in a thread, and so do its imports: the screen is there before them.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ LOOK_SECONDS = 1.0
 REST_FACTOR = 50.0
 LONGEST_REST_SECONDS = 15.0
 HISTORY_SECONDS = 5.0
-"""Notes come also between steps."""
+"""Interval of reading the history; notes are also written between steps."""
 CONTRIBUTORS_SECONDS = 30.0
-"""They are summed over the whole run, which takes a while in a long one."""
+"""Interval of summing the contributors over the whole run, which takes a while in a long one."""
 MOST_STEPS = 2000
 MOST_NOTES = 500
 
 
 @dataclass(slots=True)
 class RunFolderReader:
-    """Blocking; keeps what need not be read again."""
+    """Reads a run folder; blocking. Keeps what need not be read again."""
 
     run_dir: Path
     clock: Clock = monotonic
@@ -64,11 +64,11 @@ class RunFolderReader:
     _trouble: str = field(default="")
 
     def prepare(self) -> None:
-        """What is imported once does not count as reading."""
+        """Import the reading modules, so that their time does not count as reading."""
         from swarm_coordinator.durability import run_files  # noqa: F401
 
     def read(self) -> tuple[RunDocument, str, float]:
-        """The run now, what could not be read of it, and the processor seconds that this took.
+        """Return the run now, what could not be read of it, and the processor seconds this took.
 
         SwarmError when nothing could be read.
         """
@@ -103,7 +103,7 @@ class RunFolderReader:
         return whole, self._trouble
 
     def _read_history(self, moment: tuple[int, int]) -> None:
-        """What can be read of the database; that it cannot is no reason to show nothing."""
+        """Read what is available in the database; a failure is shown and does not end the view."""
         from swarm_coordinator.storage.history import contributions, read_recent
 
         now = self.clock()
@@ -145,7 +145,7 @@ class RunFolderReader:
 def contributors(
     rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
 ) -> tuple[ContributorRow, ...]:
-    """A row for each person, with all stages of their devices; who counted most comes first."""
+    """Return a row for each owner, with all stages of its devices; most tokens first."""
     names = {row.peer: row.name for row in rows}
     devices_of = group_by_owner(names, owners)
     parts: dict[PeerId, list[StageContribution]] = {}
@@ -168,8 +168,8 @@ def contributors(
 def _alive(pid: object) -> bool:
     """Whether there is such a process.
 
-    The folder's lock would say it for sure, but asking for it could make a coordinator that starts
-    at that moment believe that another one runs.
+    The folder's lock would tell for certain, but taking it could make a coordinator that starts at
+    that moment believe that another one runs.
     """
     if not isinstance(pid, int) or pid <= 0:
         return False
@@ -183,7 +183,7 @@ def _alive(pid: object) -> bool:
 
 
 class RunFolderSource:
-    """Looks at the folder for as long as the view is open."""
+    """Reads the folder for as long as the view is open."""
 
     def __init__(
         self, run_dir: Path, reader: RunFolderReader | None = None, sleep: Sleep = asyncio.sleep
@@ -196,7 +196,7 @@ class RunFolderSource:
         return wall()
 
     async def act(self, method: str, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        raise UsageError("this view only looks; the other commands of swarm-coordinator act")
+        raise UsageError("this view is read-only; use the other commands of swarm-coordinator")
 
     async def events(self) -> AsyncIterator[Event[RunDocument]]:
         await asyncio.to_thread(self._reader.prepare)

@@ -1,32 +1,31 @@
-"""The public ledger of a run: who counted what in every applied step, signed by the organiser.
+"""The public ledger of a run: each peer's counted work in every applied step, signed by the
+organiser.
 
 Owns the file's form, writing and checking it. Lines of JSON, each with a digest that covers the
-line before; the last one is the organiser's signature over the last digest, so that it covers
-every line.
+line before; the last one is the organiser's signature over the last digest, so that it covers every
+line.
 
     head     the run, and its signed manifest (stages' work, tokens of a microbatch, organiser)
-    step     one applied step: (peer, stage, microbatches) of everybody who counted in it
+    step     one applied step: (peer, stage, microbatches) of every peer counted in it
     owner    that one peer is another key's device, signed by that key
-    total    one peer's sums, with the name it gave itself, recomputable from the steps
+    total    one peer's sums, with the name it chose, recomputable from the steps
     seal     number of lines, last digest, the organiser's envelope
 
-People have rows as well, without lines of their own: they are the totals of all peers bound to one
-key, added up by whoever reads.
+Owners have no lines of their own: an owner's total is the sum over all peers bound to its key,
+added up by the reader.
 
-What it proves. That the numbers follow from the steps; that every step holds every microbatch once
-in every stage, no more and no fewer; that whoever has a row has signed for each device in it; and
-that the organiser stands by exactly these lines: whoever keeps a ledger can show that a later one
-tells another past. What it cannot prove is that the organiser told the truth about who counted a
-microbatch, or that a device agreed to its owner, as its connection showed. Volunteers sign a
-receipt for each microbatch, which the coordinator checks and does not keep: half a kilobyte for
-every microbatch and stage comes to gigabytes in a run of ten thousand steps. A volunteer can hold
-its own count against the ledger's.
+The ledger proves that the numbers follow from the steps; that every step holds every microbatch
+exactly once in every stage; that an owner has signed for each of its devices; and that the
+organiser stands by exactly these lines: a kept ledger exposes a later one with a different past. It
+cannot prove that the organiser recorded truthfully which peer counted a microbatch, nor that a
+device agreed to its owner, as its connection showed. Volunteers sign a receipt for each microbatch,
+which the coordinator checks and does not keep: half a kilobyte for every microbatch and stage adds
+up to gigabytes in a run of ten thousand steps. A volunteer can compare its own count with the
+ledger's.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
 import math
@@ -61,7 +60,9 @@ from swarm_shared.identity.signed_manifest import (
     run_id_of,
 )
 from swarm_shared.identity.signing import (
+    decode_envelope,
     describe_validation_error,
+    encode_envelope,
     open_envelope,
     open_message,
     sign_message,
@@ -70,9 +71,9 @@ from swarm_shared.run.manifest import Manifest
 
 LEDGER_DOMAIN = "swarmtrain-ledger-1"
 MAX_LINE_BYTES = 16 * 2**20
-"""A step of ten thousand peers has a megabyte."""
+"""Longest line; a step of ten thousand peers has a megabyte."""
 TOLERANCE = 1e-9
-"""Of an average that fades, relative: machines round powers differently in the last digits."""
+"""Relative tolerance of decayed averages: machines round powers differently in the last digits."""
 
 NameAndTeam = tuple[str | None, str | None]
 """A peer's name and its team."""
@@ -82,12 +83,12 @@ NameAndTeam = tuple[str | None, str | None]
 class _PeerSums:
     microbatches: int = 0
     tokens: Counter[int] = field(default_factory=Counter)
-    """By stage."""
+    """Tokens by stage."""
     recent: RecentCredit = field(default_factory=RecentCredit)
 
 
 class _LedgerSums:
-    """What follows from the steps: the same code makes the totals and checks them."""
+    """The sums that follow from the steps; the same code makes the totals and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
@@ -127,10 +128,10 @@ def write_ledger(
     as_of: float,
     bindings: Mapping[PeerId, str] | None = None,
 ) -> Iterator[bytes]:
-    """The lines of a ledger, each with its line break. `envelope` is the signed manifest.
+    """Yield the lines of a ledger, each with its line break. `envelope` is the signed manifest.
 
-    `bindings` are devices' owner bindings in base64, without chains; of those that never counted
-    nothing is written.
+    `bindings` are devices' owner bindings in base64, without chains; those of devices that never
+    counted are left out.
     """
     bindings = bindings or {}
     manifest = open_manifest(envelope, organiser.peer_id)
@@ -139,7 +140,7 @@ def write_ledger(
     yield chain.put(
         Head(
             format=2 if bindings else 1, run=run, as_of=as_of,
-            manifest=base64.b64encode(envelope).decode(),
+            manifest=encode_envelope(envelope),
         )
     )  # fmt: skip
     sums = _LedgerSums(manifest)
@@ -154,11 +155,11 @@ def write_ledger(
     sealed = sign_message(
         organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
     )
-    yield chain.put(SealLine(envelope=base64.b64encode(sealed).decode()))
+    yield chain.put(SealLine(envelope=encode_envelope(sealed)))
 
 
 class _Chain:
-    """Each line with the digest of itself and of the one before."""
+    """Writes each line with the digest of itself and of the line before."""
 
     def __init__(self) -> None:
         self.digest = "0" * 64
@@ -176,7 +177,7 @@ def _digest(before: str, content: Mapping[str, Any]) -> str:
 
 
 def _canonical_json(content: Mapping[str, Any]) -> bytes:
-    """One spelling only, so that everybody's digest is of the same bytes."""
+    """Encode in one canonical form, so that every digest is of the same bytes."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -185,7 +186,7 @@ def _canonical_json(content: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class OwnerTotal:
-    """The sums of all peers that are bound to one key; of most people it is one peer."""
+    """The sums of all peers that are bound to one key; mostly a single peer."""
 
     peer: PeerId
     name: str | None
@@ -199,7 +200,7 @@ class OwnerTotal:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedLedger:
-    """A ledger in which every number is right."""
+    """A ledger whose every number was found right."""
 
     run: RunId
     name: str
@@ -207,16 +208,16 @@ class VerifiedLedger:
     as_of: float
     steps: int
     totals: tuple[TotalLine, ...]
-    """The most credit first."""
+    """Totals by peer, highest credit first."""
     people: tuple[OwnerTotal, ...]
-    """The same, by person."""
+    """Totals by owner, highest credit first."""
 
 
 def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> VerifiedLedger:
-    """Recomputes everything. ProtocolError names the first line that is wrong, and why.
+    """Recompute everything. ProtocolError names the first wrong line and the reason.
 
-    Without an `organiser` the one that the ledger names is taken: it is then worth as much as the
-    way on which it came.
+    Without an `organiser` the one that the ledger names is used: the result is then only as
+    trustworthy as the source of the file.
     """
     check = _Check(organiser)
     number = 0
@@ -233,7 +234,7 @@ def verify_ledger(lines: Iterable[bytes], organiser: PeerId | None = None) -> Ve
 
 
 class _Check:
-    """Takes one line after the other, in the only order that there is."""
+    """Takes the lines one by one, in the only order allowed."""
 
     def __init__(self, organiser: PeerId | None) -> None:
         self._organiser = organiser
@@ -285,10 +286,7 @@ class _Check:
     def _take_head(self, line: Line) -> None:
         if not isinstance(line, Head):
             raise ProtocolError("a ledger begins with its head")
-        try:
-            envelope = base64.b64decode(line.manifest, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("its manifest is not in base64") from error
+        envelope = decode_envelope(line.manifest, "its manifest")
         organiser = self._organiser or _named_organiser(envelope)
         self._manifest = open_manifest(envelope, organiser)
         if run_id_of(self._manifest) != line.run:
@@ -326,10 +324,7 @@ class _Check:
             raise ProtocolError(f"{line.peer} has an owner and counts in no step")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
-        try:
-            envelope = base64.b64decode(line.binding, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError(f"the owner binding of {line.peer} is not in base64") from error
+        envelope = decode_envelope(line.binding, f"the owner binding of {line.peer}")
         device = PeerId(line.peer)
         self._owners[device] = open_owner_binding(envelope, device).owner
 
@@ -358,10 +353,7 @@ class _Check:
         missing = set(self._sums.of) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
-        try:
-            envelope = base64.b64decode(line.envelope, validate=True)
-        except binascii.Error as error:
-            raise ProtocolError("the seal is not in base64") from error
+        envelope = decode_envelope(line.envelope, "the seal")
         seal, _ = open_message(envelope, Seal, LEDGER_DOMAIN, self._signer)
         assert self._head is not None
         if seal != Seal(run=self._head.run, lines=self._chain.lines - 1, digest=digest):
@@ -398,5 +390,5 @@ class _Check:
 
 
 def _named_organiser(envelope: bytes) -> PeerId:
-    """Whom the manifest itself names; its signature is checked against that next."""
+    """Return the signer of the manifest's envelope; its signature is checked against that next."""
     return open_envelope(envelope, MANIFEST_DOMAIN, max_bytes=MAX_MANIFEST_BYTES).signer

@@ -55,7 +55,7 @@ def shown(*paths: dict[str, Any], **changes: object) -> list[str]:
         ),
         (
             path(CARL, kind="relayed", relay=OWN, rtt_seconds=0.2, bytes_per_second=45_600.0),
-            "…carlcarl relayed via the coordinator, 200 ms, 46 kB/s",
+            "…carlcarl relayed via the coordinator, 200 ms, 45.6 kB/s",
         ),
         (
             path(CARL, kind="relayed", relay=BERT, rtt_seconds=0.00061, bytes_per_second=100.0),
@@ -70,7 +70,7 @@ def test_a_path_is_its_kind_its_round_trip_and_its_rate(one: dict[str, Any], tex
 def test_the_busiest_paths_of_a_peer_are_shown_and_the_others_counted() -> None:
     paths = [path(f"{n}" * 8, bytes_per_second=n * 1e6) for n in range(1, PATHS_SHOWN + 3)]
     [line] = [line for line in shown(*paths) if "links:" in line]
-    assert line.index("…66666666 direct, 1 ms, 6.0 MB/s") < line.index("…55555555")
+    assert line.index("…66666666 direct, 1 ms, 6 MB/s") < line.index("…55555555")
     assert line.endswith("; 2 more")
     assert "…11111111" not in line
 
@@ -114,7 +114,7 @@ def test_each_decision_to_move_somebody_is_a_sentence() -> None:
     decisions = [{"seconds_ago": 90.0, "peer": ANNA, "text": "anna moves, and why"}]
     lines = shown(rebalancing=rebalancing(decisions=decisions))
     assert (
-        "  rebalancing: 2 move(s) made, 1 on the way, 1 given up, 4.0 MB of state for them" in lines
+        "  rebalancing: 2 move(s) made, 1 on the way, 1 given up, 4 MB of state for them" in lines
     )
     assert "    90 s ago: anna moves, and why" in lines
 

@@ -250,7 +250,7 @@ def test_without_a_terminal_the_command_names_the_one_that_fits(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert command(["top", str(tmp_path)]) == 2
-    assert "`swarm-coordinator status` fits here" in capsys.readouterr().err
+    assert "use `swarm-coordinator status` here" in capsys.readouterr().err
 
 
 def test_the_command_wants_a_run_or_a_recording(

@@ -61,8 +61,7 @@ class Race:
             self.hedges += 1
             world.hedges += 1
             if self.parcel.mode == "train":
-                suspect = max(self.at, key=self.at.__getitem__)
-                self.sender.ask_mask(self.parcel, suspect, self.masked)
+                self.sender.ask_mask(self.parcel, self.masked)
             else:
                 self.run(frozenset())
         self.sender.later(0.25, self.oversee)
@@ -108,7 +107,7 @@ class Race:
                 if not self.wanted() or parcel.mode == "evaluate":
                     sender.later(0.1, attempt)
                 else:
-                    sender.ask_mask(parcel, target, masked)
+                    sender.ask_mask(parcel, masked)
 
         def masked(stages: frozenset[int] | None) -> None:
             nonlocal accumulate
@@ -172,9 +171,7 @@ class Computing(PeerBase):
         race.run(parcel.accumulate)
         race.oversee()
 
-    def ask_mask(
-        self, parcel: Parcel, suspect: PeerId, answer: Callable[[frozenset[int] | None], None]
-    ) -> None:
+    def ask_mask(self, parcel: Parcel, answer: Callable[[frozenset[int] | None], None]) -> None:
         if self.link is None or not self.attached:
             answer(None)
             return
@@ -183,7 +180,7 @@ class Computing(PeerBase):
         self.send(
             MaskRequest(
                 request=self._masks_asked, step=Step(parcel.step),
-                microbatch=MicrobatchIndex(parcel.microbatch), suspect=suspect,
+                microbatch=MicrobatchIndex(parcel.microbatch),
             )
         )  # fmt: skip
 

@@ -24,6 +24,7 @@ from enum import IntEnum
 
 from swarm_client.averaging.all_reduce.errors import RoundFailure
 from swarm_shared.base.errors import FrameError
+from swarm_shared.base.text import printable
 
 _MAGIC = b"SWAR"
 _VERSION = 1
@@ -114,5 +115,5 @@ class Abort:
         if failure >= len(_FAILURES) or (culprit >= members and culprit != _NO_CULPRIT):
             raise FrameError("an abort frame names what does not exist")
         text = bytes(data[_ABORT.size :]).decode(errors="replace")
-        reason = "".join(character if character.isprintable() else "?" for character in text)
+        reason = printable(text, "?")
         return cls(_FAILURES[failure], None if culprit == _NO_CULPRIT else culprit, reason)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.clock import Clock
 from swarm_shared.base.types import PeerId
 
@@ -109,7 +110,7 @@ class RouteMemory:
         key = (peer, route)
         before = self._backoffs.pop(key, None)
         faults = 0 if before is None or before.addresses != addresses else before.faults
-        seconds = min(MAX_ROUTE_BACKOFF_SECONDS, FIRST_ROUTE_BACKOFF_SECONDS * 2 ** min(faults, 10))
+        seconds = backoff_seconds(faults, FIRST_ROUTE_BACKOFF_SECONDS, MAX_ROUTE_BACKOFF_SECONDS)
         self._backoffs[key] = _Backoff(faults + 1, self._clock() + seconds, addresses)
         if len(self._backoffs) > _MAX_FAULTS:
             self._backoffs.popitem(last=False)

@@ -17,12 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import trio
-from pydantic import ValidationError
 
 from swarm_client.averaging.all_reduce.carrier import Channel, IncomingStream
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
     OpenStream,
@@ -32,7 +30,8 @@ from swarm_client.averaging.protocol.bridge import (
     encode_head,
     open_requests,
 )
-from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.errors import FrameError, LinkClosed, NetworkError, ProtocolError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, parse
 from swarm_shared.base.types import PeerId
 
 PIECE_BYTES = 256 * 1024
@@ -216,11 +215,10 @@ async def _pipe_to_remote(connection: trio.SocketStream, channel: Channel) -> No
 async def _read_request(connection: trio.SocketStream) -> OpenStream:
     try:
         with trio.fail_after(HEAD_SECONDS):
-            (length,) = HEAD_LENGTH.unpack(await _read_exactly(connection, HEAD_LENGTH.size))
-            if length > MAX_HEAD_BYTES:
-                raise LinkClosed(f"a head of {length} bytes")
-            return open_requests.validate_json(await _read_exactly(connection, length))
-    except (trio.TooSlowError, trio.BrokenResourceError, ValidationError) as error:
+            prefix = await _read_exactly(connection, LENGTH_BYTES)
+            length = decode_length(prefix, MAX_HEAD_BYTES)
+            return parse(open_requests, await _read_exactly(connection, length))
+    except (trio.TooSlowError, trio.BrokenResourceError, FrameError) as error:
         raise LinkClosed(f"{error!r}") from error
 
 

@@ -15,7 +15,7 @@ from swarm_client.averaging.protocol.messages import (
     Publish,
     Published,
 )
-from swarm_client.ipc.framing import Numbered
+from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import LinkTimeout
 
 DIRECTORY_SECONDS = 20.0

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 
+from swarm_shared.base.backoff import backoff_seconds
+
 SETTLE_SECONDS = 2.0
 """Seconds for which changed options must last before they cause a restart."""
 LOST_RELAY_SECONDS = 20.0
@@ -42,7 +44,7 @@ class RestartPolicy:
         self._missed_since = min(self._missed_since, now) if misses_relay else math.inf
         if not misses_relay:
             self._for_relays = 0
-        patience = min(MAX_LOST_RELAY_SECONDS, LOST_RELAY_SECONDS * 2**self._for_relays)
+        patience = backoff_seconds(self._for_relays, LOST_RELAY_SECONDS, MAX_LOST_RELAY_SECONDS)
         settled = now - self._differs_since >= SETTLE_SECONDS
         lost = now - self._missed_since >= patience
         if not (settled or lost) or now - self._restarted_at < INTERVAL_SECONDS:
@@ -55,5 +57,5 @@ class RestartPolicy:
         self._differs_since = self._missed_since = self._due_since = math.inf
         if settled:
             return "the options of p2pd have changed"
-        self._for_relays = min(self._for_relays + 1, 20)
+        self._for_relays += 1
         return "p2pd has lost its relay"

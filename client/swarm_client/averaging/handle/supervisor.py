@@ -55,7 +55,8 @@ from swarm_client.averaging.protocol.messages import (
 from swarm_client.ipc.child_process import ChildProcess, start_child
 from swarm_client.ipc.child_rpc import ChildRpc
 from swarm_client.ipc.errors import WorkerDied
-from swarm_client.ipc.framing import Numbered
+from swarm_client.ipc.numbered import Numbered
+from swarm_shared.base.backoff import Backoff
 from swarm_shared.base.errors import LinkClosed, SwarmError
 
 logger = logging.getLogger(__name__)
@@ -284,7 +285,7 @@ class AveragingWorker:
             await self._keep_alive()
 
     async def _keep_alive(self) -> None:
-        backoff_seconds = FIRST_BACKOFF_SECONDS
+        backoff = Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         while True:
             while self._held_back:
                 self._reason = self._held_back
@@ -297,14 +298,13 @@ class AveragingWorker:
             if self._end is _End.PLANNED:
                 continue
             if trio.current_time() - begun > HEALTHY_SECONDS:
-                backoff_seconds = FIRST_BACKOFF_SECONDS
+                backoff.reset()
             if self._end is _End.IN_ROUND:
-                backoff_seconds = max(backoff_seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
+                backoff.seconds = max(backoff.seconds, DIED_IN_ROUND_BACKOFF_SECONDS)
             self.restarts += 1
             self._notify()
-            logger.warning("%s; starting it again in %g s", self._reason, backoff_seconds)
-            await trio.sleep(backoff_seconds)
-            backoff_seconds = min(2 * backoff_seconds, MAX_BACKOFF_SECONDS)
+            logger.warning("%s; starting it again in %g s", self._reason, backoff.seconds)
+            await trio.sleep(backoff.next())
 
     async def _run_once(self) -> _End:
         """Run one worker from its start to its end, and set `_reason` to the cause of its end."""

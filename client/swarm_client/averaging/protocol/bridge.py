@@ -14,18 +14,17 @@ A head is a little-endian u32 length followed by that many bytes of JSON.
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_shared.base.frozen_model import FrozenModel
+from swarm_shared.base.json_messages import encode_prefixed
 from swarm_shared.base.types import PeerId
 
 DAEMON_SOCKET = "daemon.sock"
 WORKER_SOCKET = "worker.sock"
-HEAD_LENGTH = struct.Struct("<I")
 MAX_HEAD_BYTES = 4096
 
 
@@ -62,6 +61,5 @@ arrivals: TypeAdapter[StreamArrived] = TypeAdapter(StreamArrived)
 
 
 def encode_head(message: FrozenModel) -> bytes:
-    body = message.model_dump_json().encode()
-    assert len(body) <= MAX_HEAD_BYTES, "heads are short"
-    return HEAD_LENGTH.pack(len(body)) + body
+    """Encode a head behind its length."""
+    return encode_prefixed(message, MAX_HEAD_BYTES)

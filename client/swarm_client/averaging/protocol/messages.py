@@ -3,7 +3,7 @@
 The first message is ConfigureAveraging; its answer is Started or Unavailable. StartRound, Publish,
 Lookup, Bootstrap and Ping are answered under their request number; the other requests have no
 answer. The worker sends AddressesChanged without a request. Frames and numbers are those of
-`swarm_client.ipc.framing`.
+`swarm_client.ipc.numbered`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from swarm_client.averaging.all_reduce.plan import (
     PIECE_ELEMENTS,
 )
 from swarm_client.averaging.all_reduce.routes import Route, RouteFault, StreamTraffic
-from swarm_client.ipc.framing import Failure, Numbered
+from swarm_client.ipc.numbered import Failure, Numbered
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId

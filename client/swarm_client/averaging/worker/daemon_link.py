@@ -7,9 +7,8 @@ import contextlib
 import socket
 
 from swarm_client.averaging.protocol.messages import DaemonMessage, daemon_messages
-from swarm_client.ipc.framing import LENGTH, encode_frame, frame_length
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.protocol import parse
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, encode_prefixed, parse
 
 
 class DaemonLink:
@@ -28,14 +27,13 @@ class DaemonLink:
     async def receive(self) -> DaemonMessage | None:
         """Wait for the next message; None when the daemon has ended."""
         try:
-            length = frame_length(await self._reader.readexactly(LENGTH.size))
+            length = decode_length(await self._reader.readexactly(LENGTH_BYTES))
             return parse(daemon_messages, await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
     def send(self, message: FrozenModel) -> None:
-        """Queue a message."""
-        self._writer.write(encode_frame(message))
+        self._writer.write(encode_prefixed(message))
 
     async def flush(self) -> None:
         """Send what is queued and close the link."""

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import anyio
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from swarm_client.averaging.all_reduce.incoming import IncomingHub
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     MAX_HEAD_BYTES,
     WORKER_SOCKET,
     OpenStream,
@@ -30,7 +29,8 @@ from swarm_client.averaging.protocol.bridge import (
     encode_head,
     open_answers,
 )
-from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.errors import FrameError, LinkClosed, NetworkError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length, parse
 from swarm_shared.base.types import PeerId
 
 HOST_PREFIX = "host/"
@@ -140,11 +140,9 @@ def host_remote_name(peer: PeerId) -> str:
 
 async def _read_head(reader: asyncio.StreamReader, adapter: TypeAdapter[HeadT]) -> HeadT:
     try:
-        (length,) = HEAD_LENGTH.unpack(await reader.readexactly(HEAD_LENGTH.size))
-        if length > MAX_HEAD_BYTES:
-            raise LinkClosed(f"the daemon announced a head of {length} bytes")
-        return adapter.validate_json(await reader.readexactly(length))
+        length = decode_length(await reader.readexactly(LENGTH_BYTES), MAX_HEAD_BYTES)
+        return parse(adapter, await reader.readexactly(length))
     except (asyncio.IncompleteReadError, OSError) as error:
         raise LinkClosed("the daemon closed the stream") from error
-    except ValidationError as error:
-        raise LinkClosed(f"the daemon sent a head that does not parse: {error}") from error
+    except FrameError as error:
+        raise LinkClosed(f"the daemon sent a malformed head: {error}") from error

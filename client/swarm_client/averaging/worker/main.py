@@ -73,7 +73,7 @@ from swarm_client.averaging.worker.p2pd import ensure_identity, running_p2pd
 from swarm_client.averaging.worker.p2pd_carrier import GroupCarrier, P2pdStreams
 from swarm_client.fault_injection import faults
 from swarm_client.ipc import shared_memory
-from swarm_client.ipc.framing import Numbered
+from swarm_client.ipc.numbered import Numbered
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import PeerId
 

@@ -24,6 +24,7 @@ from swarm_client.stage.handle.warm_worker import WorkerChild, worker_process
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed, WorkerDied
 from swarm_client.stage.protocol.slot_sizes import SlotSizes, slot_sizes
+from swarm_shared.base.error_groups import single_error_unwrapped
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 from swarm_shared.run.manifest import Manifest
 
@@ -345,10 +346,6 @@ async def _quiet_nursery() -> AsyncIterator[trio.Nursery]:
 
     Its tasks must not fail: then a group of one is the block's own exception.
     """
-    try:
+    with single_error_unwrapped():
         async with trio.open_nursery() as nursery:
             yield nursery
-    except BaseExceptionGroup as group:
-        if len(group.exceptions) == 1:
-            raise group.exceptions[0] from None
-        raise

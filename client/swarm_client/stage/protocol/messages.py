@@ -34,7 +34,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from swarm_client.ipc.framing import Failure, Numbered, RequestNumber
+from swarm_client.ipc.numbered import Failure, Numbered, RequestNumber
 from swarm_client.stage.protocol.errors import FailureCode, RequestFailed
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step, Version
 

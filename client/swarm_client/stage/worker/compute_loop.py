@@ -19,7 +19,7 @@ import torch
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.ipc.child_process import SyncLink
-from swarm_client.ipc.framing import Numbered
+from swarm_client.ipc.numbered import Numbered
 from swarm_client.stage.protocol import messages
 from swarm_client.stage.protocol.errors import RequestFailed
 from swarm_client.stage.worker.compiling import backend_from_environment

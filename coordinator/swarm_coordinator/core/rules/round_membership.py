@@ -10,6 +10,7 @@ from __future__ import annotations
 from swarm_coordinator.core.rules import microbatches, state_transfer
 from swarm_coordinator.core.state.close import Round
 from swarm_coordinator.core.state.run import RunPhase, RunState, short
+from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AbortRound
 
@@ -55,9 +56,10 @@ def abort(run: RunState, ended: Round, reason: str, now: float, *, of_loss: bool
     )
     if not of_loss:
         state_transfer.drop_failed_moves(run, ended.switching)
-        pause = ABORT_BACKOFF_SECONDS * 2 ** min(step.closes - 1, 5)
-        until = now + min(ABORT_BACKOFF_MAXIMUM_SECONDS, pause)
-        step.close_not_before = max(step.close_not_before, until)
+        pause_seconds = backoff_seconds(
+            step.closes - 1, ABORT_BACKOFF_SECONDS, ABORT_BACKOFF_MAXIMUM_SECONDS
+        )
+        step.close_not_before = max(step.close_not_before, now + pause_seconds)
     step.closing.discard_round(ended)
     for peer, stage in ended.kept.items():
         microbatches.clear_counted(run, step, peer, (stage,))

@@ -24,7 +24,6 @@ from swarm_client.averaging.handle import bridge as bridge_module
 from swarm_client.averaging.handle.bridge import PIECE_BYTES, Bridge
 from swarm_client.averaging.protocol.bridge import (
     DAEMON_SOCKET,
-    HEAD_LENGTH,
     WORKER_SOCKET,
     OpenStream,
     StreamArrived,
@@ -35,6 +34,7 @@ from swarm_client.averaging.protocol.bridge import (
     open_answers,
 )
 from swarm_shared.base.errors import LinkClosed, NetworkError
+from swarm_shared.base.json_messages import LENGTH_BYTES, decode_length
 from swarm_shared.base.types import PeerId
 
 REMOTE = PeerId("remote")
@@ -91,7 +91,7 @@ async def read_exactly(stream: trio.SocketStream, size: int) -> bytes:
 
 
 async def read_head(stream: trio.SocketStream, adapter: Any) -> Any:
-    (length,) = HEAD_LENGTH.unpack(await read_exactly(stream, HEAD_LENGTH.size))
+    length = decode_length(await read_exactly(stream, LENGTH_BYTES))
     return adapter.validate_json(await read_exactly(stream, length))
 
 
@@ -223,7 +223,7 @@ async def test_without_a_worker_a_stream_that_has_come_is_dropped(tmp_path: Path
 
 @pytest.mark.parametrize(
     "head",
-    [b"", b"\x05", HEAD_LENGTH.pack(2**31), HEAD_LENGTH.pack(2) + b"{}"],
+    [b"", b"\x05", (2**31).to_bytes(4, "little"), (2).to_bytes(4, "little") + b"{}"],
     ids=["nothing", "cut short", "too long", "no request"],
 )
 async def test_a_head_that_is_none_ends_the_connection_and_opens_nothing(

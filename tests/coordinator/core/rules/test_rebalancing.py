@@ -162,7 +162,7 @@ def test_a_run_in_balance_gives_the_reason_for_no_move() -> None:
     bench.run.rebalancing.due_at = bench.now
     bench.event(Tick())
     assert not bench.run.peers.movers
-    assert "is the thinnest" in str(told(bench)["reason"])
+    assert "is the slowest" in str(told(bench)["reason"])
 
 
 def test_the_rate_of_a_peer_and_its_stage_is_bounded_by_its_uplink() -> None:
