@@ -16,7 +16,6 @@ from pathlib import Path
 import psutil
 import pytest
 import trio
-from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_client.connectivity.port_mapping import PortMapper
 from swarm_client.connectivity.reachability import ReachabilityFinding
@@ -27,6 +26,7 @@ from swarm_shared.base.errors import AdmissionError, InviteError, NetworkError, 
 from swarm_shared.base.types import PeerId, RunId
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.network import Node, open_node
 from swarm_shared.probe.server import HelloAnswer, ProbeLimits, answer_members_only, serve_probe
 from swarm_shared.protocol import DoctorHello, Neighbour, Reachability

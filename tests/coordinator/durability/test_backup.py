@@ -21,8 +21,8 @@ from swarm_coordinator.durability import restore
 from swarm_coordinator.durability.backup import make_backup, recorded_backups, verify_backup
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
-from swarm_coordinator.storage.generations import LARGEST_GENERATION, generation_floor
 from swarm_coordinator.storage.history import history
+from swarm_coordinator.storage.records import LARGEST_GENERATION, generation_floor
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import StorageError, UsageError
 

@@ -134,13 +134,13 @@ DAMAGES: dict[str, tuple[str, str]] = {
     "a step that nobody wrote": (
         "INSERT INTO applied_steps SELECT 99, 5, 11, loss, tokens, seconds, global_norm, "
         "learning_rate, generation, written_at, NULL FROM applied_steps WHERE id = 6",
-        "row 99 was written by nobody we know",
+        "row 99 has an unknown origin",
     ),
     "an entry of the journal is gone": (
         "DELETE FROM journal WHERE sequence = 4", "1 entries before"
     ),
     "the journal's end is gone": (
-        "DELETE FROM journal WHERE sequence > 9", "was written by nobody we know"
+        "DELETE FROM journal WHERE sequence > 9", "has an unknown origin"
     ),
     "the journal is gone": ("DELETE FROM journal", "its beginning is missing"),
     "an entry of the journal is another's": (

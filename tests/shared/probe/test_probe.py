@@ -10,7 +10,6 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from swarm_shared.identity.probe_pass import sign_probe_pass
 
 from swarm_shared.base.endpoint import Endpoint
 from swarm_shared.base.errors import AdmissionError, FrameError, LinkClosed
@@ -21,6 +20,7 @@ from swarm_shared.identity.credentials import (
     sign_certificate,
 )
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.network import FramedStream, Node, open_node
 from swarm_shared.probe import server as probe_module
 from swarm_shared.probe.client import CLIENT_LIMITS, Probe, ProbeBusy, open_probe
