@@ -181,7 +181,7 @@ def test_a_bug_of_ours_is_one_sentence_that_names_the_log(
 
     monkeypatch.setattr("swarm_coordinator.cli.run.history", fail)
     code, sentence = complains(capsys, "history", folder.path)
-    log = folder.log / "coordinator-error.log"
+    log = folder.log / "swarm-coordinator-error.log"
     assert code == 1
     assert "ZeroDivisionError: the bug" in sentence
     assert str(log) in sentence
