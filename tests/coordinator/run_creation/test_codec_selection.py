@@ -156,7 +156,7 @@ def test_auto_that_is_written_later_is_followed_once_and_keeps_every_other_word(
     folder = make_run(tmp_path / "run")
     edit(folder, 'activation = "int8"', 'activation = "auto"  # whatever is best')
     edit(folder, 'gradient = "int8"', 'gradient = "auto"')
-    edit(folder, "up_mbit_per_second = 20.0", "up_mbit_per_second = 0.01")
+    edit(folder, "up_mbit_per_second = 20", "up_mbit_per_second = 0.01")
     asked = folder.settings.read_text()
     said: list[str] = []
     manifest = refresh_manifest(folder, said.append)

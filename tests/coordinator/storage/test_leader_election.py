@@ -24,7 +24,6 @@ from kits.coordinator.coordinator_lab import (
 )
 from kits.coordinator.postgresql import Server
 from kits.coordinator.shell_world import make_run
-from swarm_coordinator.configuration.template import toml_value
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
     COORDINATOR_MODULE,
@@ -38,6 +37,7 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.location import PostgresqlLocation, database_exists
 from swarm_coordinator.storage.postgresql import LeaderWatch
+from swarm_shared.base.commented_toml import toml_value
 
 pytestmark = pytest.mark.durability
 
