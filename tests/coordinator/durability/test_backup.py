@@ -88,7 +88,7 @@ DAMAGES: list[tuple[Callable[[RunFolder], object], str, list[str]]] = [
     (lambda f: (f.checkpoints / "step-00000004" / "checkpoint.json").write_text("{"),
      "checkpoint", ["is damaged: checkpoint.json", "that of step 2"]),
     (overwrite_pages, "database", ["coordinator.sqlite is damaged", "from its checkpoint of step"]),
-    (change_a_loss, "database", ["table applied_steps: row 3 does not say"]),
+    (change_a_loss, "database", ["table applied_steps: row 3 is not what was written"]),
     (lambda f: f.database.write_bytes(b"x" * 9000), "database", ["is damaged"]),
     (lambda f: flip_byte(f.manifest), "manifest.json", ["manifest.json is damaged"]),
     (lambda f: f.organiser_key.unlink(), "manifest.json", ["lost its organiser.key"]),
@@ -167,7 +167,7 @@ def test_the_newest_backup_that_is_whole_is_offered(
     _, _, error = says(capsys, "verify", folder.path)
     assert "the last good backup is" in error
     assert "second" in error
-    assert "--force` takes it" in error
+    assert "--force` restores it" in error
     offer = error[error.index("`swarm-coordinator restore") + 1 :]
     words = shlex.split(offer[: offer.index("`")])
     assert says(capsys, *words[1:])[0] == 0
@@ -360,7 +360,7 @@ def test_a_restore_refuses_another_run_a_strange_folder_and_one_in_use(
         restore_backup(saved, other.path, force=True)
     (tmp_path / "photographs").mkdir()
     (tmp_path / "photographs" / "me.jpg").write_bytes(b"")
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="not the folder of a run"):
         restore_backup(saved, tmp_path / "photographs", force=True)
     with folder.lock(), pytest.raises(UsageError, match="stop that one first"):
         restore_backup(saved, folder.path, force=True)

@@ -88,7 +88,7 @@ def test_a_single_stage_has_no_border_and_nothing_is_measured():
     alone = default_settings("tiny", stages=1, overrides=AUTO)
     found, why = select_codecs(alone, clock=lambda: pytest.fail("it is measured"))
     assert found.codecs.config == CodecsConfig(average="exact")
-    assert "no border" in why
+    assert "one stage has no boundary" in why
 
 
 def test_a_budget_that_no_pair_keeps_is_refused_with_one_that_is_kept():

@@ -69,7 +69,7 @@ def pair(template: Path, path: Path, place: PostgresqlLocation) -> Iterator[Pair
         text = folder.settings.read_text()
         for line, value in (
             ('store = "sqlite"', f"store = {toml_value(place.url)}"),
-            ("lease_seconds = 5.0", f"lease_seconds = {LEASE_SECONDS}"),
+            ("lease_seconds = 5", f"lease_seconds = {LEASE_SECONDS}"),
             ("listen_port = 0", f"listen_port = {port}"),
             ("announce = []", f"announce = {toml_value(announced)}"),
         ):

@@ -388,5 +388,5 @@ def test_a_changed_row_on_a_server_is_named(
 ) -> None:
     sql(run, "UPDATE applied_steps SET loss = 1.0 WHERE step = 2")
     assert cli(["verify", str(folder.path)]) == 7
-    assert "table applied_steps: row 2 does not say what was written" in capsys.readouterr().err
+    assert "table applied_steps: row 2 is not what was written" in capsys.readouterr().err
     assert cli(["start", str(folder.path)]) == 7
