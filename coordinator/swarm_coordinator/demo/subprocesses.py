@@ -128,7 +128,7 @@ class Subprocesses:
         return [child for child in self.started if child.exit_code() is None]
 
     def failed(self) -> list[Subprocess]:
-        """Those that have ended with anything but success and without an expect_exit."""
+        """Return the programs that failed and were not expected to end."""
         ended = [child for child in self.started if child.exit_code() not in (None, 0)]
         return [child for child in ended if child not in self.exit_expected]
 

@@ -236,7 +236,7 @@ def step_of(number: int, loss: float) -> HistoryStep:
     [
         ([4.0, 2.0], "exact", "the same, to the bit, in all 2 steps"),
         ([4.0], "none", "the same, to the bit, in all 1 step"),
-        ([], "exact", "has made none of these steps"),
+        ([], "exact", "has applied none of these steps"),
         ([4.0, 2.0002], "exact", "in 1 of 2 steps, by 1.0e-04 at most (step 2): its machines"),
         ([4.5, 2.0], "exact", "in 1 of 2 steps, by 1.2e-01 at most (step 1)"),
         ([4.0, 2.0002], "int8", 'need [codecs] average = "exact", not "int8"'),

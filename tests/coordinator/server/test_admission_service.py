@@ -280,7 +280,7 @@ async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on
         assert await tries(run.invite, anna) == "welcome"
     answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
     assert answer["said"] == (
-        f"banned {anna.peer_id}; no coordinator is running, so that it holds from the next start on"
+        f"banned {anna.peer_id}; no coordinator is running, so it takes effect at the next start"
     )
     never_here = Identity.generate().peer_id
     await order(open_run, BanPeer(peer=never_here))
