@@ -138,7 +138,7 @@ def write_ledger(
     chain = _Chain()
     yield chain.put(
         Head(
-            format=2 if bindings else 1, run=run, as_of=as_of,
+            run=run, as_of=as_of,
             manifest=base64.b64encode(envelope).decode(),
         )
     )  # fmt: skip
@@ -317,9 +317,6 @@ class _Check:
         self._sums.add(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        assert self._head is not None
-        if self._head.format < 2:
-            raise ProtocolError("a ledger of format 1 has no owners")
         if self._totals:
             raise ProtocolError("an owner follows totals, where nobody looks for it")
         if line.peer not in self._sums.of:
