@@ -142,7 +142,7 @@ def test_wrong_words_exit_with_2(
         (lambda f: f.database.touch(), "history", 7, "has not been started"),
         (lambda f: announce(f, "example.org:4001"), "start", 3, "[network] announce"),
         (lambda f: announce(f, "example.org:4001"), "invite", 3, "[network] announce"),
-        (lambda f: f.port_file.write_text("many"), "invite", 7, "is no port"),
+        (lambda f: f.port_file.write_text("many"), "invite", 7, "is not a port"),
         (lambda f: f.status.write_text("{"), "status", 7, "cannot be read"),
     ],
 )
@@ -288,7 +288,7 @@ def test_export_does_not_write_among_other_things(
     (tmp_path / "thesis.txt").write_text("precious")
     code, sentence = complains(capsys, "export", folder.path, tmp_path)
     assert code == 2
-    assert "holds other things" in sentence
+    assert "holds files other than" in sentence
 
 
 def test_status_before_the_first_start(

@@ -202,7 +202,7 @@ def test_a_backup_without_key_and_data_is_one_and_says_so(
     out = folder.path.parent / "saved"
     code, said, _ = says(capsys, "backup", folder.path, out, "--no-key", "--no-data")
     assert code == 0
-    assert "without organiser.key" in said
+    assert "organiser.key is not in the backup" in said
     assert not (out / "organiser.key").exists()
     assert not (out / "data").exists()
     verify_backup(out)
@@ -288,7 +288,7 @@ def test_a_restored_run_goes_on_from_its_checkpoint_behind_a_fence(
     make_backup(folder, saved)
     code, said, error = says(capsys, "restore", saved, new)
     assert (code, error) == (0, "")
-    assert "goes on from its checkpoint of step 4" in said
+    assert "continues from its checkpoint of step 4" in said
     assert says(capsys, "verify", new)[0] == 0
     found = history(RunFolder(new).database).restored
     assert (found.version, found.rolled_back, found.on_current_history) == (4, True, frozenset())
