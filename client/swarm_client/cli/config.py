@@ -9,9 +9,10 @@ import click
 
 from swarm_client.cli.options import home_option as _home
 from swarm_client.preferences.control import PreferenceStore
-from swarm_client.preferences.file import set_preference, spell
+from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
+from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import UsageError
 
 ALL_GPUS = -1
@@ -41,7 +42,7 @@ def get(name: str | None, home: Path | None, as_json: bool) -> None:
         document = {"name": name, "value": value, "layer": origin.layer, "where": origin.where}
         click.echo(json.dumps({"version": VERSION, **document}, indent=2))
     else:
-        click.echo(value if isinstance(value, str) else spell(value))
+        click.echo(value if isinstance(value, str) else toml_value(value))
 
 
 @config.command("set")
@@ -60,7 +61,7 @@ def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
         raise UsageError("give either a VALUE or --default")
     path = preferences_path(home)
     understood = set_preference(path, name, value)
-    shown = "its default" if reset else spell(understood)
+    shown = "its default" if reset else toml_value(understood)
     click.echo(f"{name} is {shown} now, in {path}", err=True)
     origin = load(path).origin(name)
     if origin.layer == "environment":
@@ -104,7 +105,7 @@ def _json(path: Path) -> str:
 
 
 def _table(path: Path, layered: Layered) -> str:
-    rows = [(name, spell(value), origin.where) for name, value, origin in layered.values()]
+    rows = [(name, toml_value(value), origin.where) for name, value, origin in layered.values()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows]
     there = "" if path.exists() else " (not there yet; `swarm-client config set` makes it)"

@@ -45,8 +45,8 @@ from swarm_client.governor.transfer_quota import TransferCounts
 from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
-from swarm_client.preferences.file import spell
 from swarm_client.volunteer.stage_manager import WorkerLimits
+from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
@@ -273,7 +273,7 @@ class Governor:
 
     def _report_preferences(self) -> None:
         said = [
-            f"{name} = {spell(value)}"
+            f"{name} = {toml_value(value)}"
             for name, value, origin in self.source.current.values()
             if origin.layer != "default"
         ]

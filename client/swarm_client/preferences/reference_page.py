@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from swarm_client.preferences.file import allowed, default_of, fields_of, spell
+from swarm_client.preferences.file import allowed, default_of, fields_of
 from swarm_client.preferences.model import GPU, GROUPS, GpuPreferences
+from swarm_shared.base.commented_toml import toml_value
 
 _HEAD = """\
 # Preferences
@@ -57,7 +58,7 @@ def _table(fields: dict[str, FieldInfo]) -> list[str]:
 
 def _default(field: FieldInfo) -> str:
     default: Any = default_of(field)
-    return "" if default == {} else spell(default)
+    return "" if default == {} else toml_value(default)
 
 
 _NOTES = """\

@@ -1,4 +1,4 @@
-"""`swarm-coordinator dashboard`: the link to the organiser's page."""
+"""`swarm-coordinator dashboard`: the link to the organiser's dashboard."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def dashboard_command(run_dir: Path) -> None:
     if address is None:
         raise NetworkError(
             "this coordinator serves no dashboard: [http] listen in run.toml is empty, or its port "
-            "is taken (the coordinator said so when it started)"
+            "is taken (the coordinator reported that when it started)"
         )
     click.echo(f"{parse_address(address).url}#token={folder.dashboard_token()}")

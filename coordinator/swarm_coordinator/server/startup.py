@@ -18,7 +18,7 @@ from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import read_bytes
 from swarm_coordinator.server.context import CoordinatorContext
 from swarm_coordinator.server.listen_addresses import dialable_addresses, dual_stack, listen_address
-from swarm_coordinator.storage.generations import generation_floor
+from swarm_coordinator.storage.records import generation_floor
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.identity.signed_manifest import MAX_MANIFEST_BYTES

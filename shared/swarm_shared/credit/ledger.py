@@ -139,7 +139,7 @@ def write_ledger(
     chain = _Chain()
     yield chain.put(
         Head(
-            format=2 if bindings else 1, run=run, as_of=as_of,
+            run=run, as_of=as_of,
             manifest=encode_envelope(envelope),
         )
     )  # fmt: skip
@@ -315,9 +315,6 @@ class _Check:
         self._sums.add(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
-        assert self._head is not None
-        if self._head.format < 2:
-            raise ProtocolError("a ledger of format 1 has no owners")
         if self._totals:
             raise ProtocolError("an owner follows totals, where nobody looks for it")
         if line.peer not in self._sums.of:

@@ -21,8 +21,7 @@ Peer = Annotated[str, Field(min_length=1, max_length=100)]
 
 class Head(FrozenModel):
     line: Literal["head"] = "head"
-    format: Literal[1, 2] = 1
-    """2 when there are owners, which earlier programs cannot read."""
+    format: Literal[2] = 2
     run: RunId
     as_of: Finite
     """Unix seconds at which the recent averages are computed."""

@@ -72,18 +72,22 @@ class TrainingConfig(FrozenModel):
 class OptimizerConfig(FrozenModel):
     """AdamW (Loshchilov & Hutter, arXiv 1711.05101), linear warm-up, cosine decay, global clip."""
 
-    learning_rate: float = Field(gt=0)
-    minimum_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
-    warmup_steps: int = Field(ge=0)
+    learning_rate: float = Field(gt=0, description="Peak rate, after the warm-up.")
+    minimum_learning_rate_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="The last step's rate over the peak rate."
+    )
+    warmup_steps: int = Field(ge=0, description="Steps over which the rate rises from zero.")
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
     epsilon: float = Field(default=1e-6, gt=0)
     """Larger than torch's 1e-8: with that, elements whose gradients are near rounding noise take
     full steps in random directions, and equal runs drift apart (docs/decisions, number 0002)."""
-    weight_decay: float = Field(default=0.1, ge=0)
-    """Applied to matrices only; norms and other vectors are exempt."""
-    clip_norm: float = Field(default=1.0, gt=0)
-    """Bound on the gradient norm of the whole model."""
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Of matrices only; norms and other vectors are exempt."
+    )
+    clip_norm: float = Field(
+        default=1.0, gt=0, description="Bound on the gradient norm of the whole model."
+    )
 
 
 class CodecsConfig(FrozenModel):
@@ -105,23 +109,53 @@ class CodecsConfig(FrozenModel):
 class LimitsConfig(FrozenModel):
     """Bounds that every peer enforces, so that no remote decides how much memory is taken."""
 
-    heartbeat_seconds: float = Field(default=1.0, gt=0)
-    dead_after_seconds: float = Field(default=4.5, gt=0)
-    """Seconds without a heartbeat after which a peer counts as dead."""
-    receipt_interval_seconds: float = Field(default=0.5, gt=0)
-    edge_credits: int = Field(default=16, ge=1, le=1024)
-    """Microbatches one sender may have outstanding at one receiver."""
-    stage_queue: int = Field(default=16, ge=1, le=4096)
-    """Microbatches one stage server holds at once, over all senders."""
-    join_hold_seconds: float = Field(default=30.0, ge=0)
-    """Longest time that a step close waits for a joining peer that is downloading its stage."""
-    round_stall_seconds: float = Field(default=10.0, gt=0)
-    """Seconds without progress after which an all-reduce has failed."""
-    lease_seconds: float = Field(default=120.0, gt=0)
-    """Seconds after which an unfinished microbatch is leased again to another trainer."""
-    starting_peers_per_stage: int = Field(default=1, ge=1, le=10_000)
-    """Peers of every stage for which the first step waits; after a restart of the coordinator the
-    next step waits for them as well, for ten seconds at most."""
+    heartbeat_seconds: float = Field(
+        default=1.0, gt=0, description="Seconds between two heartbeats of a peer."
+    )
+    dead_after_seconds: float = Field(
+        default=4.5,
+        gt=0,
+        description="Seconds without a heartbeat after which a peer counts as dead.",
+    )
+    receipt_interval_seconds: float = Field(
+        default=0.5, gt=0, description="Longest time before finished work is reported."
+    )
+    edge_credits: int = Field(
+        default=16,
+        ge=1,
+        le=1024,
+        description="Microbatches that one sender may have outstanding at one receiver.",
+    )
+    stage_queue: int = Field(
+        default=16,
+        ge=1,
+        le=4096,
+        description="Microbatches that one peer holds at once, over all senders.",
+    )
+    join_hold_seconds: float = Field(
+        default=30.0,
+        ge=0,
+        description="Longest time that a step close waits for a joining peer that is downloading "
+        "its stage.",
+    )
+    round_stall_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds without progress after which an all-reduce has failed.",
+    )
+    lease_seconds: float = Field(
+        default=120.0,
+        gt=0,
+        description="Seconds after which an unfinished microbatch is leased again to another "
+        "trainer.",
+    )
+    starting_peers_per_stage: int = Field(
+        default=1,
+        ge=1,
+        le=10_000,
+        description="Peers of every stage for which the first step waits; after a restart of the "
+        "coordinator the next step waits for them as well, for ten seconds at most.",
+    )
 
 
 def with_bottlenecks(model: ModelConfig, stages: Sequence[StageRange]) -> ModelConfig:

@@ -155,7 +155,7 @@ def test_a_value_takes_the_place_of_the_comment_that_showed_its_default(tmp_path
     set_preference(path, "gpu.all.temperature_ceiling_celsius", "75.5")
     lines = path.read_text().splitlines()
     before = lines[lines.index('exclusive_apps = ["a b", "c"]') - 1]
-    assert before == '# neither does ".exe".'
+    assert before == '# matter, and neither does ".exe".'
     assert lines[lines.index("temperature_ceiling_celsius = 75.5") - 1].startswith("# At this")
     assert len(lines) == len(template().splitlines())
 

@@ -30,7 +30,7 @@ from swarm_coordinator.storage.admission_rows import (
     read_seen_since,
 )
 from swarm_coordinator.storage.records import PeerSeen
-from swarm_coordinator.storage.sqlite import migrate, open_for_writing
+from swarm_coordinator.storage.sqlite import create_schema, open_for_writing
 from swarm_coordinator.storage.store import SqliteStore
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
@@ -207,7 +207,7 @@ def test_the_right_to_take_part_follows_from_the_last_record_on_each_peer(
 def an_empty_database() -> sqlite3.Connection:
     """A database to be copied: creating the tables takes longer than the rest of the test."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
-    migrate(connection, Path("memory"))
+    create_schema(connection, Path("memory"))
     return connection
 
 

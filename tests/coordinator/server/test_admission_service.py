@@ -280,7 +280,7 @@ async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on
         assert await tries(run.invite, anna) == "welcome"
     answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
     assert answer["said"] == (
-        f"banned {anna.peer_id}; no coordinator is running, so that it holds from the next start on"
+        f"banned {anna.peer_id}; no coordinator is running, so it takes effect at the next start"
     )
     never_here = Identity.generate().peer_id
     await order(open_run, BanPeer(peer=never_here))
@@ -530,7 +530,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
 def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
     open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_coordinator.cli.admission.CONNECT_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
         submit_request(open_run, BanPeer(peer=Identity.generate().peer_id))
 

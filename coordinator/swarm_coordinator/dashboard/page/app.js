@@ -283,7 +283,7 @@ async function refresh() {
 }
 
 function showLost(why) {
-  showHealth({ word: "unknown", sentence: `this page has lost the coordinator: ${why}` });
+  showHealth({ state: "unknown", sentence: `this page has lost the coordinator: ${why}` });
 }
 
 let stale = false;
