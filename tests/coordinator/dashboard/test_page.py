@@ -81,7 +81,7 @@ async def test_it_fits_every_screen(
         await page.until("document.querySelector('#full-peers tr')")
         await keep_picture(page, f"{width}-{'dark' if dark else 'light'}")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert await page.evaluate("document.querySelector('#word').textContent") == "healthy"
+        assert await page.evaluate("document.querySelector('#health-state').textContent") == "healthy"
         assert (await page.evaluate("document.title")).startswith("healthy: ")
         contrast = await page.evaluate(CONTRAST)
         assert contrast == []
@@ -131,7 +131,7 @@ async def test_what_happens_is_seen_without_a_reload(folder: RunFolder, tmp_path
         await trio.to_thread.run_sync(run_kit.one_start, folder, Note("carl was admitted"))
         write_status(folder, version=60, steps=90, peers=[peer(ANNA, 0)])
         await page.until("document.body.innerText.includes('carl was admitted')")
-        await page.until("document.querySelector('#word').textContent === 'degraded'")
+        await page.until("document.querySelector('#health-state').textContent === 'degraded'")
         await page.until("document.querySelector('#progress-text').textContent.includes('60 of')")
 
 

@@ -345,7 +345,7 @@ async def test_a_coordinator_whose_disk_is_full_says_that_the_ban_is_not_written
     open_run: RunFolder,
 ) -> None:
     async with served(open_run) as run:
-        run.store._ask(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
+        run.store._call(lambda c: c.execute("PRAGMA max_page_count = 1").fetchall())
         with pytest.raises(StorageError, match="the disk is full"):
             await ban_many(open_run, 300)
         assert await tries(run.invite, Identity.generate()) == "welcome"
@@ -530,7 +530,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
 def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
     open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarm_coordinator.cli.admission.REACH_SECONDS", 0.3)
+    monkeypatch.setattr("swarm_coordinator.cli.admission.CONNECT_SECONDS", 0.3)
     with open_run.lock(), pytest.raises(NetworkError, match="takes no commands"):
         submit_request(open_run, BanPeer(peer=Identity.generate().peer_id))
 

@@ -164,7 +164,7 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
             while True:
                 if folder.status.exists():
                     pages[:] = pages or [Dashboard(folder)]
-                    await pages[0].snapshot_loop.look()
+                    await pages[0].snapshot_loop.refresh()
                     snapshot = pages[0].snapshot_loop.snapshot
                     assert snapshot is not None
                     for document in (
@@ -183,14 +183,14 @@ async def test_what_a_real_coordinator_says_is_what_the_pages_show(
             await train_to_the_end(volunteers)
             await run.ended.wait()
         scope.cancel()
-    await pages[0].snapshot_loop.look()
+    await pages[0].snapshot_loop.refresh()
     snapshot = pages[0].snapshot_loop.snapshot
     assert snapshot is not None
     assert snapshot.health.state == "finished"
-    assert (snapshot.run.version, snapshot.read.step_count) == (4, 4)
+    assert (snapshot.run.version, snapshot.database.step_count) == (4, 4)
     assert snapshot.run.tokens == 4 * run.manifest.tokens_per_step
-    assert {one.name for one in snapshot.read.contributions} == {"volunteer-0", "volunteer-1"}
-    total = sum(one.credit for one in snapshot.read.contributions)
+    assert {one.name for one in snapshot.database.contributions} == {"volunteer-0", "volunteer-1"}
+    total = sum(one.credit for one in snapshot.database.contributions)
     assert total == pytest.approx(snapshot.run.tokens)
     assert b"swarm_applied_steps 4.0" in pages[0]._metrics(snapshot)
 

@@ -68,7 +68,7 @@ async def test_what_was_broadcast_is_written_before_a_session_ends() -> None:
 async def test_a_large_roster_is_encoded_a_little_at_a_time_and_once_for_all_newcomers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "RECORDS_AT_ONCE", 2)
+    monkeypatch.setattr(module, "RECORDS_PER_TURN", 2)
     rosters = [
         Roster(
             serial=serial,

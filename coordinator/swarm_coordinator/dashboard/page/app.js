@@ -62,9 +62,9 @@ function showRun(run) {
 }
 
 function showHealth(health) {
-  $("health").dataset.word = health.state;
+  $("health").dataset.state = health.state;
   // A screen reader says the line again when it changes, so it changes only when it must.
-  if ($("word").textContent !== health.state) $("word").textContent = health.state;
+  if ($("health-state").textContent !== health.state) $("health-state").textContent = health.state;
   if ($("sentence").textContent !== health.sentence) $("sentence").textContent = health.sentence;
 }
 
@@ -283,7 +283,7 @@ async function refresh() {
 }
 
 function showLost(why) {
-  showHealth({ word: "unknown", sentence: `this page has lost the coordinator: ${why}` });
+  showHealth({ state: "unknown", sentence: `this page has lost the coordinator: ${why}` });
 }
 
 let stale = false;
