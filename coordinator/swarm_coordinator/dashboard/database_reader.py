@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from swarm_coordinator.admission.book import AdmissionBook
 from swarm_coordinator.dashboard.api_models import ContributionRow, Curve, StepRow, Team
 from swarm_coordinator.dashboard.curve import CurveBuilder
-from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
-from swarm_shared.base.types import PeerId
-from swarm_shared.credit.credit import RecentCredit, credit_of
-from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
+from swarm_shared.base.text import printable
+from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 
 STEPS_PER_QUERY = 5_000
 """Steps of one query: a long run is read in parts, and memory stays small."""
@@ -74,18 +72,6 @@ class StepColumns:
         )
 
 
-@dataclass(slots=True)
-class _PeerTotals:
-    """One peer's work over all steps."""
-
-    steps: int = 0
-    last_step_row: int = -1
-    microbatches: int = 0
-    tokens: dict[int, int] = field(default_factory=dict)
-    """By stage."""
-    recent: RecentCredit = field(default_factory=RecentCredit)
-
-
 @dataclass(frozen=True, slots=True)
 class DatabaseView:
     """Everything the database told, as of one look."""
@@ -117,10 +103,7 @@ class DatabaseReader:
 
     def __init__(self, place: DatabaseLocation, work_shares: Sequence[float]) -> None:
         self._place = place
-        self._work_shares = work_shares
-        self._names: dict[PeerId, str | None] = {}
-        self._teams: dict[PeerId, str | None] = {}
-        self._owners: dict[PeerId, PeerId] = {}
+        self._contributions = ContributionSums(work_shares)
         self._names_until = -1.0
         self._notes: list[StoredNote] = []
         self._reset_steps()
@@ -135,7 +118,7 @@ class DatabaseReader:
         self._seconds = 0.0
         self._durations = [0] * (len(STEP_SECONDS) + 1)
         self._curve = CurveBuilder()
-        self._peer_totals: dict[PeerId, _PeerTotals] = {}
+        self._contributions.clear()
 
     def refresh(self, now: float) -> DatabaseView:
         """StorageError where the database cannot be read."""
@@ -194,7 +177,9 @@ class DatabaseReader:
         )
         for row, peer, stage, microbatches, tokens in shares:
             if row in written:
-                self._enter_share(row, peer, stage, microbatches, tokens, written[row])
+                self._contributions.add(
+                    peer, stage, microbatches, tokens, step=row, applied_at=written[row]
+                )
         self._last_row = rows[-1][0]
         return len(rows) == STEPS_PER_QUERY
 
@@ -207,53 +192,17 @@ class DatabaseReader:
         self._durations[-1] += 1
         self._curve.add(row.step, row.loss, row.tokens, row.seconds)
 
-    def _enter_share(
-        self, row: int, peer: PeerId, stage: int, microbatches: int, tokens: int, at: float
-    ) -> None:
-        tally = self._peer_totals.setdefault(peer, _PeerTotals())
-        tally.steps += tally.last_step_row != row
-        tally.last_step_row = row
-        tally.microbatches += microbatches
-        tally.tokens[stage] = tally.tokens.get(stage, 0) + tokens
-        credit = credit_of([(stage, tokens)], self._work_shares)
-        tally.recent = tally.recent.with_credit(credit, at)
-
     def _rank(self, now: float) -> tuple[ContributionRow, ...]:
         """Made again only when a step or a name came; the averages are as of then."""
         of = (self._rollbacks, len(self._steps), self._names_until)
         if of == self._ranked_for:
             return self._ranked
-        devices_of = group_by_owner(self._peer_totals, effective_bindings(self._owners))
-        rows = [(self._credit(devices), person, devices) for person, devices in devices_of.items()]
-        rows.sort(key=lambda row: (-row[0], row[1]))
         self._ranked_for = of
         self._ranked = tuple(
-            self._row(place, credit, person, devices, now)
-            for place, (credit, person, devices) in enumerate(rows, start=1)
+            _contribution_row(rank, sums, now)
+            for rank, sums in enumerate(self._contributions.ranked(), start=1)
         )
         return self._ranked
-
-    def _credit(self, devices: Sequence[PeerId]) -> float:
-        done = (part for one in devices for part in self._peer_totals[one].tokens.items())
-        return credit_of(done, self._work_shares)
-
-    def _row(
-        self, place: int, credit: float, person: PeerId, devices: Sequence[PeerId], now: float
-    ) -> ContributionRow:
-        tallies = [self._peer_totals[one] for one in devices]
-        return ContributionRow(
-            rank=place,
-            id_end=person[-ID_END:],
-            name=owner_display(person, devices, self._names),
-            team=owner_display(person, devices, self._teams),
-            devices=len(devices),
-            stages=tuple(sorted({stage for tally in tallies for stage in tally.tokens})),
-            steps=max(tally.steps for tally in tallies),
-            microbatches=sum(tally.microbatches for tally in tallies),
-            tokens=sum(sum(tally.tokens.values()) for tally in tallies),
-            credit=credit,
-            credit_per_day=math.fsum(tally.recent.per_day(now) for tally in tallies),
-        )
 
     # ---------------------------------------------------------------- names and notes
 
@@ -266,11 +215,7 @@ class DatabaseReader:
             "WHERE p.last_seen >= ? ORDER BY p.last_seen",
             (self._names_until,),
         ):
-            self._names[peer] = None if name is None else printable(name)
-            self._teams[peer] = team or None
-            self._owners.pop(peer, None)
-            if owner:
-                self._owners[peer] = owner
+            self._contributions.describe(peer, name and printable(name), team, owner or None)
             self._names_until = seen
 
     def _read_notes(self, connection: Connection) -> None:
@@ -281,6 +226,22 @@ class DatabaseReader:
         ).fetchall()
         self._notes += [StoredNote(*row) for row in reversed(rows)]
         del self._notes[:-EVENTS_KEPT]
+
+
+def _contribution_row(rank: int, sums: OwnerSums, now: float) -> ContributionRow:
+    return ContributionRow(
+        rank=rank,
+        id_end=sums.owner[-ID_END:],
+        name=sums.name,
+        team=sums.team,
+        devices=len(sums.devices),
+        stages=sums.stages,
+        steps=sums.steps,
+        microbatches=sums.microbatches,
+        tokens=sums.tokens,
+        credit=sums.credit,
+        credit_per_day=sums.credit_per_day(now),
+    )
 
 
 def teams_of(contributions: Sequence[ContributionRow]) -> tuple[Team, ...]:

@@ -247,7 +247,7 @@ class Coordinator:
             team, owner = normalised_team(hello.team), self._admission.owners.of(event.peer)
             binding = "" if owner is None else hello.owner
             self._service.store.post(PeerSeen(event.peer, hello.name, team, binding))
-            self._news.leaderboard.name(event.peer, hello.name, team, owner)
+            self._news.leaderboard.describe(event.peer, hello.name, team, owner)
         elif isinstance(event, PeersRevoked):
             for peer in event.peers:
                 self._nursery.start_soon(self._disconnect_revoked, peer)

@@ -27,7 +27,7 @@ from swarm_coordinator.status.document import (
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
-from swarm_shared.identity.owners import group_by_owner, owner_display
+from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
@@ -145,23 +145,22 @@ class RunFolderReader:
 def contributors(
     rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
 ) -> tuple[ContributorRow, ...]:
-    """A row for each person, with all stages of their devices; who counted most comes first."""
-    names = {row.peer: row.name for row in rows}
-    devices_of = group_by_owner(names, owners)
-    parts: dict[PeerId, list[StageContribution]] = {}
+    """A row for each owner, with the stages of all its devices; the most tokens come first."""
+    sums = ContributionSums()
     for row in rows:
-        parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
-    found = [
+        sums.add(row.peer, row.stage, row.microbatches, row.tokens)
+        sums.describe(row.peer, row.name, None, owners.get(row.peer))
+    found = (
         ContributorRow(
-            peer=person,
-            name=owner_display(person, devices_of[person], names),
-            devices=len(devices_of[person]),
-            stages=tuple(int(part.stage) for part in those),
-            microbatches=sum(part.microbatches for part in those),
-            tokens=sum(part.tokens for part in those),
+            peer=one.owner,
+            name=one.name,
+            devices=len(one.devices),
+            stages=one.stages,
+            microbatches=one.microbatches,
+            tokens=one.tokens,
         )
-        for person, those in parts.items()
-    ]
+        for one in sums.by_owner()
+    )
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 

@@ -81,7 +81,9 @@ async def test_it_fits_every_screen(
         await page.until("document.querySelector('#full-peers tr')")
         await keep_picture(page, f"{width}-{'dark' if dark else 'light'}")
         assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert await page.evaluate("document.querySelector('#health-state').textContent") == "healthy"
+        assert (
+            await page.evaluate("document.querySelector('#health-state').textContent") == "healthy"
+        )
         assert (await page.evaluate("document.title")).startswith("healthy: ")
         contrast = await page.evaluate(CONTRAST)
         assert contrast == []

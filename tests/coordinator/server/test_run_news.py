@@ -68,7 +68,7 @@ def test_rows_are_people_whatever_is_bound_to_whom(
     board = Leaderboard(MANIFEST)
     board.add(step_of(*((peer, 0, count) for peer, count in tokens.items())))
     for peer in tokens:
-        board.name(peer, peer.lower(), None, bound.get(peer))
+        board.describe(peer, peer.lower(), None, bound.get(peer))
     said = {peer: owner for peer, owner in bound.items() if peer in tokens}
     expected = group_by_owner(tokens, effective_bindings(said))
     rows = board.rows(most=20)
@@ -119,10 +119,10 @@ def test_the_largest_news_are_bounded_and_parse() -> None:
     longest = "\N{PILE OF POO}" * 60
     for number in range(500):
         peer = PeerId(f"{number:060}")
-        desk.leaderboard.name(peer, longest, longest)
+        desk.leaderboard.describe(peer, longest, longest)
         desk.leaderboard.add(step_of((peer, 0, number)))
         if number < 100:
-            desk.leaderboard.name(peer, longest, longest, PeerId(f"{499:060}"))
+            desk.leaderboard.describe(peer, longest, longest, PeerId(f"{499:060}"))
     news = desk.due(bench.run, bench.now)
     assert news is not None
     assert len(news.leaderboard) == LEADERBOARD_ROWS
