@@ -41,7 +41,6 @@ from swarm_coordinator.durability.run_files import (
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.listen_addresses import invite_for
-from swarm_coordinator.status.status_file import printable
 from swarm_coordinator.storage.admission_rows import read_admission, read_seen_since
 from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_coordinator.storage.open_store import open_store
@@ -53,6 +52,7 @@ from swarm_shared.base.errors import (
     SwarmError,
     UsageError,
 )
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import public_key_of
 

@@ -38,9 +38,10 @@ from swarm_coordinator.dashboard.api_models import (
 )
 from swarm_coordinator.dashboard.http_server import Message
 from swarm_coordinator.dashboard.middleware import is_organiser
-from swarm_coordinator.dashboard.snapshot import STALE_SECONDS, Snapshot
+from swarm_coordinator.dashboard.snapshot import Snapshot
 from swarm_coordinator.dashboard.snapshot_loop import SnapshotLoop
 from swarm_coordinator.dashboard.sse import encode_event
+from swarm_coordinator.status.document import STALE_SECONDS
 
 MAX_PAGE = 500
 MAX_STEPS = 1_000
@@ -227,7 +228,7 @@ def _add_organiser_paths(app: FastAPI, context: AppContext) -> None:
         found = snapshot.full_peers
         return answer(
             FullPeers(
-                coordinator=snapshot.status["coordinator"],
+                coordinator=snapshot.status.coordinator,
                 total=len(found),
                 offset=offset,
                 peers=found[offset : offset + limit],
@@ -257,7 +258,7 @@ def _add_monitoring_paths(app: FastAPI, context: AppContext) -> None:
     async def healthz() -> Response:
         """200 while the coordinator speaks."""
         snapshot = _current_snapshot(context)
-        fresh = snapshot.taken_at - snapshot.status["time"] <= STALE_SECONDS
+        fresh = snapshot.taken_at - snapshot.status.time <= STALE_SECONDS
         return answer(snapshot.health, 200 if fresh else 503)
 
     @app.get("/readyz", response_model=Health, responses={503: {"model": Health | ErrorBody}})

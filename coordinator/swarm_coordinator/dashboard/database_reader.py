@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm_coordinator.admission.book import AdmissionBook
-from swarm_coordinator.dashboard.api_models import ContributionRow, Curve, StepRow, Team
+from swarm_coordinator.dashboard.api_models import ID_END, ContributionRow, Curve, Team
 from swarm_coordinator.dashboard.curve import CurveBuilder
+from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
 from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
@@ -25,8 +26,6 @@ STEPS_PER_QUERY = 5_000
 """Steps of one query: a long run is read in parts, and memory stays small."""
 EVENTS_KEPT = 500
 """The newest; `swarm-coordinator` keeps all of them in its log and database."""
-ID_END = 8
-"""Characters of a peer ID that the public sees, as in the coordinator's own lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,16 @@ class StepColumns:
     def __len__(self) -> int:
         return len(self._written_at)
 
-    def append(self, row: StepRow) -> None:
+    def append(self, row: AppliedStepRow) -> None:
         self.step.append(row.step)
         self._loss.append(float("nan") if row.loss is None else row.loss)
         self._tokens.append(row.tokens)
         self._seconds.append(row.seconds)
         self._written_at.append(row.written_at)  # last: `len` counts whole rows only
 
-    def row(self, index: int) -> StepRow:
+    def row(self, index: int) -> AppliedStepRow:
         loss = self._loss[index]
-        return StepRow(
+        return AppliedStepRow(
             step=self.step[index],
             loss=None if loss != loss else loss,
             tokens=self._tokens[index],
@@ -165,7 +164,7 @@ class DatabaseReader:
         for row, *values in rows:
             step, loss, tokens, seconds, at = values
             self._enter_step(
-                StepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
+                AppliedStepRow(step=step, loss=loss, tokens=tokens, seconds=seconds, written_at=at)
             )
             written[row] = at
         shares = connection.execute(
@@ -183,7 +182,7 @@ class DatabaseReader:
         self._last_row = rows[-1][0]
         return len(rows) == STEPS_PER_QUERY
 
-    def _enter_step(self, row: StepRow) -> None:
+    def _enter_step(self, row: AppliedStepRow) -> None:
         self._steps.append(row)
         self._tokens += row.tokens
         self._seconds += row.seconds

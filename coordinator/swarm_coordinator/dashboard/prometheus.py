@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -25,7 +24,8 @@ from prometheus_client.registry import Collector
 from swarm_coordinator.core.state.utilisation import BOUNDS
 from swarm_coordinator.dashboard.api_models import HealthState
 from swarm_coordinator.dashboard.database_reader import STEP_SECONDS
-from swarm_coordinator.dashboard.snapshot import Snapshot, figures_of
+from swarm_coordinator.dashboard.snapshot import Snapshot
+from swarm_coordinator.status.document import PathRow, RunFigures, StatusDocument
 
 GAUGE, COUNTER, HISTOGRAM = "gauge", "counter", "histogram"
 
@@ -181,9 +181,9 @@ def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
     """By name. Every second bound of a stage's histogram: the others are for quantiles here."""
     read = snapshot.database
     stages: dict[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]] = {}
-    for stage, told in enumerate(figures_of(snapshot.status).get("stages", ())):
-        counts = list(accumulate(told["microbatches"]))
-        stages[str(stage),] = BOUNDS[::2], [*counts[:-1:2], counts[-1]], told["busy_seconds"]
+    for stage, figures in enumerate(snapshot.status.figures.stages):
+        counts = list(accumulate(figures.microbatches))
+        stages[str(stage),] = BOUNDS[::2], [*counts[:-1:2], counts[-1]], figures.busy_seconds
     return {
         "swarm_step_seconds": {(): (STEP_SECONDS, read.durations, read.seconds)},
         "swarm_stage_microbatch_seconds": stages,
@@ -194,16 +194,15 @@ def values_of(snapshot: Snapshot, serving: HttpStatistics) -> dict[str, Values]:
     """By name; what has no value now is left out."""
     return {
         **_of_the_run(snapshot),
-        **_of_figures(figures_of(snapshot.status)),
+        **_of_figures(snapshot.status.figures),
         **_of_peers(snapshot),
-        **_of_paths(snapshot.status),
+        **_of_paths(snapshot.status.paths),
         **_of_serving(snapshot.status, serving),
     }
 
 
 def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
     status, run, read = snapshot.status, snapshot.run, snapshot.database
-    work = status["work"]
     return {
         "swarm_run_health": {
             (state.value,): float(state is run.health.state) for state in HealthState
@@ -221,9 +220,9 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
         "swarm_tokens_per_second": _one(run.tokens_per_second),
         "swarm_step_cells_done": _one(run.cells_done),
         "swarm_step_cells": _one(run.cells_total),
-        "swarm_microbatches_counted_total": _one(work["counted"]),
-        "swarm_microbatches_duplicated_total": _one(work["duplicated"]),
-        "swarm_microbatches_cleared_total": _one(work["cleared"]),
+        "swarm_microbatches_counted_total": _one(status.work.counted),
+        "swarm_microbatches_duplicated_total": _one(status.work.duplicated),
+        "swarm_microbatches_cleared_total": _one(status.work.cleared),
         "swarm_stage_ready_peers": {(str(s.stage),): s.ready for s in snapshot.stages.stages},
         "swarm_stage_microbatches_per_second": {
             (str(s.stage),): s.microbatches_per_second for s in snapshot.stages.stages
@@ -233,57 +232,57 @@ def _of_the_run(snapshot: Snapshot) -> dict[str, Values]:
     }
 
 
-def _of_figures(figures: Mapping[str, Any]) -> dict[str, Values]:
-    stages = list(enumerate(figures.get("stages", ())))
-    idle = {(str(stage),): told["idle_share"] for stage, told in stages}
+def _of_figures(figures: RunFigures) -> dict[str, Values]:
+    stages = list(enumerate(figures.stages))
+    idle = {(str(stage),): row.idle_share for stage, row in stages}
     return {
         "swarm_stage_held_seconds_total": {
-            (str(stage),): told["held_seconds"] for stage, told in stages
+            (str(stage),): row.held_seconds for stage, row in stages
         },
         "swarm_stage_idle_ratio": {labels: i for labels, i in idle.items() if i is not None},
-        "swarm_bubble_ratio": _one(figures.get("bubble_share")),
-        "swarm_rejected_total": _labelled(figures.get("rejected", {})),
+        "swarm_bubble_ratio": _one(figures.bubble_share),
+        "swarm_rejected_total": _labelled(figures.rejected),
     }
 
 
 def _of_peers(snapshot: Snapshot) -> dict[str, Values]:
-    peers, book = snapshot.status["peers"], snapshot.database.book
+    peers, book = snapshot.status.peers, snapshot.database.book
     phases = Counter({"admitted": 0, "syncing": 0, "ready": 0})
-    phases.update(peer["phase"] for peer in peers)
+    phases.update(peer.phase for peer in peers)
     reachability = Counter({"unknown": 0, "public": 0, "mapped": 0, "behind_nat": 0})
-    reachability.update(peer["reachability"] for peer in peers)
+    reachability.update(peer.reachability for peer in peers)
     return {
         "swarm_peers": _labelled(phases),
         "swarm_peers_reachability": _labelled(reachability),
-        "swarm_flagged_peers": _one(sum("flagged_reason" in peer for peer in peers)),
+        "swarm_flagged_peers": _one(sum(peer.flagged_times > 0 for peer in peers)),
         "swarm_bans": _one(len(book.bans)),
         "swarm_valid_tokens": _one(sum(token.state == "valid" for token in snapshot.tokens.tokens)),
     }
 
 
-def _of_paths(status: Mapping[str, Any]) -> dict[str, Values]:
+def _of_paths(paths: Iterable[PathRow]) -> dict[str, Values]:
     count = Counter({"direct": 0, "punched": 0, "relayed": 0})
     rates = dict.fromkeys(count, 0.0)
-    for path in status.get("paths", ()):
-        count[path["kind"]] += 1
-        rates[path["kind"]] = rates.get(path["kind"], 0.0) + path["bytes_per_second"]
+    for path in paths:
+        count[path.kind] += 1
+        rates[path.kind] = rates.get(path.kind, 0.0) + path.bytes_per_second
     return {"swarm_paths": _labelled(count), "swarm_path_bytes_per_second": _labelled(rates)}
 
 
-def _of_serving(status: Mapping[str, Any], serving: HttpStatistics) -> dict[str, Values]:
-    told = status["rebalancing"]
+def _of_serving(status: StatusDocument, serving: HttpStatistics) -> dict[str, Values]:
+    rebalancing = status.rebalancing
     return {
         "swarm_joins_total": _one(serving.joined),
         "swarm_departures_total": _one(serving.left),
-        "swarm_sessions": _one(status["sessions"]),
-        "swarm_sessions_ended_total": _labelled(status["sessions_ended"]),
+        "swarm_sessions": _one(status.sessions),
+        "swarm_sessions_ended_total": _labelled(status.sessions_ended),
         "swarm_rebalancing_moves_total": {
-            ("made",): told["made"], ("given up",): told["dropped"],
+            ("made",): rebalancing.made, ("given up",): rebalancing.dropped,
         },
-        "swarm_rebalancing_bytes_total": _one(told["bytes_moved"]),
+        "swarm_rebalancing_bytes_total": _one(rebalancing.bytes_moved),
         "swarm_http_requests_total": _labelled(serving.requests),
         "swarm_http_failures_total": _labelled(serving.failures),
-        "swarm_http_restarts_total": _one(status.get("http", {}).get("restarts", 0)),
+        "swarm_http_restarts_total": _one(status.http.restarts),
         "swarm_http_connections": _one(serving.connections),
         "swarm_http_event_readers": _one(serving.readers),
     }  # fmt: skip

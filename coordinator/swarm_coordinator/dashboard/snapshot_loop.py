@@ -7,18 +7,17 @@ snapshot; when nothing can be read any more it grows old, which `/healthz` shows
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import trio
 import trio.to_thread
 
 from swarm_coordinator.dashboard.api_models import EventRow, RunStatus
 from swarm_coordinator.dashboard.database_reader import DatabaseReader, DatabaseView
-from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left, parse_status
+from swarm_coordinator.dashboard.snapshot import Snapshot, joined_and_left
 from swarm_coordinator.dashboard.sse import EventHub, encode_event
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.status.document import StatusDocument
 from swarm_shared.base.clock import Clock, wall
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.run.manifest import Manifest
@@ -56,7 +55,7 @@ class SnapshotLoop:
             try:
                 await self.refresh()
                 failing = False
-            except (SwarmError, OSError, ValueError, KeyError) as error:
+            except (SwarmError, OSError, ValueError) as error:
                 self.failures += 1
                 if not failing:  # once, not every second
                     log.warning("what the coordinator wrote cannot be read: %s", error)
@@ -105,7 +104,7 @@ def _new_events(before: Snapshot, after: Snapshot) -> list[EventRow]:
 
 def _read_all(
     folder: RunFolder, reader: DatabaseReader, now: float
-) -> tuple[Mapping[str, Any], DatabaseView] | None:
+) -> tuple[StatusDocument, DatabaseView] | None:
     """In a thread. None before the coordinator's first word."""
     try:
         with folder.status.open("rb") as file:
@@ -114,4 +113,4 @@ def _read_all(
         return None
     if len(content) > MAX_STATUS_BYTES:
         raise ValueError(f"status.json is longer than {MAX_STATUS_BYTES} bytes")
-    return parse_status(content), reader.refresh(now)
+    return StatusDocument.model_validate_json(content), reader.refresh(now)

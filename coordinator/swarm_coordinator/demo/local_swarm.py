@@ -113,7 +113,8 @@ class LocalSwarm:
 
     def status(self) -> Mapping[str, Any]:
         """What the coordinator says about itself, at most a second old; empty before it does."""
-        return read_status(self.folder.status) or {}
+        document = read_status(self.folder.status)
+        return {} if document is None else document.model_dump(mode="json")
 
     def expect_exit(self, child: Subprocess) -> None:
         """This one may end before the run does: its end is somebody's purpose."""

@@ -32,6 +32,7 @@ from swarm_coordinator.core.events import (
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server import admin_socket
 from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.status.document import AdmissionStatus
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.clock import Clock
@@ -111,10 +112,12 @@ class AdmissionService:
 
         return check
 
-    def document(self) -> dict[str, Any]:
+    def status(self) -> AdmissionStatus:
         admission = self._admission
-        return admission_document(
-            admission.book, admission.mode, admission.clock(), self._sessions.attached
+        return AdmissionStatus.model_validate(
+            admission_document(
+                admission.book, admission.mode, admission.clock(), self._sessions.attached
+            )
         )
 
     # ------------------------------------------------------------ commands

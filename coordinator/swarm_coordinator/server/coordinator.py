@@ -51,10 +51,11 @@ from swarm_coordinator.server.run_news import Leaderboard, NewsPublisher
 from swarm_coordinator.server.sessions import ClientSessions
 from swarm_coordinator.server.startup import begin_run, open_network, restore
 from swarm_coordinator.server.status_writer import StatusWriter
-from swarm_coordinator.status.status_file import StatusFile, printable
+from swarm_coordinator.status.status_file import StatusFile
 from swarm_coordinator.storage.records import PeerSeen
 from swarm_coordinator.storage.store import Store
 from swarm_shared.base.errors import NetworkError, SwarmError
+from swarm_shared.base.text import printable
 from swarm_shared.base.types import Generation, PeerId
 from swarm_shared.credit.credit import normalised_team
 from swarm_shared.identity.signed_manifest import run_id_of

@@ -19,6 +19,7 @@ import trio
 
 from swarm_coordinator.configuration.http_address import HttpAddress, address_of, listen
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import NetworkError, SwarmError
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,12 @@ class DashboardProcess:
     failures: int = 0
     _reported: bool = field(default=False, init=False)
 
-    def status(self) -> dict[str, object]:
-        """For `status.json`."""
-        return {
-            "address": None if self.address is None else str(self.address),
-            "restarts": self.restarts,
-            "failures": self.failures,
-        }
+    def status(self) -> DashboardStatus:
+        return DashboardStatus(
+            address=None if self.address is None else str(self.address),
+            restarts=self.restarts,
+            failures=self.failures,
+        )
 
     async def run(self) -> None:
         """Until cancelled. Raises nothing: without pages the run goes on."""

@@ -10,12 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from swarm_shared.identity.probe_pass import sign_probe_pass
-
 from swarm_coordinator.admission.authority import AdmissionAuthority, compatible
 from swarm_coordinator.core.state.run import RunState
 from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import PeerId
+from swarm_shared.identity.probe_pass import sign_probe_pass
 from swarm_shared.probe.server import AnswerHello, HelloAnswer
 from swarm_shared.protocol import SOFTWARE_VERSION, DoctorHello, Neighbour, Reachability
 from swarm_shared.run.manifest import Manifest

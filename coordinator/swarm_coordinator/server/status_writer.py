@@ -12,6 +12,7 @@ from swarm_coordinator.server.control_protocol import ControlServer
 from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.link_reports import LinkReports
 from swarm_coordinator.server.sessions import ClientSessions
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_coordinator.status.status_file import ServerStatus, StatusFile
 from swarm_coordinator.storage.records import LinksReported
 from swarm_coordinator.storage.store import Store
@@ -67,12 +68,13 @@ class StatusWriter:
 
     def _server_status(self) -> ServerStatus:
         """What the core does not know and `status` shows."""
+        pages = self.dashboard_process
         return ServerStatus(
             now=self.clock(),
             links=self.reports.links(),
             paths=self.reports.paths(self.state.peers),
-            admission=self.admission_service.document(),
+            admission=self.admission_service.status(),
             sessions=len(self.sessions),
-            sessions_ended=dict(self.control.ended),
-            http={} if self.dashboard_process is None else self.dashboard_process.status(),
+            sessions_ended=self.control.ended,
+            http=DashboardStatus() if pages is None else pages.status(),
         )

@@ -15,15 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from swarm_coordinator.status.document import (
     AppliedStepRow,
     ContributorRow,
     NoteRow,
     RunDocument,
-    health,
-    parse,
+    current_health,
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
@@ -82,25 +79,16 @@ class RunFolderReader:
         from swarm_coordinator.status.status_file import read_status
 
         folder = RunFolder.open(self.run_dir)
-        told = read_status(folder.status)
-        if told is None:
+        status = read_status(folder.status)
+        if status is None:
             return RunDocument(run=load_manifest(folder).name, phase="never started"), ""
-        running = bool(told.get("running")) and _alive(told.get("pid"))
-        try:
-            document = parse({**told, "running": running})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise StorageError(
-                f"{folder.status} does not read like a status ({first['loc'][0]}: {first['msg']}); "
-                "use the swarm-coordinator that wrote it"
-            ) from error
+        running = status.running and _alive(status.pid)
+        document = status.model_copy(update={"running": running})
         self._read_history((document.generation, document.version))
-        whole = document.model_copy(
-            update={
-                "history": self._steps, "notes": self._notes, "contributors": self._contributors,
-            }
-        )  # fmt: skip
-        return whole, self._trouble
+        return RunDocument.model_construct(
+            **dict(document), history=self._steps, notes=self._notes,
+            contributors=self._contributors,
+        ), self._trouble  # fmt: skip
 
     def _read_history(self, moment: tuple[int, int]) -> None:
         """What can be read of the database; that it cannot is no reason to show nothing."""
@@ -164,13 +152,13 @@ def contributors(
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 
-def _alive(pid: object) -> bool:
+def _alive(pid: int) -> bool:
     """Whether there is such a process.
 
     The folder's lock would say it for sure, but asking for it could make a coordinator that starts
     at that moment believe that another one runs.
     """
-    if not isinstance(pid, int) or pid <= 0:
+    if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
@@ -215,7 +203,5 @@ class RunFolderSource:
     def _not_running(self, document: RunDocument) -> str:
         from swarm_coordinator.run_dir.folder import quoted
 
-        _, why = health(document)
-        return (
-            f"{why.removesuffix('.')}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"
-        )
+        reason = current_health(document, document.time).sentence.removesuffix(".")
+        return f"{reason}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"

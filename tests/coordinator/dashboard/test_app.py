@@ -68,7 +68,7 @@ async def test_no_public_answer_holds_an_address_or_a_whole_peer_id(folder: RunF
             for secret in (*LEAKED, ANNA, BERT, client.token):
                 assert secret not in body, path
             assert client.pages.snapshot_loop.snapshot is not None
-            assert client.pages.snapshot_loop.snapshot.status["coordinator"] not in body, path
+            assert client.pages.snapshot_loop.snapshot.status.coordinator not in body, path
 
 
 async def test_the_run_says_how_much_of_its_time_is_idle_and_what_was_rejected(

@@ -27,6 +27,7 @@ from swarm_coordinator.configuration.http_address import (
 from swarm_coordinator.dashboard.process import Dashboard
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.server.dashboard_process import DashboardProcess
+from swarm_coordinator.status.document import DashboardStatus
 from swarm_shared.base.errors import ConfigurationError, NetworkError
 
 ANY = HttpAddress("127.0.0.1", 0)
@@ -95,7 +96,7 @@ async def test_a_process_that_is_killed_is_started_again_at_the_same_port(
         os.kill(first, signal.SIGKILL)
         await until(lambda: made.pid not in (None, first))
         assert (await get(address, "/"))[0] == 200
-        assert made.status() == {"address": str(address), "restarts": 1, "failures": 1}
+        assert made.status() == DashboardStatus(address=str(address), restarts=1, failures=1)
 
 
 async def test_the_port_is_the_same_at_the_next_start(folder: RunFolder) -> None:
@@ -128,7 +129,7 @@ async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
             assert str(taken) in lines[0]
             assert "--http" in lines[0]
             assert made.address is None
-            assert made.status()["failures"] == 1
+            assert made.status().failures == 1
 
 
 async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFolder) -> None:

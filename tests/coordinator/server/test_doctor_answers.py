@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from swarm_shared.identity.probe_pass import check_probe_pass
 
 from kits.coordinator.shell_world import client, hello_for, make_run, served
 from kits.swarm_world.facts import COORDINATOR, Options, manifest_of
@@ -28,6 +27,7 @@ from swarm_shared.base.errors import AdmissionError
 from swarm_shared.base.types import Generation, RunId, Version
 from swarm_shared.identity.invite import Invite
 from swarm_shared.identity.keys import Identity
+from swarm_shared.identity.probe_pass import check_probe_pass
 from swarm_shared.network import open_node
 from swarm_shared.probe.client import open_probe
 from swarm_shared.probe.server import AnswerHello

@@ -8,8 +8,8 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Command
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 
@@ -30,7 +30,7 @@ def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, 
 
 
 def waits_for(bench: Bench) -> object:
-    return status_of(bench.run, bench.now)["waiting_for"]
+    return document_of(bench.run, bench.now).waiting_for
 
 
 def test_who_pauses_is_offered_to_nobody_and_is_again_when_it_goes_on() -> None:
@@ -148,7 +148,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
 def test_status_tells_who_pauses() -> None:
     bench = trained()
     bench.pause("b1")
-    peers: Any = status_of(bench.run, bench.now)["peers"]
-    assert {peer["peer"]: peer["paused"] for peer in peers} == {
+    peers = document_of(bench.run, bench.now).peers
+    assert {peer.peer: peer.paused for peer in peers} == {
         "a0": False, "b0": False, "a1": False, "b1": True,
     }  # fmt: skip
