@@ -1,8 +1,8 @@
-"""What volunteers are told about the run as a whole, for the people who look at it.
+"""Run news: the run's state and leaderboard, sent to the volunteers for their users.
 
-Owns the sums behind the leaderboard and when it is time to tell. Nothing depends on what is told:
-it goes out after a step was applied or when the run begins to wait, encoded once for everybody,
-and the more volunteers there are, the less often.
+Owns the leaderboard and when news are due: after an applied step, or when the run begins to wait.
+Nothing depends on news. A message is encoded once for all peers, and the more peers there are, the
+less often one is sent. The summation is `swarm_shared.credit.contributions`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from swarm_shared.run.manifest import Manifest
 
 MIN_INTERVAL_SECONDS = 2.0
 INTERVAL_SECONDS_PER_PEER = 2e-3
-"""Some kilobytes to each of 10,000 volunteers every twenty seconds are two megabytes a second."""
+"""Seconds between messages, per peer: a few kilobytes to each of 10,000 peers every twenty seconds
+are two megabytes a second."""
 
 LEADERBOARD_ROWS = 50
 DEVICES_PER_ROW = 16
-"""Told of one row: so many of its peers can be called by its name."""
+"""Devices listed in a row, beside the owner's own key; views show them under the owner's name."""
 DECISIONS_PER_MESSAGE = 5
 
 
@@ -78,17 +79,17 @@ def _entry(sums: OwnerSums) -> LeaderboardEntry:
 
 
 class NewsPublisher:
-    """Says when there is something to tell, and what."""
+    """Decides when news are due, and makes the message."""
 
     def __init__(self, leaderboard: Leaderboard) -> None:
         self.leaderboard = leaderboard
         self.latest: RunNews | None = None
-        """For whoever attaches before there is anything newer."""
+        """The last message, for peers that attach before the next one."""
         self._published: tuple[Version, str] | None = None
         self._next_at = -math.inf
 
     def due(self, run: RunState, now: float) -> RunNews | None:
-        """What to tell everybody now; None while nothing is new, or it is too soon."""
+        """The message to broadcast now; None while nothing is new or it is too soon."""
         if now < self._next_at:
             return None
         waits = waiting_for(run)

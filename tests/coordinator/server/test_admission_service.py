@@ -181,7 +181,7 @@ async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
         answer = await order(token_run, RevokeToken(token=made[0]["token"]))
         assert answer["said"] == (
             f"token {made[0]['token']} is revoked; it had admitted 2 peer(s); "
-            "2 sessions were ended, 1 volunteer was told"
+            "2 sessions were ended, 1 volunteer was notified"
         )
         for one in (anna, bert):
             refused = await until(one, Refused)
@@ -231,7 +231,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
             await holding(one, run.invite, stage)
         answer = await order(open_run, BanPeer(peer=identity.peer_id, reason="it cheats"))
         assert answer["said"] == (
-            f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were told"
+            f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were notified"
         )
         refused = await until(bad, Refused)
         assert isinstance(refused, Refused)
@@ -366,7 +366,7 @@ async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
             assert isinstance(await say_hello(one, run.invite), Welcome)
             answer = await order(folder, Disallow(peer=bert.peer_id))
             assert answer["said"] == (
-                f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were told"
+                f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were notified"
             )
             refused = await until(one, Refused)
             assert isinstance(refused, Refused)
