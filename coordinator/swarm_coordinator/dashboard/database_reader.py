@@ -1,8 +1,8 @@
-"""The run's database, read beside the coordinator, only what has come since the last look.
+"""Reads the run's database beside the coordinator: at each turn only what is new.
 
-Owns the queries, and the sums over all steps that would cost too much to make again each second.
-A rollback takes steps out of the history: then everything is read once more. Used from one thread
-at a time; what it hands out is not changed afterwards.
+Owns the queries, and what is accumulated over all steps because it would cost too much to make
+anew each second. A rollback removes steps from the history: then everything is read again. Used by
+one thread at a time; what it returns is not changed afterwards.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from swarm_shared.base.text import printable
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 
 STEPS_PER_QUERY = 5_000
-"""Steps of one query: a long run is read in parts, and memory stays small."""
+"""Steps of one query: a long run is read in parts, which bounds memory."""
 EVENTS_KEPT = 500
-"""The newest; `swarm-coordinator` keeps all of them in its log and database."""
+"""The newest notes kept; the coordinator keeps all of them in its log and database."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredNote:
-    """A line of the run's diary as it stands in the database."""
+    """A note of the run as the database holds it."""
 
     id: int
     written_at: float
@@ -38,9 +38,9 @@ class StoredNote:
 
 
 class StepColumns:
-    """Applied steps in columns: 48 bytes a step, so that a million of them fit anywhere.
+    """Applied steps in columns: 40 bytes a step, so a million of them take 40 MB.
 
-    Only grows; a view of its first `count` rows stays true for ever.
+    Only grows, so its first `count` rows never change.
     """
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class StepColumns:
 
 @dataclass(frozen=True, slots=True)
 class DatabaseView:
-    """Everything the database told, as of one look."""
+    """Everything read of the database, as of one turn."""
 
     steps: StepColumns
     step_count: int
     tokens: int
     seconds: float
-    """Of all applied steps together."""
+    """Duration of all applied steps together."""
     curve: Curve
     contributions: tuple[ContributionRow, ...]
     """The most credit first."""
@@ -89,16 +89,16 @@ class DatabaseView:
     """The newest, oldest first."""
     rollbacks: int
     durations: tuple[int, ...]
-    """Steps that took at most as long as each of `STEP_SECONDS`, and all of them at the end."""
+    """Steps that took at most each of `STEP_SECONDS`, and all steps at the end."""
     book: AdmissionBook
 
 
 STEP_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Bounds of the histogram of step durations."""
+"""Bounds of the histogram of step durations, in seconds."""
 
 
 class DatabaseReader:
-    """Keeps what it has read. `look` reads on."""
+    """Keeps what it has read; `refresh` reads what is new."""
 
     def __init__(self, place: DatabaseLocation, work_shares: Sequence[float]) -> None:
         self._place = place
@@ -120,7 +120,7 @@ class DatabaseReader:
         self._contributions.clear()
 
     def refresh(self, now: float) -> DatabaseView:
-        """StorageError where the database cannot be read."""
+        """Read what is new. StorageError if the database cannot be read."""
         if database_exists(self._place):
             with open_for_reading(self._place) as connection:
                 rollbacks = int(_one(connection, "SELECT coalesce(max(id), 0) FROM rollbacks"))
@@ -152,7 +152,7 @@ class DatabaseReader:
     # ---------------------------------------------------------------- steps and shares
 
     def _read_steps(self, connection: Connection) -> bool:
-        """Whether there may be more."""
+        """Read the next steps and their shares. Returns whether there may be more."""
         rows = connection.execute(
             "SELECT id, step, loss, tokens, seconds, written_at FROM applied_steps "
             "WHERE id > ? AND superseded_by IS NULL ORDER BY id LIMIT ?",
@@ -192,7 +192,7 @@ class DatabaseReader:
         self._curve.add(row.step, row.loss, row.tokens, row.seconds)
 
     def _rank(self, now: float) -> tuple[ContributionRow, ...]:
-        """Made again only when a step or a name came; the averages are as of then."""
+        """Rank the owners, anew only after a new step or name; recent averages are as of then."""
         of = (self._rollbacks, len(self._steps), self._names_until)
         if of == self._ranked_for:
             return self._ranked
@@ -206,8 +206,8 @@ class DatabaseReader:
     # ---------------------------------------------------------------- names and notes
 
     def _read_names(self, connection: Connection) -> None:
-        # Whoever gives another name is seen at that moment. Again from the last moment itself:
-        # others may have been seen in it, too.
+        # A peer that changes its name has a new `last_seen`. The last time itself is read again:
+        # other peers may have the same one.
         for peer, name, team, owner, seen in connection.execute(
             "SELECT p.peer, p.name, t.team, o.owner, p.last_seen FROM peers p "
             "LEFT JOIN teams t ON t.peer = p.id LEFT JOIN owners o ON o.peer = p.id "
@@ -244,7 +244,8 @@ def _contribution_row(rank: int, sums: OwnerSums, now: float) -> ContributionRow
 
 
 def teams_of(contributions: Sequence[ContributionRow]) -> tuple[Team, ...]:
-    """Whoever is in a team now counts for it with everything, as in other such projects."""
+    """Sum the contributions by team. An owner's whole contribution counts for its present team, as
+    in other such projects."""
     members: dict[str, list[ContributionRow]] = {}
     for one in contributions:
         if one.team is not None:

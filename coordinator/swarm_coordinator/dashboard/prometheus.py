@@ -1,8 +1,8 @@
-"""The run for Prometheus: prefix `swarm_`, base units, and never a peer's ID as a label.
+"""The run's metrics for Prometheus: prefix `swarm_`, base units, and never a peer ID as a label.
 
-`METRICS` lists every name with its meaning; `docs/monitoring` documents them, and a test holds the
-two and what is really emitted together. Labels take few values, all of them this program's own
-words. Counters that say "since the start" begin at zero with each start of the coordinator.
+`METRICS` lists every name with its meaning. `docs/monitoring` documents them; a test compares the
+list, the documentation and what is emitted. Labels take few values, all of them this program's own.
+Counters "since the start" begin at zero with each start of the coordinator.
 """
 
 from __future__ import annotations
@@ -42,29 +42,34 @@ METRICS: dict[str, MetricSpec] = {
         GAUGE, "1 for the state that the run is in, 0 for every other state.", ("state",)
     ),
     "swarm_run_phase": MetricSpec(GAUGE, "1 for the phase the run is in.", ("phase",)),
-    "swarm_status_age_seconds": MetricSpec(GAUGE, "Since the coordinator last said how it stands."),
-    "swarm_coordinator_uptime_seconds": MetricSpec(GAUGE, "Since this start of the coordinator."),
+    "swarm_status_age_seconds": MetricSpec(GAUGE, "Age of the coordinator's status."),
+    "swarm_coordinator_uptime_seconds": MetricSpec(
+        GAUGE, "Time since this start of the coordinator."
+    ),
     "swarm_applied_steps": MetricSpec(GAUGE, "Optimizer steps in the run's history."),
     "swarm_target_steps": MetricSpec(GAUGE, "Optimizer steps of the whole run."),
     "swarm_checkpoint_step": MetricSpec(GAUGE, "The step of the newest checkpoint; 0 for none."),
-    "swarm_rollbacks_total": MetricSpec(COUNTER, "Returns to a checkpoint, ever."),
+    "swarm_rollbacks_total": MetricSpec(COUNTER, "Rollbacks to a checkpoint, over the whole run."),
     "swarm_loss_nats": MetricSpec(GAUGE, "Mean loss per token in the last applied step."),
-    "swarm_heldout_loss_nats": MetricSpec(GAUGE, "Mean loss per held-out token, once measured."),
-    "swarm_trained_tokens": MetricSpec(GAUGE, "Of all steps in the run's history."),
-    "swarm_tokens_per_second": MetricSpec(GAUGE, "In the last applied step."),
-    "swarm_step_seconds": MetricSpec(
-        HISTOGRAM, "How long the steps took that are in the run's history."
+    "swarm_heldout_loss_nats": MetricSpec(
+        GAUGE, "Mean loss per held-out token, once it is measured."
     ),
-    "swarm_step_cells_done": MetricSpec(GAUGE, "Microbatches times stages of the step under way."),
+    "swarm_trained_tokens": MetricSpec(GAUGE, "Tokens of all steps in the run's history."),
+    "swarm_tokens_per_second": MetricSpec(GAUGE, "Tokens per second in the last applied step."),
+    "swarm_step_seconds": MetricSpec(HISTOGRAM, "Duration of the steps in the run's history."),
+    "swarm_step_cells_done": MetricSpec(
+        GAUGE, "Microbatches times stages done of the step in progress."
+    ),
     "swarm_step_cells": MetricSpec(GAUGE, "Microbatches times stages of one step."),
     "swarm_microbatches_counted_total": MetricSpec(
-        COUNTER, "Microbatches times stages entered since the start."
+        COUNTER, "Microbatches times stages counted since the start."
     ),
     "swarm_microbatches_duplicated_total": MetricSpec(
-        COUNTER, "Of these, counted by a second peer too and taken out, since the start."
+        COUNTER, "Microbatches times stages counted twice and taken out, since the start."
     ),
     "swarm_microbatches_cleared_total": MetricSpec(
-        COUNTER, "Of these, lost with their peer, to be computed again, since the start."
+        COUNTER,
+        "Microbatches times stages lost with their peer and computed again, since the start.",
     ),
     "swarm_stage_ready_peers": MetricSpec(GAUGE, "Peers that hold the stage.", ("stage",)),
     "swarm_stage_microbatches_per_second": MetricSpec(
@@ -72,60 +77,70 @@ METRICS: dict[str, MetricSpec] = {
     ),
     "swarm_stage_microbatch_seconds": MetricSpec(
         HISTOGRAM,
-        "How long microbatches took to compute in the stage, since the start.",
+        "Computing time of a microbatch in the stage, since the start.",
         ("stage",),
     ),
     "swarm_stage_held_seconds_total": MetricSpec(
-        COUNTER, "Peers' time at the stage while steps were made, since the start.", ("stage",)
+        COUNTER,
+        "Time for which peers held the stage while steps were made, since the start.",
+        ("stage",),
     ),
     "swarm_stage_idle_ratio": MetricSpec(
-        GAUGE, "Share of that time without anything to compute, in the last minutes.", ("stage",)
+        GAUGE,
+        "Share of that time without anything to compute, in the last minute or two.",
+        ("stage",),
     ),
-    "swarm_bubble_ratio": MetricSpec(GAUGE, "The same of all stages together."),
+    "swarm_bubble_ratio": MetricSpec(GAUGE, "The idle share over all stages together."),
     "swarm_rejected_total": MetricSpec(
         COUNTER, "Gradients, states and receipts that did not count, since the start.", ("reason",)
     ),
     "swarm_unreachable_stages": MetricSpec(GAUGE, "Stages without a reachable peer."),
     "swarm_peers": MetricSpec(GAUGE, "Attached peers.", ("phase",)),
     "swarm_peers_reachability": MetricSpec(
-        GAUGE, "Attached peers, by whether others can dial them.", ("reachability",)
+        GAUGE, "Attached peers, by whether other peers can dial them.", ("reachability",)
     ),
-    "swarm_flagged_peers": MetricSpec(GAUGE, "Attached peers that have computed something wrong."),
-    "swarm_joins_total": MetricSpec(COUNTER, "Peers that came while these pages were served."),
-    "swarm_departures_total": MetricSpec(COUNTER, "Peers that went while these pages were served."),
-    "swarm_paths": MetricSpec(GAUGE, "Connections between peers, as these report them.", ("kind",)),
+    "swarm_flagged_peers": MetricSpec(GAUGE, "Attached peers flagged for wrong results."),
+    "swarm_joins_total": MetricSpec(
+        COUNTER, "Peers that attached, since the start of the dashboard."
+    ),
+    "swarm_departures_total": MetricSpec(
+        COUNTER, "Peers that detached, since the start of the dashboard."
+    ),
+    "swarm_paths": MetricSpec(
+        GAUGE, "Connections between peers, as the peers report them.", ("kind",)
+    ),
     "swarm_path_bytes_per_second": MetricSpec(
-        GAUGE, "The highest rates seen lately, added up.", ("kind",)
+        GAUGE, "Sum of the highest recent rates of these connections.", ("kind",)
     ),
-    "swarm_sessions": MetricSpec(GAUGE, "Control streams."),
+    "swarm_sessions": MetricSpec(GAUGE, "Open control streams."),
     "swarm_sessions_ended_total": MetricSpec(
         COUNTER, "Control streams that ended without a goodbye, since the start.", ("reason",)
     ),
     "swarm_rebalancing_moves_total": MetricSpec(
-        COUNTER, "Moves to another stage since the start.", ("outcome",)
+        COUNTER, "Moves to another stage, since the start.", ("outcome",)
     ),
     "swarm_rebalancing_bytes_total": MetricSpec(
-        COUNTER, "State downloaded for moves since the start."
+        COUNTER, "State downloaded for moves, since the start."
     ),
-    "swarm_bans": MetricSpec(GAUGE, "Peers that are banned."),
-    "swarm_valid_tokens": MetricSpec(GAUGE, "Invite tokens that still let somebody in."),
-    "swarm_contributors": MetricSpec(GAUGE, "People who have counted in any applied step."),
+    "swarm_bans": MetricSpec(GAUGE, "Banned peers."),
+    "swarm_valid_tokens": MetricSpec(GAUGE, "Invite tokens that still admit a peer."),
+    "swarm_contributors": MetricSpec(GAUGE, "Owners with a share in any applied step."),
     "swarm_http_requests_total": MetricSpec(
-        COUNTER, "Requests answered, by class of status, since these pages began.", ("status",)
+        COUNTER,
+        "Requests answered, by status class, since the start of the dashboard.",
+        ("status",),
     ),
     "swarm_http_failures_total": MetricSpec(
-        COUNTER, "What went wrong in serving pages, since these pages began.", ("kind",)
+        COUNTER, "Failures in serving the dashboard, since its start.", ("kind",)
     ),
-    "swarm_http_restarts_total": MetricSpec(
-        COUNTER, "Times that the process of the pages had to be started again."
-    ),
-    "swarm_http_connections": MetricSpec(GAUGE, "Open connections to these pages."),
-    "swarm_http_event_readers": MetricSpec(GAUGE, "Browsers that follow events live."),
+    "swarm_http_restarts_total": MetricSpec(COUNTER, "Restarts of the dashboard's process."),
+    "swarm_http_connections": MetricSpec(GAUGE, "Open connections to the dashboard."),
+    "swarm_http_event_readers": MetricSpec(GAUGE, "Browsers that receive live events."),
 }
 
 Values = Mapping[tuple[str, ...], float]
 Buckets = Mapping[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]]
-"""Of a histogram, by labels: bounds, counts up to each and of all, and the sum of what was seen."""
+"""Histograms by labels: bounds, cumulative counts (up to each bound, and of all), sum of values."""
 PHASES = (
     "waiting for peers", "collecting", "closing", "applying", "evaluating", "stopping", "finished",
 )  # fmt: skip
@@ -133,7 +148,7 @@ PHASES = (
 
 @dataclass(slots=True)
 class HttpStatistics:
-    """What the pages' process knows about itself."""
+    """Counters of the dashboard's process."""
 
     requests: Mapping[str, int]
     failures: Mapping[str, int]
@@ -144,7 +159,7 @@ class HttpStatistics:
 
 
 def exposition(snapshot: Snapshot, serving: HttpStatistics) -> bytes:
-    """The text that Prometheus reads."""
+    """Encode the metrics in the text format of Prometheus."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot, serving))
     return generate_latest(registry)
@@ -178,7 +193,7 @@ class _SnapshotCollector(Collector):
 
 
 def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
-    """By name. Every second bound of a stage's histogram: the others are for quantiles here."""
+    """Histograms by name, with every second bound; the other bounds serve the quantiles only."""
     read = snapshot.database
     stages: dict[tuple[str, ...], tuple[Sequence[float], Sequence[int], float]] = {}
     for stage, figures in enumerate(snapshot.status.figures.stages):
@@ -191,7 +206,7 @@ def buckets_of(snapshot: Snapshot) -> dict[str, Buckets]:
 
 
 def values_of(snapshot: Snapshot, serving: HttpStatistics) -> dict[str, Values]:
-    """By name; what has no value now is left out."""
+    """Values by name; a metric without a value now is left out."""
     return {
         **_of_the_run(snapshot),
         **_of_figures(snapshot.status.figures),
@@ -297,7 +312,7 @@ def _labelled(values: Mapping[str, float]) -> Values:
 
 
 def sample_names(name: str) -> Iterable[str]:
-    """The names under which a metric's samples are asked for in a query."""
+    """The names of a metric's samples in a query."""
     if METRICS[name].kind == HISTOGRAM:
         return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
     return (name,)

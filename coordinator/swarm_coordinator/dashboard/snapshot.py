@@ -176,7 +176,7 @@ def tokens_of(book: AdmissionBook, now: float) -> Tokens:
 
 
 def joined_and_left(before: Sequence[PublicPeer], after: Sequence[PublicPeer]) -> tuple[int, int]:
-    """Between two moments: how many came and how many went."""
+    """Count the peers that joined and left between two snapshots."""
     old, new = {peer.id_end for peer in before}, {peer.id_end for peer in after}
     return len(new - old), len(old - new)
 

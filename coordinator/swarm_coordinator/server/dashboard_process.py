@@ -90,8 +90,8 @@ class DashboardProcess:
                     self._reported = True
                     self.report(
                         f"{error}; the run continues without the dashboard, which starts when the "
-                        "port is free. Choose another one with --http HOST:PORT, or [http] listen in "
-                        "run.toml"
+                        "port is free. Choose another one with --http HOST:PORT or with [http] "
+                        "listen in run.toml"
                     )
             await trio.sleep(RETRY_SECONDS)
 
