@@ -89,7 +89,7 @@ async def test_it_fits_every_screen(
         assert contrast == []
 
 
-async def test_a_stage_says_how_long_a_microbatch_takes_and_how_long_it_waits_for_one(
+async def test_a_stage_shows_its_computing_time_and_its_idle_share(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     async with opened(folder, tmp_path, 1280) as (page, _):
@@ -155,7 +155,7 @@ async def test_plots_are_read_by_keyboard_and_as_tables(folder: RunFolder, tmp_p
         await page.until("document.querySelectorAll('#loss tbody tr').length > 10")
 
 
-async def test_it_has_landmarks_names_and_no_motion_for_whom_it_disturbs(
+async def test_it_has_landmarks_names_and_respects_reduced_motion(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     async with opened(folder, tmp_path, 1280, token=True) as (page, _):

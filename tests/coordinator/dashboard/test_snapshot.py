@@ -1,4 +1,4 @@
-"""The run's health in one word, and what everybody may see of its peers."""
+"""The run's health, and what is public of its peers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_while_a_step_is_applied_peers_at_either_version_count() -> None:
     assert word(peers=peers, phase="applying")[0] is HealthState.HEALTHY
 
 
-def test_a_coordinator_that_says_nothing_any_more_makes_it_degraded() -> None:
+def test_an_overdue_status_makes_it_degraded() -> None:
     found, sentence = word(later_seconds=STALE_SECONDS + 5)
     assert found is HealthState.DEGRADED
     assert "has written no status" in sentence
@@ -81,12 +81,12 @@ def test_a_loss_that_is_no_number_makes_it_degraded() -> None:
     assert status(loss=float("nan")).loss is None
 
 
-def test_a_run_without_peers_waits_and_says_for_what() -> None:
+def test_a_run_without_peers_waits_with_a_reason() -> None:
     found = word(phase="waiting for peers", waiting_for="stage 1 needs 1", peers=[])
     assert found == (HealthState.WAITING, "Waiting for stage 1 needs 1.")
 
 
-def test_a_finished_run_is_finished_however_old_the_word() -> None:
+def test_a_finished_run_is_finished_however_old_its_status() -> None:
     assert word(later_seconds=1e6, phase="finished", peers=[])[0] is HealthState.FINISHED
 
 
@@ -111,7 +111,7 @@ def test_a_stages_rate_stands_beside_the_fastest_ones(manifest: Manifest) -> Non
     assert [s.relative_rate for s in stages_of(status(stages=idle), manifest).stages] == [0, 0]
 
 
-def test_a_stage_is_told_with_its_idle_share_and_the_time_of_its_microbatches(
+def test_a_stage_has_its_idle_share_and_the_time_of_its_microbatches(
     manifest: Manifest,
 ) -> None:
     _, second = stages_of(status(), manifest).stages
@@ -134,7 +134,7 @@ def test_the_organiser_sees_paths_and_marks() -> None:
     assert LEAKED[0] in bert.flagged_reason
 
 
-def test_who_came_and_who_went_between_two_moments(folder: RunFolder) -> None:
+def test_joined_and_left_peers_are_counted_between_two_snapshots(folder: RunFolder) -> None:
     from swarm_coordinator.dashboard.api_models import PublicPeer
 
     def named(*ends: str) -> list[PublicPeer]:

@@ -53,7 +53,7 @@ from swarm_shared.protocol import (
 from swarm_shared.transfer.transfer import TransferSource, fetch
 
 WITHIN_SECONDS = 5.0
-"""In which a revocation has to reach everybody."""
+"""Seconds within which a revocation must reach all peers."""
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ async def test_a_revoked_standing_invite_is_not_made_again(token_run: RunFolder)
 # ---------------------------------------------------------------- bans
 
 
-async def test_a_banned_peer_is_out_within_seconds_and_everybody_knows(
+async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
     open_run: RunFolder,
 ) -> None:
     identity = Identity.generate()
@@ -341,7 +341,7 @@ async def ban_many(folder: RunFolder, count: int) -> None:
         await order(folder, BanPeer(peer=Identity.generate().peer_id, reason="x" * 200))
 
 
-async def test_a_coordinator_whose_disk_is_full_says_that_the_ban_is_not_written(
+async def test_a_coordinator_with_a_full_disk_reports_that_the_ban_is_not_written(
     open_run: RunFolder,
 ) -> None:
     async with served(open_run) as run:
@@ -373,7 +373,7 @@ async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
             assert "is not on it" in refused.reason
 
 
-async def test_another_mode_keeps_out_whom_the_former_one_had_let_in(open_run: RunFolder) -> None:
+async def test_another_mode_refuses_peers_that_the_former_one_admitted(open_run: RunFolder) -> None:
     anna, bert = Identity.generate(), Identity.generate()
     async with served(open_run) as run:
         for peer in (anna, bert):
@@ -428,7 +428,7 @@ async def test_a_session_goes_on_with_newer_and_newer_certificates(open_run: Run
         assert {c.generation for c in certificates} == {1}
 
 
-async def test_a_newer_certificate_is_the_one_that_others_see(open_run: RunFolder) -> None:
+async def test_other_peers_get_the_newer_certificate(open_run: RunFolder) -> None:
     async with served(open_run, renew_after_seconds=0.3) as run, client(run.invite) as one:
         await holding(one, run.invite, 0)
         renewed = await until(one, CertificateRenewed)
@@ -457,7 +457,7 @@ def test_the_revoked_are_named_for_longer_than_any_certificate_of_theirs_can_hol
 # ---------------------------------------------------------------- status
 
 
-async def test_the_status_tells_of_admission_and_of_every_peers_paths(
+async def test_the_status_holds_admission_and_the_paths_of_every_peer(
     token_run: RunFolder,
 ) -> None:
     async with served(token_run) as run, client(run.invite) as one:
@@ -527,7 +527,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
     assert answers[0]["said"].startswith("banned ")
 
 
-def test_a_folder_that_somebody_holds_and_nobody_serves_is_one_sentence(
+def test_a_locked_folder_without_a_server_is_reported_in_one_sentence(
     open_run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarm_coordinator.cli.admission.CONNECT_SECONDS", 0.3)

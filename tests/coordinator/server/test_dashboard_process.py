@@ -1,4 +1,4 @@
-"""The pages beside a real coordinator: they come, are started again, and never harm it."""
+"""The dashboard beside a real coordinator: starts, is restarted, and never harms it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def until(condition: Any) -> None:
         await trio.sleep(0.02)
 
 
-async def test_whoever_asks_before_the_process_is_ready_is_answered_when_it_is(
+async def test_a_request_before_the_process_is_ready_is_answered_when_it_is(
     folder: RunFolder,
 ) -> None:
     async with dashboard_process(folder) as (made, lines):
@@ -119,7 +119,7 @@ async def test_a_port_that_was_picked_and_is_taken_now_gives_way_to_another(
             assert made.address != taken
 
 
-async def test_a_port_that_was_asked_for_and_is_taken_is_said_and_nothing_ends(
+async def test_a_chosen_port_in_use_is_reported_and_the_run_continues(
     folder: RunFolder,
 ) -> None:
     with closing(listen(ANY)) as other:
@@ -154,7 +154,7 @@ async def test_the_process_ends_with_a_coordinator_that_is_killed(folder: RunFol
     await until(lambda: not children[0].is_running() or children[0].status() == "zombie")
 
 
-async def test_what_a_real_coordinator_says_is_what_the_pages_show(
+async def test_the_dashboard_shows_what_a_real_coordinator_wrote(
     folder: RunFolder, tmp_path: Path
 ) -> None:
     """From the folder of a run that trains to its end, with nothing made up in between."""

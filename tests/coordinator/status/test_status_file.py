@@ -1,4 +1,4 @@
-"""What `status` says of admission and of paths, to people."""
+"""The status document: its text, its encoding and the run's health."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def rebalancing(**changes: object) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_each_decision_to_move_somebody_is_a_sentence() -> None:
+def test_each_decision_to_move_a_peer_is_a_sentence() -> None:
     decisions = [{"seconds_ago": 90.0, "peer": ANNA, "text": "anna moves, and why"}]
     lines = shown(rebalancing=rebalancing(decisions=decisions))
     assert (
@@ -109,12 +109,12 @@ def test_each_decision_to_move_somebody_is_a_sentence() -> None:
     assert "    90 s ago: anna moves, and why" in lines
 
 
-def test_that_nobody_moves_is_explained_too() -> None:
+def test_why_no_peer_moves_is_explained() -> None:
     lines = shown(rebalancing=rebalancing(reason="it is not worth the downloads"))
     assert "    no peer moves now: it is not worth the downloads" in lines
 
 
-def test_a_run_that_moves_nobody_says_nothing_of_moves() -> None:
+def test_without_rebalancing_no_moves_are_shown() -> None:
     assert not [line for line in shown(rebalancing=rebalancing(rule="none")) if "move" in line]
 
 

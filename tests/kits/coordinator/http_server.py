@@ -1,4 +1,4 @@
-"""A run folder as the pages' process finds it, pages over it, and a plain HTTP client."""
+"""A run folder as the dashboard reads it, the dashboard over it, and a plain HTTP client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from swarm_shared.base.types import StageIndex
 
 ANNA, BERT = (f"12D3KooW{name * 11}" for name in ("anna", "bert"))
 LEAKED = ("203.0.113.77", "2001:db8::77", "/ip4/203.0.113.78/tcp/4001", "/dns4/home.example/tcp/1")
-"""Addresses that the organiser's files hold, and that nobody else may see."""
+"""Addresses in the organiser's files that must not be published."""
 DEAD_AFTER_SECONDS = 4.5
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J\u202e"
 
@@ -47,7 +47,7 @@ def peer(peer_id: str, stage: int | None, **changes: object) -> dict[str, Any]:
 
 
 def status(**changes: object) -> StatusDocument:
-    """As `status.json` has it; `test_http_whole` holds this form against a real coordinator's."""
+    """A status document; `test_dashboard_process` checks this form with a real coordinator."""
     found: dict[str, Any] = {
         "format": 1, "running": True, "pid": 1, "time": time.time(),
         "addresses": [LEAKED[2]], "coordinator": "12D3KooWself", "run": "a run",
@@ -150,7 +150,7 @@ class Client:
 
 @asynccontextmanager
 async def pages_of(folder: RunFolder) -> AsyncIterator[Client]:
-    """The pages of a folder, over a real port of this machine, in the test's own loop."""
+    """The dashboard of a folder, over a real port of this machine, in the test's own loop."""
     bound = listen(HttpAddress("127.0.0.1", 0))
     bound.setblocking(False)
     pages = Dashboard(folder)
