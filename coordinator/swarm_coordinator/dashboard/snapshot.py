@@ -1,7 +1,7 @@
 """From the status document and the database to the API's responses: pure functions.
 
-Text that comes from volunteers loses control characters here, and what everybody may see loses
-network addresses.
+Text that comes from volunteers loses control characters here, and published text loses network
+addresses.
 """
 
 from __future__ import annotations

@@ -139,8 +139,8 @@ class AdmissionService:
                 effect = await self._apply_to_core(concerned)
         except SwarmError as error:
             return {"ok": False, "error": str(error), "exit_code": error.exit_code}
-        said = "; ".join(part for part in (change.text, effect) if part)
-        return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+        text = "; ".join(part for part in (change.text, effect) if part)
+        return {"ok": True, "text": text, "warning": change.warning, "details": change.details}
 
     async def _apply_to_core(self, peers: Sequence[PeerId]) -> str:
         """Pass the change to the core. Returns the effects as a sentence."""
@@ -160,11 +160,11 @@ class AdmissionService:
             commands += await self._carry_out(PeersRevoked(tuple(named), reason, until))
         sent = [command for command in commands if isinstance(command, Send)]
         ended = sum(isinstance(command.message, Refused) for command in sent)
-        told = {command.peer for command in sent if isinstance(command.message, Roster)}
-        told |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
+        notified = {command.peer for command in sent if isinstance(command.message, Roster)}
+        notified |= {peer for c in commands if isinstance(c, Broadcast) for peer in c.peers}
         parts = [f"{_counted(ended, 'session was', 'sessions were')} ended"] if ended else []
         if refused:
-            parts.append(f"{_counted(len(told), 'volunteer was', 'volunteers were')} notified")
+            parts.append(f"{_counted(len(notified), 'volunteer was', 'volunteers were')} notified")
         return ", ".join(parts)
 
     # ------------------------------------------------------------ certificates

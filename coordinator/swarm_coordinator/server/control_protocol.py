@@ -197,7 +197,7 @@ class ControlServer:
 
     async def _event(self, session: ClientSession, message: ClientMessage) -> Event:
         if isinstance(message, Hello):
-            raise ProtocolError("the client said hello a second time on one stream")
+            raise ProtocolError("the client sent a second hello on one stream")
         if isinstance(message, Receipts):
             receipts = await self._receipts.check(message.receipts)
             return ReceiptsVerified(session.number, session.peer, receipts)

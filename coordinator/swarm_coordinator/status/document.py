@@ -47,7 +47,7 @@ class StatusModel(BaseModel):
 
 
 class HealthState(StrEnum):
-    """The run's health in one word."""
+    """State of a run's health."""
 
     HEALTHY = "healthy"
     """Every stage has a reachable peer, so steps can be made."""
@@ -159,7 +159,7 @@ class RebalancingStatus(StatusModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerSummary:
-    """What everybody may see of a peer. A dataclass, because there may be ten thousand rows."""
+    """The public part of a peer. A dataclass, because there may be ten thousand rows."""
 
     name: str | None = None
     stage: int | None = None
@@ -241,7 +241,7 @@ class DashboardStatus(StatusModel):
 
 
 class RunProgress(StatusModel):
-    """What everybody may see of the run as a whole."""
+    """The public part of the run as a whole."""
 
     time: float = Field(
         default=0.0, description="When the coordinator wrote this; 0 if it never has."
@@ -334,7 +334,8 @@ def health_of(document: StatusDocument, dead_after_seconds: float) -> Health:
 
 
 def current_health(document: StatusDocument, now: float) -> Health:
-    """The document's health, unless its age or its end says more. `now` is in Unix seconds."""
+    """The health at `now`, in Unix seconds: the document's, unless the coordinator has stopped or its
+    document is overdue."""
     if document.finished:
         return document.health
     if not document.running:

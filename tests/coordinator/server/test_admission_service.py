@@ -179,7 +179,7 @@ async def test_revoking_a_token_ends_the_sessions_of_those_that_it_let_in(
         await holding(bert, run.invite, 1, token=made[0]["secret"])
         await holding(carl, run.invite, 0, token=made[1]["secret"])
         answer = await order(token_run, RevokeToken(token=made[0]["token"]))
-        assert answer["said"] == (
+        assert answer["text"] == (
             f"token {made[0]['token']} is revoked; it had admitted 2 peer(s); "
             "2 sessions were ended, 1 volunteer was notified"
         )
@@ -230,7 +230,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
         for stage, one in enumerate(good):
             await holding(one, run.invite, stage)
         answer = await order(open_run, BanPeer(peer=identity.peer_id, reason="it cheats"))
-        assert answer["said"] == (
+        assert answer["text"] == (
             f"banned {identity.peer_id}; 1 session was ended, 2 volunteers were notified"
         )
         refused = await until(bad, Refused)
@@ -249,7 +249,7 @@ async def test_a_banned_peer_is_out_within_seconds_and_all_peers_have_the_ban(
         assert any("it cheats" in line for line in run.lines)
 
         back = await order(open_run, UnbanPeer(peer=identity.peer_id))
-        assert back["said"] == f"{identity.peer_id} is not banned any more"
+        assert back["text"] == f"{identity.peer_id} is not banned any more"
         assert await tries(run.invite, identity) == "welcome"
         for one in good:
             await until(one, Roster, lambda r: not r.revoked)
@@ -279,7 +279,7 @@ async def test_what_was_decided_while_no_coordinator_ran_holds_from_its_start_on
     async with served(open_run) as run:
         assert await tries(run.invite, anna) == "welcome"
     answer = await order(open_run, BanPeer(peer=anna.peer_id, reason="later"))
-    assert answer["said"] == (
+    assert answer["text"] == (
         f"banned {anna.peer_id}; no coordinator is running, so that it holds from the next start on"
     )
     never_here = Identity.generate().peer_id
@@ -365,7 +365,7 @@ async def test_only_peers_on_the_list_are_let_in(tmp_path: Path) -> None:
         async with client(run.invite, bert) as one:
             assert isinstance(await say_hello(one, run.invite), Welcome)
             answer = await order(folder, Disallow(peer=bert.peer_id))
-            assert answer["said"] == (
+            assert answer["text"] == (
                 f"{bert.peer_id} is off the list; 1 session was ended, 0 volunteers were notified"
             )
             refused = await until(one, Refused)
@@ -524,7 +524,7 @@ async def test_a_command_waits_for_a_coordinator_that_is_just_starting(
                 with trio.fail_after(10):
                     while not answers:
                         await trio.sleep(0.05)
-    assert answers[0]["said"].startswith("banned ")
+    assert answers[0]["text"].startswith("banned ")
 
 
 def test_a_locked_folder_without_a_server_is_reported_in_one_sentence(

@@ -58,7 +58,7 @@ function showRun(run) {
     tile.append(element("dt", title), element("dd", value));
     return tile;
   }));
-  $("said").textContent = `As of ${clock(run.time)}. swarmtrain ${run.software}.`;
+  $("as-of").textContent = `As of ${clock(run.time)}. swarmtrain ${run.software}.`;
 }
 
 function showHealth(health) {
@@ -155,10 +155,10 @@ function showBoard(found) {
   const body = $("board");
   body.replaceChildren();
   for (const one of found.contributions) {
-    const who = element("span", one.name ?? "", "who");
+    const owner = element("span", one.name ?? "", "owner");
     const devices = one.devices > 1 ? `, ${one.devices} devices` : "";
-    who.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
-    cells(body.insertRow(), [String(one.rank)], [who, "who"], [one.stages.join(", ")],
+    owner.append(element("small", `${one.name ? " " : ""}…${one.id_end}${devices}`));
+    cells(body.insertRow(), [String(one.rank)], [owner, "owner"], [one.stages.join(", ")],
       [compact(one.credit), "number"], [compact(one.credit_per_day), "number"]);
   }
   if (found.total > found.contributions.length) {
