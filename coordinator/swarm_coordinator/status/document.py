@@ -334,8 +334,8 @@ def health_of(document: StatusDocument, dead_after_seconds: float) -> Health:
 
 
 def current_health(document: StatusDocument, now: float) -> Health:
-    """The health at `now`, in Unix seconds: the document's, unless the coordinator has stopped or its
-    document is overdue."""
+    """The health at `now`, in Unix seconds: the document's, unless the coordinator has stopped or
+    its document is overdue."""
     if document.finished:
         return document.health
     if not document.running:
