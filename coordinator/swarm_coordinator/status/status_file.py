@@ -185,8 +185,12 @@ def read_status(path: Path) -> StatusDocument | None:
         ) from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "json_invalid":
+            raise StorageError(
+                f"{path} cannot be read ({first['msg']}); delete it, the coordinator rewrites it"
+            ) from error
+        place = ".".join(str(part) for part in first["loc"]) or "the document"
         raise StorageError(
-            f"{path} is not a status of this version ({place or 'JSON'}: {first['msg']}); use the "
+            f"{path} is not a status of this version ({place}: {first['msg']}); use the "
             "swarm-coordinator that wrote it, or delete the file, which a coordinator rewrites"
         ) from error

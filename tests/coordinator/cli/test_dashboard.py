@@ -100,7 +100,7 @@ def test_a_port_that_is_taken_does_not_keep_the_run_from_starting(folder: RunFol
     other = listen(HttpAddress("127.0.0.1", 0))
     try:
         with Started(folder, "--http", str(address_of(other))) as started:
-            assert "the run goes on without them" in started.line("cannot be served")
+            assert "the run continues without the dashboard" in started.line("cannot be served")
     finally:
         other.close()
 

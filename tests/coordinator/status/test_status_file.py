@@ -139,11 +139,20 @@ def test_a_status_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert read_status(path) == document()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"run": 5}'])
-def test_a_damaged_status_is_refused_in_a_sentence(tmp_path: Path, content: str) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "is not a status of this version"),
+        ('{"run": 5}', "is not a status of this version"),
+    ],
+)
+def test_a_damaged_status_is_refused_in_a_sentence(
+    tmp_path: Path, content: str, words: str
+) -> None:
     path = tmp_path / "status.json"
     path.write_text(content)
-    with pytest.raises(StorageError, match=r"status\.json is not a status of this version"):
+    with pytest.raises(StorageError, match=rf"status\.json {words}"):
         read_status(path)
 
 
