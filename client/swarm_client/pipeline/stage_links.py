@@ -11,14 +11,13 @@ from swarm_client.membership.membership import Membership
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.downstream import AskMask, Downstream
 from swarm_client.pipeline.edge import Stream
-from swarm_client.pipeline.equal_shares import shares_are_equal
 from swarm_client.pipeline.local_stream import LocalStream, local_pair
 from swarm_client.pipeline.stage_server import StageServer, stage_limits
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.types import StageIndex
 from swarm_shared.network import Node
 from swarm_shared.protocol import STAGE_PROTOCOL, PeerRecord, StageHello
-from swarm_shared.scheduling.routing import EqualShares, ShortestExpectedDelay
+from swarm_shared.scheduling.routing import ShortestExpectedDelay
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ class StageLinks:
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
             depth=self._membership().manifest.stage_count - stage,
-            routing=_routing(),
+            routing=ShortestExpectedDelay(),
         )  # fmt: skip
 
     def hello(self) -> StageHello:
@@ -70,7 +69,3 @@ class StageLinks:
             log.warning("this volunteer's own stage ended a link: %s", error)
         finally:
             await stream.reset()
-
-
-def _routing() -> ShortestExpectedDelay:
-    return EqualShares() if shares_are_equal() else ShortestExpectedDelay()

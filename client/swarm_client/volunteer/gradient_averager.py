@@ -26,7 +26,6 @@ from swarm_client.averaging.handle.supervisor import AveragingWorker
 from swarm_client.averaging.protocol.messages import SetMembership, StartRound
 from swarm_client.ipc import shared_memory
 from swarm_client.membership.roster import RosterView
-from swarm_client.pipeline.equal_shares import shares_are_equal
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.step_close import AveragingFailed
 from swarm_client.volunteer.averaging_routes import AveragingRoutes
@@ -111,13 +110,13 @@ class GroupAverager:
         assert self._routes is not None
         assert self._run is not None
         self._host.hub.admission_changed()
-        await self.worker.admit(self._routes.admitted_p2pds())
+        self.worker.admit(self._routes.admitted_p2pds())
         if self._membership_proof is None:
             return
         identity, organiser, certificate, revoked = self._membership_proof
         own = self.carrier_address(identity)
         if own is not None:
-            await self.worker.set_membership(
+            self.worker.set_membership(
                 SetMembership(
                     run=self._run,
                     organiser=organiser,
@@ -162,13 +161,12 @@ class GroupAverager:
         elements = worker.own_elements if own else worker.tied_elements
         offset = 0 if own else worker.own_elements
         where = "tied" if not own else str(holding.stage)
-        weights = () if shares_are_equal() else reduction.weights
         spec = RoundSpec(
             f"{self._run[:16]}/{step}/{attempt}/{where}",
             reduction.members,
             self._me,
             elements,
-            tuple(map(float, weights)) or None,
+            tuple(map(float, reduction.weights)) or None,
             codec=self.codec,
         )
         try:
@@ -202,7 +200,7 @@ class GroupAverager:
         tag = round_tag(spec.round_id)
         failure: RoundFailed | None = None
         # The roster that this group comes from may be a moment old.
-        await self.worker.admit(self._routes.admitted_p2pds())
+        self.worker.admit(self._routes.admitted_p2pds())
         with self._host.hub.round(tag, {peer: peer for peer in spec.members}) as arrivals:
             async with trio.open_nursery() as nursery:
 
@@ -219,11 +217,7 @@ class GroupAverager:
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
-        carried = [
-            StreamTraffic(c.peer, c.route, c.bytes_sent, c.bytes_received) for c in done.carried
-        ]
-        faults = [RouteFault(fault.peer, fault.route, fault.reason) for fault in done.faults]
-        self._record_outcome(spec, carried, faults, done=True)
+        self._record_outcome(spec, done.links, done.faults, done=True)
 
     async def _in_daemon(self, holding: Holding, spec: RoundSpec, offset: int) -> None:
         assert self._host is not None
@@ -231,7 +225,7 @@ class GroupAverager:
         source = shared_memory.attach(holding.worker.gradients_name)
         result = shared_memory.attach(holding.worker.result_name)
         try:
-            async with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
+            with self.worker.round_in_daemon(spec.round_id, self._routes.p2pds(spec.members)):
                 report = await all_reduce(
                     spec,
                     self._host.carrier(),

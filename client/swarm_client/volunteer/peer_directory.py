@@ -15,7 +15,7 @@ from collections.abc import Callable
 import trio
 from pydantic import Field
 
-from swarm_client.averaging.handle.directory_requests import DirectoryRequests
+from swarm_client.averaging.handle.requests import DirectoryRequests
 from swarm_shared.base.errors import AdmissionError, FrameError, NetworkError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId

@@ -1,8 +1,9 @@
 """A simulated volunteer: the client's side of the control protocol, on the virtual clock.
 
-What it answers and when; computing is the data plane's, averaging `rounds`'. Every answer is the
-real message. Downloads take their bytes over the slower of its own line and its sources' uplinks,
-of which a source gives at most half, since the other half carries activations.
+It owns the answers to the coordinator, which are the real messages, and their timing; computing
+belongs to the data plane, averaging to `all_reduce_time`. Downloads are limited by its own downlink
+and by its sources' uplinks, of which each source gives at most half, because the other half carries
+activations.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ if TYPE_CHECKING:
     from swarm_coordinator.simulator.swarm import Swarm
 
 CONNECT_SECONDS = 2.0
-"""Connecting, the handshake and a first look at the links."""
+"""Seconds for connecting, the handshake and a first measurement of the links."""
 
 LOAD_SECONDS = 3.0
-"""From the file on the disk to a stage on the device, and starting fresh."""
+"""Seconds from a file on disk to a stage on the device; the same for a fresh start."""
 
 DISK_BYTES_PER_SECOND = 200e6
-"""Writing and hashing a snapshot."""
+"""Rate of writing and hashing a snapshot."""
 
 SHARED_UPLINK_FRACTION = 0.5
-"""Share of an uplink that serves state to others."""
+"""Fraction of an uplink that serves state to other peers."""
 
 SNAPSHOT_SHA256 = "0" * 64
 
 
 class SimulatedVolunteer:
-    """One machine, from when it comes to when it goes."""
+    """One machine, from joining to leaving."""
 
     def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
         self.peer = PeerId(name)
@@ -63,12 +64,12 @@ class SimulatedVolunteer:
         self.attached = False
         self.leaving = False
         self.stage: StageIndex | None = None
-        """What it serves."""
+        """The stage that it serves."""
         self.version = Version(0)
         self.prepared: StageIndex | None = None
-        """What it holds beside that, at the same version."""
+        """The stage that it holds in addition, at the same version."""
         self.uploads = 0
-        """Downloads of others that it serves now."""
+        """Number of downloads that it currently serves."""
         self.noise = 1.0
         self._measured_up = 0.0
         self._swarm = swarm
@@ -76,37 +77,36 @@ class SimulatedVolunteer:
 
     @property
     def assignment(self) -> AssignStage | None:
-        """What it downloads, or starts fresh with, now."""
+        """The assignment that it currently downloads, or starts fresh with."""
         return self._assignment
 
-    # ---- how fast it is
+    # ---- rates
 
     def rate_at(self, stage: StageIndex) -> float:
-        """Microbatches per second of a stage: the slowest of computing, sending and receiving."""
+        """Microbatches per second at a stage: the slowest of computing, sending and receiving."""
         return self.steady_rate_at(stage, SHARED_UPLINK_FRACTION if self.uploads else 1.0)
 
     def steady_rate_at(self, stage: StageIndex, uplink: float = 1.0) -> float:
-        work, line = self._swarm.works[stage], self.hardware
+        work, hardware = self._swarm.works[stage], self.hardware
         sizes = self._swarm.sizes[stage]
         seconds = max(
-            work / line.flops_per_second,
-            sizes.sent_bytes / (uplink * line.up_bytes_per_second),
-            sizes.received_bytes / line.down_bytes_per_second,
+            work / hardware.flops_per_second,
+            sizes.sent_bytes / (uplink * hardware.up_bytes_per_second),
+            sizes.received_bytes / hardware.down_bytes_per_second,
         )
         return 1.0 / seconds
 
     def uplink_seconds(self, stage: StageIndex) -> float:
-        """What it tells senders that its line takes for one microbatch; 0 while it knows of none
-        that holds it up."""
+        """Reported seconds of its uplink per microbatch; 0 until the uplink has been the limit."""
         return self._swarm.sizes[stage].sent_bytes / self._measured_up if self._measured_up else 0.0
 
-    def _line_is_full(self, stage: StageIndex) -> bool:
+    def _uplink_is_limit(self, stage: StageIndex) -> bool:
         sending = self._swarm.sizes[stage].sent_bytes / self.hardware.up_bytes_per_second
         return (
             self.uploads > 0 or sending > self._swarm.works[stage] / self.hardware.flops_per_second
         )
 
-    # ---- coming and going
+    # ---- joining and leaving
 
     def connect(self) -> None:
         self._later(CONNECT_SECONDS + 3 * self._round_trip(), self._attach)
@@ -129,7 +129,7 @@ class SimulatedVolunteer:
         self.alive = False
 
     def leave(self) -> None:
-        """Say so, and go when the coordinator agrees."""
+        """Announce that it leaves, and go when the coordinator agrees."""
         if not self.attached:
             self._swarm.gone(self)
             return
@@ -138,7 +138,7 @@ class SimulatedVolunteer:
         self.send(Leaving())
 
     def send_heartbeat(self) -> None:
-        """Tell the rate as it was measured, and how much waits here."""
+        """Report the measured rate and the queue length."""
         if not self.alive:
             return
         swarm = self._swarm
@@ -148,8 +148,8 @@ class SimulatedVolunteer:
                 noise = swarm.options.measurement_noise
                 self.noise = swarm.rng.lognormvariate(0.0, noise)
                 rate = self.hardware.flops_per_second / swarm.works[self.stage] * self.noise
-                if self._line_is_full(self.stage):
-                    # Like the client, it knows its line only when that has held it up.
+                if self._uplink_is_limit(self.stage):
+                    # Like the client, it measures its uplink only while the uplink is the limit.
                     self._measured_up = (
                         self.hardware.up_bytes_per_second * swarm.rng.lognormvariate(0.0, noise)
                     )
@@ -160,7 +160,7 @@ class SimulatedVolunteer:
             )
         self._later(swarm.heartbeat_seconds, self.send_heartbeat)
 
-    # ---- the coordinator's word
+    # ---- messages of the coordinator
 
     def welcomed(self, message: Welcome) -> None:
         try:
@@ -170,7 +170,7 @@ class SimulatedVolunteer:
         self._later(self._round_trip(), lambda: self.send(StageRequest(stage=stage)))
 
     def assigned(self, message: AssignStage) -> None:
-        """Get a stage, in the place of what is held or beside it."""
+        """Download a stage, in place of the held one or beside it."""
         if not message.prepare:
             self._swarm.stops(self)
             self.stage = None
@@ -183,7 +183,7 @@ class SimulatedVolunteer:
         self._later(seconds, lambda: self._download_finished(message))
 
     def _drop_assignment(self) -> None:
-        """What it was downloading is not wanted any more, or is there: its sources are free."""
+        """Release the sources of a finished or abandoned download."""
         if self._assignment is not None:
             self._swarm.downloads.end(self._assignment)
         self._assignment = None
@@ -214,7 +214,7 @@ class SimulatedVolunteer:
         self._later(size / DISK_BYTES_PER_SECOND + self._round_trip(), lambda: self.send(ready))
 
     def apply(self, step: int, *, switches: bool) -> None:
-        """A step is applied: the next stage is held from now on, or what was got of it is old."""
+        """Apply a step: switch to the prepared stage, or discard it as outdated."""
         if switches and self.prepared is not None:
             self._swarm.stops(self)
             self.stage, self.version = self.prepared, Version(step)
@@ -224,7 +224,7 @@ class SimulatedVolunteer:
         if self._assignment is not None and self._assignment.prepare:
             self._drop_assignment()
 
-    # ---- words
+    # ---- sending
 
     def send(self, message: ClientMessage) -> None:
         if isinstance(message, Heartbeat):

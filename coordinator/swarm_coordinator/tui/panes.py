@@ -288,7 +288,7 @@ def contributors(model: RunModel, width: int, height: int) -> list[Line]:
 
 # ---------------------------------------------------------------- events, admission
 
-_BAD_WORDS = ("gone", "failed", "refused", "marked", "lost", "could not", "goes back", "too late")
+_BAD_WORDS = ("gone", "failed", "refused", "flagged", "lost", "could not", "goes back", "too late")
 _GOOD_WORDS = ("admitted", "is back", "is held again", "finished", "stored")
 
 

@@ -173,23 +173,3 @@ class ShortestExpectedDelay:
 
 def _average(known: float | None, newest: float) -> float:
     return newest if known is None else known + EMA_WEIGHT * (newest - known)
-
-
-class EqualShares(ShortestExpectedDelay):
-    """Each peer in its turn, however long it takes, and nobody before it while it has no room.
-
-    Not for training: what routing by rates is worth is measured against it.
-    """
-
-    def choose(self, now: float, in_flight: Mapping[PeerId, int]) -> PeerId | None:
-        turns = {peer: candidate.turn for peer, candidate in self._candidates.items()}
-        peer = super().choose(now, dict.fromkeys(self.peers, 0))
-        if peer is not None and peer not in in_flight:
-            self._candidates[peer].turn = turns[peer]
-            return None
-        return peer
-
-    def _delay(
-        self, candidate: _PeerEstimate, in_flight: int, unmeasured: float, now: float
-    ) -> float:
-        return 1.0

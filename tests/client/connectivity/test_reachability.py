@@ -1,6 +1,7 @@
 """Whether others reach this volunteer: the conclusions, the check, and when it is repeated.
 
-Observers are scripted here, or are nodes of this process; real routers are in tests/kits/network_lab.
+Observers are scripted here, or are nodes of this process; real routers are in
+tests/kits/network_lab.
 """
 
 from __future__ import annotations

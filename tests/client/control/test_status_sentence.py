@@ -48,10 +48,10 @@ PAUSES = [
         (AT_WORK, DaemonState.CONTRIBUTING, None, "computing stage 3"),
         (StatusFacts(attached=True, stage=3), DaemonState.QUEUED, None, "nothing to compute"),
         (
-            StatusFacts(attached=True, stage=3, waiting_for="stage 1, where everybody has paused"),
+            StatusFacts(attached=True, stage=3, waiting_for="stage 1, where every peer has paused"),
             DaemonState.QUEUED,
             None,
-            "the run waits for stage 1, where everybody has paused",
+            "the run waits for stage 1, where every peer has paused",
         ),
         (StatusFacts(), DaemonState.SYNCING, None, "looking for"),
         (StatusFacts(attached=True), DaemonState.SYNCING, None, "joining"),

@@ -16,14 +16,8 @@ import pytest
 import trio
 from pydantic import Field, TypeAdapter
 
-from swarm_client.ipc.child_process import (
-    MAX_MESSAGE_BYTES,
-    MessageFramer,
-    SyncLink,
-    TrioLink,
-    encode_frame,
-    start_child,
-)
+from swarm_client.ipc.child_process import SyncLink, TrioLink, start_child
+from swarm_client.ipc.framing import MAX_MESSAGE_BYTES, MessageFramer, encode_frame
 from swarm_shared.base.errors import FrameError, LinkClosed
 from swarm_shared.base.frozen_model import FrozenModel
 
@@ -42,7 +36,7 @@ messages: TypeAdapter[Ping | Pong] = TypeAdapter(
     Annotated[Ping | Pong, Field(discriminator="kind")]
 )
 
-# Says its process id, then echoes pings; "deaf" makes it never listen again.
+# Sends its process id, then echoes pings; "deaf" makes it stop reading.
 ECHO_CHILD = """
 import os, sys, time
 from typing import Annotated, Literal

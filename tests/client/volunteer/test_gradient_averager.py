@@ -20,7 +20,7 @@ import psutil
 import pytest
 import trio
 
-from kits.averaging.group import LOOPBACK, NOWHERE, Group, Peer, group
+from kits.averaging.group import LOOPBACK, NOWHERE, Group, Peer, group, wait_available
 from swarm_client.averaging.all_reduce.routes import Route
 from swarm_client.averaging.handle import restart_policy, supervisor
 from swarm_client.averaging.handle.options import AveragingOptions
@@ -410,7 +410,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
         async with trio.open_nursery() as rounds:
             rounds.start_soon(one, late)
             nursery.start_soon(late.worker.run)
-            await late.worker.wait_until_available()
+            await wait_available(late.worker)
             g.publish()
             first.averager._routes._memory = OneRoute(Route.P2PD)  # type: ignore[union-attr, assignment]
             with trio.fail_after(first.averager.stall_seconds / 2):
@@ -504,7 +504,7 @@ async def test_a_port_that_another_program_has_taken_is_given_up_for_a_free_one(
         worker = AveragingWorker(AveragingOptions(tmp_path, LOOPBACK))
         async with trio.open_nursery() as nursery:
             nursery.start_soon(worker.run)
-            started = await worker.wait_until_available()
+            started = await wait_available(worker)
             assert started.addresses == (f"/ip4/127.0.0.1/tcp/{worker.listening_port}",)
             nursery.cancel_scope.cancel()
         return worker.listening_port, started.p2pd_peer_id

@@ -219,8 +219,8 @@ def test_no_token_yet_says_how_to_make_one(
 @pytest.mark.parametrize(
     ("words", "note"),
     [
-        (["token", "create", "RUN"], 'mode is "open", so that no token is asked for'),
-        (["allow", "add", "RUN", ANNA], 'mode is "open", so that the list is not looked at'),
+        (["token", "create", "RUN"], 'mode is "open", so no token is required'),
+        (["allow", "add", "RUN", ANNA], 'mode is "open", so the list is not used'),
         (["ban", "RUN", ANNA], "its owner can come back with a new identity"),
     ],
 )

@@ -321,8 +321,8 @@ async def test_a_peer_that_is_banned_between_its_hello_and_the_core_stays_out(
 async def test_nonsense_from_a_command_is_refused_and_the_run_goes_on(open_run: RunFolder) -> None:
     async with served(open_run) as run:
         for question, reason in (
-            ({}, "cannot be asked of a coordinator"),
-            ({"do": "format the disk"}, "cannot be asked of a coordinator"),
+            ({}, "not an admission request"),
+            ({"do": "format the disk"}, "not an admission request"),
             ({"do": "ban", "peer": "nobody"}, "is not the peer ID"),
             ({"do": "ban", "peer": run.invite.coordinator}, "is this run's own coordinator"),
             ({"do": "unban", "peer": Identity.generate().peer_id}, "is not banned"),

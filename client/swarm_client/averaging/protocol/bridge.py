@@ -1,14 +1,15 @@
-"""What the daemon and its averaging worker say at the head of a bridged stream. Values only.
+"""The heads of bridged streams between the daemon and its averaging worker. Values only.
 
 Each stream of the daemon's libp2p host that the worker uses is a unix connection of its own. The
-worker connects to the daemon to have one opened; the daemon connects to the worker to hand over
-one that has come. Behind the head both pipe the stream's bytes, and nothing else.
+worker connects to the daemon to have a stream opened; the daemon connects to the worker to hand
+over a stream that has arrived. After the head both carry the stream's bytes, and nothing else.
 
-    worker → daemon   OpenStream          daemon → worker   StreamOpened | StreamNotOpened, then
-    the stream
-    daemon → worker   StreamArrived, then the stream, whose greeting comes first
+    worker → daemon   OpenStream
+    daemon → worker   StreamOpened, then the stream, or StreamNotOpened
 
-A head is a little-endian u32 length and so much JSON.
+    daemon → worker   StreamArrived, then the stream, which begins with its HELLO
+
+A head is a little-endian u32 length followed by that many bytes of JSON.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class OpenStream(FrozenModel):
     kind: Literal["open_stream"] = "open_stream"
     peer: PeerId
     relayed: bool
-    """Whether a relayed connection will do."""
+    """Whether a relayed connection is permitted."""
 
 
 class StreamOpened(FrozenModel):
@@ -46,7 +47,8 @@ class StreamNotOpened(FrozenModel):
 
 
 class StreamArrived(FrozenModel):
-    """`sender` is authenticated by the host's connection and admitted by the daemon."""
+    """A stream for the worker. `sender` is authenticated by the host's connection and admitted by
+    the daemon."""
 
     kind: Literal["arrival"] = "arrival"
     sender: PeerId

@@ -6,18 +6,18 @@ from swarm_coordinator.core.state.run import RunPhase, RunState
 
 
 def waiting_for(run: RunState) -> str:
-    """Why no step goes on, for people; empty while one does."""
+    """The reason why no step goes on, for people; empty while one does."""
     if run.phase is RunPhase.WAITING:
         return run.waiting_reason
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING) and run.lost_since:
         names = ", ".join(str(stage) for stage in sorted(run.lost_since))
-        return f"somebody to hold stage {names}, which has lost every peer"
+        return f"a peer to hold stage {names}, which has lost every peer"
     if run.phase in (RunPhase.COLLECT, RunPhase.EVALUATING):
         return paused_reason(run)
     return ""
 
 
 def paused_reason(run: RunState) -> str:
-    """Why no step goes on while whole stages have paused; empty when none has."""
+    """The reason why no step goes on while whole stages have paused; empty if none has."""
     names = ", ".join(str(stage) for stage in run.paused_stages())
-    return f"stage {names}, where everybody has paused" if names else ""
+    return f"stage {names}, where every peer has paused" if names else ""

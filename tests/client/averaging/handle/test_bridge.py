@@ -1,7 +1,6 @@
-"""Streams of the daemon's host on their way to and from the averaging worker.
+"""Streams of the daemon's host to and from the averaging worker.
 
-The worker's end is played by a plain unix socket that says what a worker says; the real worker's
-end goes through the same bridge in test_averager.
+A plain unix socket plays the worker's end.
 """
 
 from __future__ import annotations
@@ -134,12 +133,12 @@ async def test_what_came_before_the_remotes_end_is_read_and_writing_meanwhile_is
     async with daemon(tmp_path) as d, await d.connect() as stream:
         await read_head(stream, open_answers)
         assert d.remote_end is not None
-        await d.remote_end.send(b"late_abort_frame")
+        await d.remote_end.send(b"farewell")
         await d.remote_end.aclose()
-        # The worker writes before it has read; a reset here would cost it the late_abort_frame.
+        # The worker writes before it has read; a reset here would lose it the remote's last bytes.
         for _ in range(8):
             await stream.send_all(bytes(PIECE_BYTES))
-        assert await read_exactly(stream, 8) == b"late_abort_frame"
+        assert await read_exactly(stream, 8) == b"farewell"
         assert await stream.receive_some(1) == b""
 
 

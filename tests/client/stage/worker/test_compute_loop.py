@@ -111,7 +111,7 @@ def stale_rig() -> Iterator[Rig]:
 
 
 class Halfway:
-    """Stops a computation before one of its layers, so that a test can say something meanwhile."""
+    """Stops a computation before one of its layers, so that a test can send a message meanwhile."""
 
     def __init__(self, rig: Rig, passes: int) -> None:
         self._look, self._passes = rig.runner.between_layers, passes
