@@ -57,7 +57,7 @@ def test_a_volunteer_banned_in_the_middle_is_out_in_seconds_and_changes_no_loss(
     began = time.monotonic()
     said = order("ban", run.folder.path, banned[-8:], "--reason", "it was seen cheating")
     assert said.strip().splitlines()[-1] == (
-        f"banned {banned}; 1 session was ended, 1 volunteer was told"
+        f"banned {banned}; 1 session was ended, 1 volunteer was notified"
     )
     wait_until(
         lambda: (

@@ -120,7 +120,7 @@ async def _execute_offline(folder: RunFolder, request: Request) -> dict[str, Any
     said = change.text
     if concerned:
         said += "; no coordinator is running, so it takes effect at the next start"
-    return {"ok": True, "said": said, "warning": change.warning, "details": change.details}
+    return {"ok": True, "text": said, "warning": change.warning, "details": change.details}
 
 
 def _peer_named(folder: RunFolder, text: str) -> PeerId:
@@ -253,7 +253,7 @@ def token_revoke_command(run_dir: Path, token: int) -> None:
 
     TOKEN is its number, as `list` shows it.
     """
-    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["said"])
+    click.echo(submit_request(RunFolder.open(run_dir), RevokeToken(token=token))["text"])
 
 
 # ---------------------------------------------------------------- allow
@@ -270,7 +270,7 @@ def allow_command() -> None:
 def allow_add_command(run_dir: Path, peer: str) -> None:
     """Add PEER (its peer ID) to the list."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Allow(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("remove")
@@ -279,7 +279,7 @@ def allow_add_command(run_dir: Path, peer: str) -> None:
 def allow_remove_command(run_dir: Path, peer: str) -> None:
     """Remove PEER from the list; in mode "allow-list" that ends its membership."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, Disallow(peer=_peer_named(folder, peer)))["text"])
 
 
 @allow_command.command("list")
@@ -312,7 +312,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
     """
     folder, reason = RunFolder.open(run_dir), _checked(reason, "--reason")
     request = BanPeer(peer=_peer_named(folder, peer), reason=reason)
-    click.echo(submit_request(folder, request)["said"])
+    click.echo(submit_request(folder, request)["text"])
 
 
 @click.command("unban")
@@ -321,7 +321,7 @@ def ban_command(run_dir: Path, peer: str, reason: str) -> None:
 def unban_command(run_dir: Path, peer: str) -> None:
     """Lift the ban of PEER; the admission mode decides whether it may rejoin."""
     folder = RunFolder.open(run_dir)
-    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["said"])
+    click.echo(submit_request(folder, UnbanPeer(peer=_peer_named(folder, peer)))["text"])
 
 
 # ---------------------------------------------------------------- texts

@@ -42,7 +42,9 @@ from swarm_coordinator.durability.run_files import (
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
 from swarm_coordinator.server.dashboard_process import DashboardProcess
 from swarm_coordinator.server.listen_addresses import dialable_addresses, invite_for, listen_address
-from swarm_coordinator.status.status_file import read_status, status_lines, without_nan
+from swarm_coordinator.status.document import AdmissionStatus, current_health
+from swarm_coordinator.status.status_file import read_status
+from swarm_coordinator.status.text import status_lines
 from swarm_coordinator.storage.history import history, steps_document
 from swarm_coordinator.storage.leader_election import wait_for_leadership
 from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
@@ -374,8 +376,8 @@ def run_addresses(folder: RunFolder, settings: RunSettings) -> tuple[str, ...]:
     """Return the coordinator's addresses: the present ones if it runs, otherwise the next
     start's."""
     document = read_status(folder.status) if folder.in_use() else None
-    if document is not None and document.get("running"):
-        return tuple(document["addresses"])
+    if document is not None and document.running:
+        return document.addresses
     network = settings.network
     port = network.listen_port or folder.remembered_port()
     listen_address(network.listen_host, port or 0)
@@ -404,33 +406,39 @@ def status_command(run_dir: Path, as_json: bool) -> None:
     """Show the state of the run in RUN_DIR, whether its coordinator runs or not."""
     folder = RunFolder.open(run_dir)
     document = read_status(folder.status)
-    running = folder.in_use() and bool(document and document.get("pid") == _lock_holder(folder))
-    if document is not None and not running:
-        document = {**document, **_admission_now(folder)}
+    running = folder.in_use() and document is not None and document.pid == _lock_holder(folder)
     if document is None:
-        document = {"run": load_manifest(folder).name, "phase": "never started"}
+        name = load_manifest(folder).name
+        if as_json:
+            never = {"run": name, "phase": "never started", "running": running}
+            click.echo(json.dumps(never, indent=1))
+        else:
+            how = f"swarm-coordinator start {quoted(run_dir)}"
+            click.echo(f"{name} has not been started yet: {how}")
+        return
+    if not running:
+        admission = _admission_now(folder) or document.admission
+        document = document.model_copy(update={"admission": admission, "running": False})
+        document = document.model_copy(update={"health": current_health(document, time.time())})
     if as_json:
-        click.echo(json.dumps(without_nan({**document, "running": running}), indent=1))
-    elif "time" not in document:
-        how = f"swarm-coordinator start {quoted(run_dir)}"
-        click.echo(f"{document['run']} has not been started yet: {how}")
+        click.echo(document.model_dump_json(indent=1))
     else:
         for line in status_lines(document, running, time.time()):
             click.echo(line)
 
 
-def _admission_now(folder: RunFolder) -> dict[str, Any]:
-    """Return the present state of admission, for a status written before the last decisions.
+def _admission_now(folder: RunFolder) -> AdmissionStatus | None:
+    """Admission as the database and run.toml have it, newer than a stopped coordinator's status.
 
-    Empty if run.toml is invalid, so that the rest of the status is shown.
+    None if run.toml is broken, which is no reason to show no status.
     """
     try:
         mode = load_settings(folder).admission.mode
     except ConfigurationError:
-        return {}
-    return {
-        "admission": admission_document(read_admission_book(folder), mode, time.time(), attached=0)
-    }
+        return None
+    return AdmissionStatus.model_validate(
+        admission_document(read_admission_book(folder), mode, time.time(), attached=0)
+    )
 
 
 def _lock_holder(folder: RunFolder) -> int | None:

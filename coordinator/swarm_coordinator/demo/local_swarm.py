@@ -116,8 +116,9 @@ class LocalSwarm:
         return history(self.folder.database) if self.folder.database.exists() else None
 
     def status(self) -> Mapping[str, Any]:
-        """Read the coordinator's status, at most a second old; empty before the first one."""
-        return read_status(self.folder.status) or {}
+        """What the coordinator says about itself, at most a second old; empty before it does."""
+        document = read_status(self.folder.status)
+        return {} if document is None else document.model_dump(mode="json")
 
     def expect_exit(self, child: Subprocess) -> None:
         """Allow a process to end before the run does, because the caller ends it on purpose."""

@@ -15,19 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from swarm_coordinator.status.document import (
     AppliedStepRow,
     ContributorRow,
     NoteRow,
     RunDocument,
-    health,
-    parse,
+    current_health,
 )
 from swarm_shared.base.clock import Clock, monotonic, wall
 from swarm_shared.base.errors import StorageError, SwarmError, UsageError
-from swarm_shared.identity.owners import group_by_owner, owner_display
+from swarm_shared.credit.contributions import ContributionSums
 from swarm_shared.tui.recording import Sleep
 from swarm_shared.tui.source import DocumentReceived, Event, SourceLost
 
@@ -82,25 +79,16 @@ class RunFolderReader:
         from swarm_coordinator.status.status_file import read_status
 
         folder = RunFolder.open(self.run_dir)
-        told = read_status(folder.status)
-        if told is None:
+        status = read_status(folder.status)
+        if status is None:
             return RunDocument(run=load_manifest(folder).name, phase="never started"), ""
-        running = bool(told.get("running")) and _alive(told.get("pid"))
-        try:
-            document = parse({**told, "running": running})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise StorageError(
-                f"{folder.status} does not read like a status ({first['loc'][0]}: {first['msg']}); "
-                "use the swarm-coordinator that wrote it"
-            ) from error
+        running = status.running and _alive(status.pid)
+        document = status.model_copy(update={"running": running})
         self._read_history((document.generation, document.version))
-        whole = document.model_copy(
-            update={
-                "history": self._steps, "notes": self._notes, "contributors": self._contributors,
-            }
-        )  # fmt: skip
-        return whole, self._trouble
+        return RunDocument.model_construct(
+            **dict(document), history=self._steps, notes=self._notes,
+            contributors=self._contributors,
+        ), self._trouble  # fmt: skip
 
     def _read_history(self, moment: tuple[int, int]) -> None:
         """Read what is available in the database; a failure is shown and does not end the view."""
@@ -145,33 +133,32 @@ class RunFolderReader:
 def contributors(
     rows: tuple[StageContribution, ...], owners: Mapping[PeerId, PeerId]
 ) -> tuple[ContributorRow, ...]:
-    """Return a row for each owner, with all stages of its devices; most tokens first."""
-    names = {row.peer: row.name for row in rows}
-    devices_of = group_by_owner(names, owners)
-    parts: dict[PeerId, list[StageContribution]] = {}
+    """A row for each owner, with the stages of all its devices; the most tokens come first."""
+    sums = ContributionSums()
     for row in rows:
-        parts.setdefault(owners.get(row.peer, row.peer), []).append(row)
-    found = [
+        sums.add(row.peer, row.stage, row.microbatches, row.tokens)
+        sums.describe(row.peer, row.name, None, owners.get(row.peer))
+    found = (
         ContributorRow(
-            peer=person,
-            name=owner_display(person, devices_of[person], names),
-            devices=len(devices_of[person]),
-            stages=tuple(int(part.stage) for part in those),
-            microbatches=sum(part.microbatches for part in those),
-            tokens=sum(part.tokens for part in those),
+            peer=one.owner,
+            name=one.name,
+            devices=len(one.devices),
+            stages=one.stages,
+            microbatches=one.microbatches,
+            tokens=one.tokens,
         )
-        for person, those in parts.items()
-    ]
+        for one in sums.by_owner()
+    )
     return tuple(sorted(found, key=lambda row: (-row.tokens, row.peer)))
 
 
-def _alive(pid: object) -> bool:
+def _alive(pid: int) -> bool:
     """Whether there is such a process.
 
     The folder's lock would tell for certain, but taking it could make a coordinator that starts at
     that moment believe that another one runs.
     """
-    if not isinstance(pid, int) or pid <= 0:
+    if pid <= 0:
         return False
     try:
         os.kill(pid, 0)
@@ -216,7 +203,5 @@ class RunFolderSource:
     def _not_running(self, document: RunDocument) -> str:
         from swarm_coordinator.run_dir.folder import quoted
 
-        _, why = health(document)
-        return (
-            f"{why.removesuffix('.')}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"
-        )
+        reason = current_health(document, document.time).sentence.removesuffix(".")
+        return f"{reason}; `swarm-coordinator start {quoted(self._run_dir)}` starts it"

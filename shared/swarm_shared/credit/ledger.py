@@ -31,7 +31,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,7 +39,8 @@ from pydantic import ValidationError
 from swarm_shared.base.errors import ProtocolError, SignatureError
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import PeerId, RunId
-from swarm_shared.credit.credit import RecentCredit, credit_of, work_shares
+from swarm_shared.credit.contributions import ContributionSums
+from swarm_shared.credit.credit import credit_of, work_shares
 from swarm_shared.credit.ledger_lines import (
     Head,
     Line,
@@ -52,7 +53,7 @@ from swarm_shared.credit.ledger_lines import (
 )
 from swarm_shared.identity.credentials import open_owner_binding
 from swarm_shared.identity.keys import Identity
-from swarm_shared.identity.owners import effective_bindings, group_by_owner, owner_display
+from swarm_shared.identity.owners import effective_bindings
 from swarm_shared.identity.signed_manifest import (
     MANIFEST_DOMAIN,
     MAX_MANIFEST_BYTES,
@@ -79,41 +80,29 @@ NameAndTeam = tuple[str | None, str | None]
 """A peer's name and its team."""
 
 
-@dataclass(slots=True)
-class _PeerSums:
-    microbatches: int = 0
-    tokens: Counter[int] = field(default_factory=Counter)
-    """Tokens by stage."""
-    recent: RecentCredit = field(default_factory=RecentCredit)
-
-
-class _LedgerSums:
-    """The sums that follow from the steps; the same code makes the totals and checks them."""
+class _LedgerSums(ContributionSums):
+    """The totals that follow from the steps: the same code writes and checks them."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._shares = work_shares([stage.work_flops for stage in manifest.stages])
         self._tokens = manifest.tokens_per_microbatch
-        self.of: dict[str, _PeerSums] = {}
+        super().__init__(self._shares)
 
-    def add(self, step: StepLine) -> None:
-        for peer, stage, microbatches in step.shares:
-            one = self.of.setdefault(peer, _PeerSums())
+    def add_step(self, line: StepLine) -> None:
+        for peer, stage, microbatches in line.shares:
             tokens = microbatches * self._tokens
-            one.microbatches += microbatches
-            one.tokens[stage] += tokens
-            credit = credit_of([(stage, tokens)], self._shares)
-            one.recent = one.recent.with_credit(credit, step.applied_at)
+            self.add(PeerId(peer), stage, microbatches, tokens, applied_at=line.applied_at)
 
-    def total(self, peer: str, named: NameAndTeam, as_of: float) -> TotalLine:
-        one = self.of[peer]
+    def total(self, peer: PeerId, named: NameAndTeam, as_of: float) -> TotalLine:
+        sums = self.peers[peer]
         return TotalLine(
             peer=peer,
             name=named[0],
             team=named[1],
-            microbatches=one.microbatches,
-            tokens=one.tokens.total(),
-            credit=credit_of(one.tokens.items(), self._shares),
-            credit_per_day=one.recent.per_day(as_of),
+            microbatches=sums.microbatches,
+            tokens=sum(sums.tokens.values()),
+            credit=credit_of(sums.tokens.items(), self._shares),
+            credit_per_day=sums.recent.per_day(as_of),
         )
 
 
@@ -145,13 +134,13 @@ def write_ledger(
     )  # fmt: skip
     sums = _LedgerSums(manifest)
     for step in steps:
-        sums.add(step)
+        sums.add_step(step)
         yield chain.put(step)
-    for peer in sorted(sums.of):
-        if PeerId(peer) in bindings:
-            yield chain.put(OwnerLine(peer=peer, binding=bindings[PeerId(peer)]))
-    for peer in sorted(sums.of):
-        yield chain.put(sums.total(peer, names.get(PeerId(peer), (None, None)), as_of))
+    for peer in sorted(sums.peers):
+        if peer in bindings:
+            yield chain.put(OwnerLine(peer=peer, binding=bindings[peer]))
+    for peer in sorted(sums.peers):
+        yield chain.put(sums.total(peer, names.get(peer, (None, None)), as_of))
     sealed = sign_message(
         organiser, Seal(run=run, lines=chain.lines, digest=chain.digest), LEDGER_DOMAIN
     )
@@ -312,12 +301,12 @@ class _Check:
         if len(counted) != self._manifest.stage_count:
             raise ProtocolError(f"step {line.step} counts in stages that the run does not have")
         self._steps = line.step
-        self._sums.add(line)
+        self._sums.add_step(line)
 
     def _take_owner(self, line: OwnerLine) -> None:
         if self._totals:
             raise ProtocolError("an owner follows totals, where nobody looks for it")
-        if line.peer not in self._sums.of:
+        if line.peer not in self._sums.peers:
             raise ProtocolError(f"{line.peer} has an owner and counts in no step")
         if self._owners and line.peer <= next(reversed(self._owners)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
@@ -332,12 +321,12 @@ class _Check:
             raise ProtocolError(
                 f"{chained} is the owner of others and has an owner; a row would be in another"
             )
-        if line.peer not in self._sums.of:
+        if line.peer not in self._sums.peers:
             raise ProtocolError(f"{line.peer} has a total and counts in no step")
         if self._totals and line.peer <= next(reversed(self._totals)):
             raise ProtocolError(f"{line.peer} is not in its place, or there twice")
         named = (line.name, line.team)
-        right = self._sums.total(line.peer, named, self._head.as_of)
+        right = self._sums.total(PeerId(line.peer), named, self._head.as_of)
         for name in ("microbatches", "tokens", "credit", "credit_per_day"):
             told, recomputed = getattr(line, name), getattr(right, name)
             if not math.isclose(told, recomputed, rel_tol=TOLERANCE, abs_tol=1e-12):
@@ -347,7 +336,7 @@ class _Check:
         self._totals[line.peer] = line
 
     def _take_seal(self, line: SealLine, digest: str) -> None:
-        missing = set(self._sums.of) - set(self._totals)
+        missing = set(self._sums.peers) - set(self._totals)
         if missing:
             raise ProtocolError(f"the total of {min(missing)} is missing")
         envelope = decode_envelope(line.envelope, "the seal")
@@ -366,24 +355,23 @@ class _Check:
         )  # fmt: skip
 
     def _people(self) -> tuple[OwnerTotal, ...]:
-        names = {PeerId(peer): total.name for peer, total in self._totals.items()}
-        teams = {PeerId(peer): total.team for peer, total in self._totals.items()}
-        found: list[OwnerTotal] = []
-        for person, devices in group_by_owner(names, self._owners).items():
-            parts = [self._totals[one] for one in devices]
-            found.append(
-                OwnerTotal(
-                    peer=person,
-                    name=owner_display(person, devices, names),
-                    team=owner_display(person, devices, teams),
-                    devices=tuple(devices),
-                    microbatches=sum(part.microbatches for part in parts),
-                    tokens=sum(part.tokens for part in parts),
-                    credit=math.fsum(part.credit for part in parts),
-                    credit_per_day=math.fsum(part.credit_per_day for part in parts),
-                )
+        assert self._head is not None
+        for peer, total in self._totals.items():
+            device = PeerId(peer)
+            self._sums.describe(device, total.name, total.team, self._owners.get(device))
+        return tuple(
+            OwnerTotal(
+                peer=sums.owner,
+                name=sums.name,
+                team=sums.team,
+                devices=sums.devices,
+                microbatches=sums.microbatches,
+                tokens=sums.tokens,
+                credit=sums.credit,
+                credit_per_day=sums.credit_per_day(self._head.as_of),
             )
-        return tuple(sorted(found, key=lambda one: (-one.credit, one.peer)))
+            for sums in self._sums.ranked()
+        )
 
 
 def _named_organiser(envelope: bytes) -> PeerId:

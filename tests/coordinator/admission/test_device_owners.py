@@ -161,14 +161,14 @@ def test_a_record_with_a_binding_that_does_not_hold_is_not_written(tmp_path: Pat
 def test_the_run_news_add_up_an_owners_devices_and_rank_by_the_sum() -> None:
     board = Leaderboard(Bench().manifest)
     board.add(step(1, (VICTIM, 0, 10), (FIRST, 0, 10), (ATTACKER, 0, 15)))
-    board.name(VICTIM.peer_id, "vera", None)
-    board.name(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
+    board.describe(VICTIM.peer_id, "vera", None)
+    board.describe(FIRST.peer_id, "vera's other", "Vs", VICTIM.peer_id)
     first, second = board.rows()
     assert (first.peer, first.devices, first.name, first.team) == (
         VICTIM.peer_id, (FIRST.peer_id,), "vera", None,
     )  # fmt: skip
     assert (first.tokens, second.tokens, second.devices) == (20, 15, ())
-    board.name(FIRST.peer_id, "vera's other", "Vs", None)
+    board.describe(FIRST.peer_id, "vera's other", "Vs", None)
     assert [row.tokens for row in board.rows()] == [15, 10, 10]
 
 

@@ -364,7 +364,7 @@ def test_all_of_it_works_beside_a_running_coordinator(
         assert Invite.decode(out.split()[-1]).addresses == Invite.decode(standing).addresses
         assert re.search(r"\b2 +valid +1 of 1", said(capsys, "token", "list", token_run.path))
         assert said(capsys, "ban", token_run.path, ANNA) == (
-            f"banned {ANNA}; 0 volunteers were told\n"
+            f"banned {ANNA}; 0 volunteers were notified\n"
         )
         assert said(capsys, "ban", token_run.path, ANNA) == f"{ANNA} is banned already\n"
         assert "admission: token, 0 member(s), 2 valid token(s), 1 banned" in wait_for_status(

@@ -42,7 +42,7 @@ def emitted(folder: RunFolder, **changes: object) -> str:
     manifest = load_manifest(folder)
     read = DatabaseReader(folder.database, [0.5, 0.5]).refresh(2e9)
     told = status(**changes)
-    snapshot = Snapshot(told, read, manifest, told["time"] + 0.5)
+    snapshot = Snapshot(told, read, manifest, told.time + 0.5)
     return exposition(snapshot, SERVING).decode()
 
 

@@ -1,4 +1,4 @@
-"""What the coordinator tells those who look before they join."""
+"""Replies of the coordinator to a client that is checked before it joins."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ async def look(invite: Invite, **changes: object) -> DoctorWelcome:
         return probe.welcome
 
 
-async def test_a_visitor_learns_what_the_run_takes_and_whom_to_ask(folder: RunFolder) -> None:
+async def test_an_unadmitted_client_gets_needs_and_peers_to_probe(
+    folder: RunFolder,
+) -> None:
     manifest = load_manifest(folder)
     volunteers = {
         Identity.generate(): reachability
@@ -149,7 +151,7 @@ def test_a_banned_visitor_is_not_answered() -> None:
             )
 
 
-def test_another_version_is_told_and_answered() -> None:
+def test_another_version_is_reported_and_answered() -> None:
     hello = HELLO.model_copy(update={"software": "0.0.1"})
     verdict = judge_with("open")(VISITOR.peer_id, hello)
     assert not verdict.software_fits

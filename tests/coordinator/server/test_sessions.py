@@ -1,4 +1,4 @@
-"""Words to many at once: in order for each of them, and a few writers at a time."""
+"""Broadcasts: in order for each session, and a few writers at a time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Stream:
         await trio.lowlevel.checkpoint()
 
 
-async def test_a_broadcast_reaches_everybody_before_what_is_sent_after_it() -> None:
+async def test_a_broadcast_reaches_all_peers_before_what_is_sent_after_it() -> None:
     sessions = ClientSessions()
     peers = [PeerId(f"peer-{number}") for number in range(3 * WRITERS_PER_TURN)]
     streams = {peer: Stream() for peer in peers}

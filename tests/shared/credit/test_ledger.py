@@ -143,9 +143,9 @@ def forged(*steps: StepLine, **changes: object) -> list[bytes]:
     run = run_id_of(MANIFEST)
     lines = [chain.put(Head(run=run, as_of=AS_OF, manifest=base64.b64encode(ENVELOPE).decode()))]
     for one in steps:
-        sums.add(one)
+        sums.add_step(one)
         lines.append(chain.put(one))
-    for number, peer in enumerate(sorted(sums.of)):
+    for number, peer in enumerate(sorted(sums.peers)):
         total = sums.total(peer, (None, None), AS_OF)
         if number == 0:
             total = TotalLine.model_validate({**total.model_dump(), **changes})

@@ -76,25 +76,6 @@ def rebalancing_of(manifest: Manifest, settings: RebalancingSettings) -> Rebalan
     return RebalancingState(settings, stages)
 
 
-def status_section(run: RunState, now: float) -> dict[str, object]:
-    """What `status` shows of it: plain JSON values only."""
-    rebalancing = run.rebalancing
-    return {
-        "rule": rebalancing.settings.rule.value,
-        "period_seconds": rebalancing.settings.policy.period_seconds,
-        "decided": rebalancing.decided,
-        "made": rebalancing.made,
-        "dropped": rebalancing.dropped,
-        "bytes_moved": rebalancing.bytes_moved,
-        "on_the_way": len(run.peers.movers),
-        "decisions": [
-            {"seconds_ago": now - note.at, "peer": note.peer, "text": note.text}
-            for note in rebalancing.decisions
-        ],
-        "reason": rebalancing.reason,
-    }
-
-
 # ---------------------------------------------------------------- deciding
 
 

@@ -147,26 +147,3 @@ def quantile(buckets: Sequence[int], share: float) -> float | None:
             return upper * 2 ** (((wanted - below) / count - 1) / _PER_OCTAVE)
         below += count
     raise AssertionError("a share of at most one lies in one of the buckets")
-
-
-def status_section(figures: UtilisationStats) -> dict[str, object]:
-    """For `status`: plain JSON values."""
-    recent = figures.recent()
-    whole = StageUtilisation(
-        sum(tally.held_seconds for tally in recent), sum(tally.busy_seconds for tally in recent)
-    )
-    return {
-        "bubble_share": whole.idle_share,
-        "stages": [
-            {
-                "idle_share": now.idle_share,
-                "p50_seconds": quantile(now.buckets, 0.50),
-                "p95_seconds": quantile(now.buckets, 0.95),
-                "held_seconds": total.held_seconds,
-                "busy_seconds": total.busy_seconds,
-                "microbatches": total.buckets,
-            }
-            for now, total in zip(recent, figures.totals, strict=True)
-        ],
-        "rejected": {reason.value: figures.rejected[reason] for reason in Rejection},
-    }

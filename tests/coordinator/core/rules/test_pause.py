@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Command
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Apply, AssignStage, Lease, Leaving, Roster, StageRequest
 
@@ -23,7 +21,7 @@ def offered(bench: Bench, commands: list[Command], to: str = "a1") -> dict[str, 
 
 
 def waits_for(bench: Bench) -> object:
-    return status_of(bench.run, bench.now)["waiting_for"]
+    return document_of(bench.run, bench.now).waiting_for
 
 
 def test_a_paused_peer_accepts_no_work_in_the_roster_until_it_resumes() -> None:
@@ -141,7 +139,7 @@ def test_a_paused_peer_is_no_replacement_for_one_that_leaves_in_the_middle_of_a_
 def test_the_status_shows_paused_peers() -> None:
     bench = Bench.trained(1)
     bench.pause("b1")
-    peers: Any = status_of(bench.run, bench.now)["peers"]
-    assert {peer["peer"]: peer["paused"] for peer in peers} == {
+    peers = document_of(bench.run, bench.now).peers
+    assert {peer.peer: peer.paused for peer in peers} == {
         "a0": False, "b0": False, "a1": False, "b1": True,
     }  # fmt: skip

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import Tick
 from swarm_coordinator.core.rules.rebalancing import LOSS_REACTION_SECONDS, rebalancing_of
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.moves import RebalancingRule, RebalancingSettings
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
@@ -48,10 +50,8 @@ def decided(bench: Bench) -> str:
     return mover
 
 
-def told(bench: Bench) -> dict[str, object]:
-    document = status_of(bench.run, bench.now)["rebalancing"]
-    assert isinstance(document, dict)
-    return document
+def told(bench: Bench) -> dict[str, Any]:
+    return document_of(bench.run, bench.now).rebalancing.model_dump()
 
 
 def fetch_beside(bench: Bench, mover: str) -> AssignStage:
@@ -66,7 +66,7 @@ def fetch_beside(bench: Bench, mover: str) -> AssignStage:
 def test_a_decision_names_its_peer_its_gain_and_its_cost() -> None:
     bench = lopsided()
     mover = decided(bench)
-    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    (decision,) = told(bench)["decisions"]
     text = decision["text"]
     assert decision["peer"] == mover
     assert f"{mover} (…{mover}) moves from stage 0 to stage 1, which makes 1 microbatches/s" in text
@@ -132,7 +132,7 @@ def test_a_close_that_fails_leaves_the_mover_where_it_is() -> None:
 def test_a_peer_without_room_for_both_gives_the_old_one_up_between_two_steps() -> None:
     bench = lopsided(memory_bytes=150)
     mover = decided(bench)
-    (decision,) = told(bench)["decisions"]  # type: ignore[misc]
+    (decision,) = told(bench)["decisions"]
     assert "cannot go on with its old stage meanwhile" in decision["text"]
     assert not bench.sent(mover, AssignStage, bench.log[-50:])
     bench.one_step()

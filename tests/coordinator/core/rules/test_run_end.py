@@ -22,8 +22,9 @@ from swarm_coordinator.core.events import (
     ShutDown,
     StopRequested,
 )
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
+from swarm_coordinator.status.status_file import encode_document
 from swarm_shared.base.types import MicrobatchIndex, StageIndex, Version
 from swarm_shared.protocol import (
     AssignStage,
@@ -272,20 +273,22 @@ def test_a_second_stop_changes_nothing() -> None:
 # ---- the status
 
 
-def test_the_status_is_plain_json_in_every_phase() -> None:
+def test_the_status_document_is_complete_in_every_phase() -> None:
     bench = Bench(steps=1)
     phases = set()
 
     def look() -> dict[str, Any]:
-        status = status_of(bench.run, bench.now)
-        phases.add(status["phase"])
-        return dict(json.loads(json.dumps(status)))
+        status = document_of(bench.run, bench.now)
+        phases.add(status.phase)
+        assert json.loads(encode_document(status)) == status.model_dump(mode="json")
+        return status.model_dump(mode="json")
 
     assert look()["waiting_for"] == ""
     bench.join_all(*ALL)
     bench.report("a0", 0)
     status = look()
-    assert (status["cells_done"], status["cells_total"], status["healthy"]) == (1, 4, True)
+    assert (status["cells_done"], status["cells_total"]) == (1, 4)
+    assert status["health"]["state"] == "healthy"
     assert status["stages"] == [
         {"stage": stage, "peers": 2, "microbatches_per_second": 0.0} for stage in (0, 1)
     ]

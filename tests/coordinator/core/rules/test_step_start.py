@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import AssignStage, StageRequest
 
 
 def waiting_for(bench: Bench) -> str:
-    return str(status_of(bench.run, bench.now)["waiting_for"])
+    return str(document_of(bench.run, bench.now).waiting_for)
 
 
 def test_training_begins_when_every_stage_has_as_many_peers_as_the_organiser_wants() -> None:

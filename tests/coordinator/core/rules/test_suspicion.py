@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kits.swarm_world.event_bench import Bench
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.run import PeerPhase, RunPhase
+from swarm_coordinator.status.builder import document_of
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step, Version
 from swarm_shared.protocol import AbortRound, AssignStage, NotFinite, Ready, StageRequest
 
@@ -22,11 +22,8 @@ def phase(bench: Bench, peer: str) -> PeerPhase:
 
 
 def marked(bench: Bench) -> dict[str, Any]:
-    status = status_of(bench.run, bench.now)
-    peers: Any = status["peers"]
-    return {
-        p["peer"]: (p["flagged_times"], p["flagged_reason"]) for p in peers if "flagged_reason" in p
-    }
+    peers = document_of(bench.run, bench.now).peers
+    return {p.peer: (p.flagged_times, p.flagged_reason) for p in peers if p.flagged_times}
 
 
 def applied_by_all(bench: Bench, **digests: str) -> None:

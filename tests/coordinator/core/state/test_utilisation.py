@@ -8,7 +8,6 @@ import pytest
 
 from kits.swarm_world.event_bench import Bench
 from swarm_coordinator.core.events import ReceiptsVerified
-from swarm_coordinator.core.rules.status_view import status_of
 from swarm_coordinator.core.state.utilisation import (
     BOUNDS,
     MAX_UNREPORTED_SECONDS,
@@ -16,8 +15,9 @@ from swarm_coordinator.core.state.utilisation import (
     Rejection,
     UtilisationStats,
     quantile,
-    status_section,
 )
+from swarm_coordinator.status.builder import document_of
+from swarm_coordinator.status.builder import figures_of as figures_of_stats
 from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
 from swarm_shared.protocol import Heartbeat, NotFinite
 
@@ -42,7 +42,7 @@ def test_a_stage_is_idle_for_the_time_that_its_peers_did_not_compute() -> None:
     first, second = figures.recent()
     assert first.idle_share == pytest.approx(0.5)
     assert second.idle_share is None
-    assert status_section(figures)["bubble_share"] == pytest.approx(0.5)
+    assert figures_of_stats(figures).bubble_share == pytest.approx(0.5)
 
 
 def test_quantiles_are_those_of_the_microbatches_within_a_buckets_width() -> None:
@@ -121,8 +121,7 @@ def beat(bench: Bench, peer: str, **told: Any) -> None:
 
 
 def figures_of(bench: Bench) -> dict[str, Any]:
-    figures: Any = status_of(bench.run, bench.now)["figures"]
-    return figures
+    return document_of(bench.run, bench.now).figures.model_dump()
 
 
 def idle(bench: Bench, stage: int) -> Any:
