@@ -257,7 +257,7 @@ def resealed(bindings: dict[PeerId, str]) -> list[bytes]:
         ({ANNA: bound(VERA, FIRST)}, "shows the owner binding of"),
         ({FIRST.peer_id: bound(VERA, SECOND)}, "shows the owner binding of"),
         ({FIRST.peer_id: "AAAA"}, "signed message"),
-        ({FIRST.peer_id: "?"}, "not in base64"),
+        ({FIRST.peer_id: "?"}, "not base64"),
         ({VERA.peer_id: bound(VERA, VERA)}, "bound to itself"),
         (
             {FIRST.peer_id: bound(VERA, FIRST), VERA.peer_id: bound(SECOND, VERA)},
