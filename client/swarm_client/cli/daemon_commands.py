@@ -44,7 +44,7 @@ def status(home: Path | None, as_json: bool) -> None:
     if document.get("software") != SOFTWARE_VERSION:
         click.echo(
             f"swarm-client: the daemon is version {document.get('software')} and this command "
-            f"{SOFTWARE_VERSION}; restart it with `swarm-client shutdown` and start it again",
+            f"{SOFTWARE_VERSION}; end it with `swarm-client shutdown` and start it again",
             err=True,
         )
     if as_json:
@@ -177,7 +177,7 @@ def _list(home: Path | None, as_json: bool) -> None:
         mark = "*" if run["chosen"] else " "
         click.echo(printable(f"{mark} {run['id'][:12]}  joined {joined}  {run['name']}"))
     if not known and not as_json:
-        click.echo("no run is known; `swarm-client join INVITE` joins one", err=True)
+        click.echo("no run has been joined yet; `swarm-client join INVITE` joins one", err=True)
 
 
 @click.command()
@@ -227,8 +227,8 @@ def _show_file(path: Path) -> None:
         with path.open(errors="replace") as file:
             last = deque(file, maxlen=SHOWN_LINES)
     except OSError:
-        click.echo("no daemon runs here, and none has left a log", err=True)
+        click.echo("no daemon is running here, and there is no log of one", err=True)
         sys.exit(13)
-    click.echo(f"no daemon runs here; this is the end of {path}", err=True)
+    click.echo(f"no daemon is running here; this is the end of {path}", err=True)
     for line in last:
         click.echo(printable(line.rstrip("\n")))

@@ -1,7 +1,8 @@
-"""The status document: what the volunteer and the machine are like now, for people and programs.
+"""Builds the status document: the state of the daemon, its volunteers and the machine.
 
-Maps, decides nothing. Words and reasons are `word`'s, the machine is `gauges`'. Rates and whether
-something is being computed follow from two looks, so that nothing is counted while nobody asks.
+Maps, decides nothing. Sentences and reasons are `swarm_client.control.status_sentence`'s. Rates,
+and whether a device is computing, follow from two successive calls, so nothing is measured while
+nobody requests the status.
 """
 
 from __future__ import annotations
@@ -43,23 +44,25 @@ from swarm_shared.base.version import SOFTWARE_VERSION
 from swarm_shared.protocol import LinkPath
 
 MAX_LISTED_PEERS = 1000
-"""Of a larger run, those that this peer has links with, then those of its own stage."""
+"""Maximum number of peers listed. Of a larger run: those with a link to this peer, then those of
+its own stage."""
 
 RECENT_WORK_SECONDS = 10.0
-"""Who has computed within this time is at work: between two microbatches there is a pause."""
+"""Seconds after a computation for which a device counts as computing: there are pauses between
+microbatches."""
 
 MIN_RATE_SECONDS = 0.5
-"""Between two looks that a rate is taken from; shorter ones say more about the look."""
+"""Shortest interval from which a rate is computed; shorter ones are dominated by timing noise."""
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonFacts:
-    """What the daemon knows beside the volunteer."""
+    """What the daemon knows beside the volunteers."""
 
     now: float
     """Unix seconds."""
     moment: float
-    """On a clock that never jumps."""
+    """Seconds of a monotonic clock."""
     started_at: float
     peer: str
     name: str | None
@@ -74,7 +77,7 @@ class DaemonFacts:
 
 @dataclass(slots=True)
 class _Activity:
-    """What a device was last seen to have done, and when that was another than before."""
+    """The last observed work of a device, and when it last changed."""
 
     done: tuple[int, object]
     at: float | None = None
@@ -100,7 +103,7 @@ class _Traffic:
 
 
 class StatusBuilder:
-    """One per daemon. Volunteers come and go."""
+    """One per daemon; volunteers come and go."""
 
     def __init__(self) -> None:
         self._traffic = _Traffic()
@@ -248,7 +251,7 @@ def device_view(volunteer: Volunteer, described: StateDescription) -> DeviceView
 
 
 def stage_views(volunteer: Volunteer) -> tuple[StageView, ...]:
-    """As the roster has it: who holds each stage now."""
+    """Number of peers and rate of each stage, from the roster."""
     if volunteer.membership is None:
         return ()
     peers: dict[int, int] = dict.fromkeys(range(volunteer.membership.manifest.stage_count), 0)
@@ -268,7 +271,7 @@ def own_peers(device_group: DeviceGroup) -> frozenset[PeerId]:
 
 
 def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
-    # Of the links of several devices with the same peer, one.
+    # Several devices may have links to the same peer; one of them is listed.
     paths = {path.remote: path for one in device_group.volunteers for path in one.node.paths()}
     names, own = names_of(device_group), own_peers(device_group)
     holdings = [one.holding for one in device_group.volunteers]
@@ -304,7 +307,7 @@ def _peer_view(
 
 
 def names_of(device_group: DeviceGroup) -> dict[str, str]:
-    """Public names, as far as the run's news tell them, and this machine's own."""
+    """Public names from the run summary's leaderboard, and this machine's own."""
     news = device_group.reporting_device.news
     rows = () if news is None else news.leaderboard
     names = {

@@ -1,12 +1,12 @@
-"""A switch for measurements: what is usually divided by what lines and devices take, equally."""
+"""A switch for measurements: equal shares of work, instead of shares by uplink and device speed."""
 
 from __future__ import annotations
 
 import os
 
 EQUAL_SHARES_VARIABLE = "SWARM_EQUAL_SHARES"
-"""Set to anything: every peer of a stage gets as many microbatches as the others, and sums as much
-of its gradients. All volunteers of a run have to have it, or none."""
+"""Environment variable; set to anything, every peer of a stage gets the same number of microbatches
+and sums the same share of its gradients. All volunteers of a run must set it, or none."""
 
 
 def shares_are_equal() -> bool:

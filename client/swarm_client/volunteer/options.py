@@ -1,4 +1,4 @@
-"""What a volunteer's user has chosen for one stay in a run."""
+"""The user's options for one participation in a run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class VolunteerOptions:
     long_pause_seconds: float = LONG_PAUSE_SECONDS
     team: str | None = None
     owner: str | None = None
-    """The machine's word that this device is its own, in base64; None for the machine itself."""
+    """The machine's signed owner binding for this device, in base64; None for the machine
+    itself."""
     data_lock: trio.Lock | None = None
-    """Who shares a folder of data takes turns in filling it."""
+    """Shared by devices with a common data folder: one of them fills it at a time."""

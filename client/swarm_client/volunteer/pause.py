@@ -1,6 +1,6 @@
-"""A volunteer's pause as it passes: at once, after the grace, and when it is a long one.
+"""The course of a volunteer's pause: at once, after the grace period, and once it is a long one.
 
-What a pause means and who may order one is in `suspension`. Here is what happens in it.
+What a suspension means and its reasons are in `swarm_client.control.suspension`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarm_client.pipeline.trainer_role import TrainerRole
 
 
 class Pause:
-    """The one switch of a volunteer. `changed` tells the coordinator of it."""
+    """The pause switch of one volunteer. `changed` reports a change to the coordinator."""
 
     def __init__(
         self,
@@ -27,7 +27,7 @@ class Pause:
         long_seconds: float,
         nursery: trio.Nursery,
     ) -> None:
-        """`leave_until_resumed` gives the stage up: a pause has lasted for `long_seconds`."""
+        """`leave_until_resumed` gives the stage up once a pause has lasted `long_seconds`."""
         self.suspension: Suspension | None = None
         self._trainer = trainer
         self._server = server
@@ -37,7 +37,7 @@ class Pause:
         self._nursery = nursery
         self._leaving = False
         self._over = trio.Event()
-        """Set when a pause ends, or when the volunteer is to leave in the middle of one."""
+        """Set when a pause ends, or when the volunteer leaves during one."""
 
     def suspend(self, reason: SuspendReason, until: float | None) -> None:
         began = self.suspension is None
@@ -59,7 +59,7 @@ class Pause:
             self._changed()
 
     def leave(self) -> None:
-        """Nobody waits for the end of a pause any more."""
+        """Release the tasks that wait for the end of a pause."""
         self._leaving = True
         self._over.set()
 
@@ -68,7 +68,7 @@ class Pause:
 
     @property
     def awaited(self) -> bool:
-        """Whether something stands still until the pause is over."""
+        """Whether a task waits for the end of the pause."""
         return self._over.statistics().tasks_waiting > 0
 
     async def _escalate(self, over: trio.Event) -> None:

@@ -83,7 +83,7 @@ def kept(home: Path) -> dict[str, bytes]:
         (GOOD, ("config", "set", "nice", "20"), {}, ConfigurationError, "nice"),
         ("version = 99", ("config", "set", "nice", "5"), {}, VersionError, "not changed"),
         ("version = 99", ("config", "get"), {}, VersionError, "update this one"),
-        (GOOD, ("pause", "--for", "a while"), {}, UsageError, "like 30m"),
+        (GOOD, ("pause", "--for", "a while"), {}, UsageError, "write 30m"),
         (GOOD, ("join", "INVITE", "--device", "cpu", "--device", "gpu"), {}, UsageError, "'gpu'"),
     ],
 )
@@ -114,7 +114,7 @@ def test_a_socket_that_nobody_serves_is_no_daemon(tmp_path: Path, words: tuple[s
     home = Home.create(tmp_path / "h")
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(home.socket_path))
-    assert "no daemon runs in" in sentence(types(home.path, *words), DaemonError)
+    assert "no daemon is running in" in sentence(types(home.path, *words), DaemonError)
 
 
 def test_a_second_daemon_is_refused_and_the_first_ones_home_is_as_it_was(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_a_second_daemon_is_refused_and_the_first_ones_home_is_as_it_was(tmp_pat
     before = kept(home.path)
     with home.locked():
         told = sentence(types(home.path, "daemon"), StorageError)
-    assert "another swarm-client is working in" in told
+    assert "another swarm-client is running in" in told
     assert "--home" in told
     assert kept(home.path).items() >= before.items()
 

@@ -294,7 +294,7 @@ async def test_a_router_without_nat_pmp_says_so_at_once() -> None:
     with trio.socket.socket(trio.socket.AF_INET, trio.socket.SOCK_DGRAM) as unused:
         await unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    with pytest.raises(NetworkError, match="does not speak NAT-PMP") as caught:
+    with pytest.raises(NetworkError, match="does not support NAT-PMP") as caught:
         await nat_pmp.ask(LOOPBACK, nat_pmp.external_address_request(), port)
     # Not after the time that is given to a silent one.
     assert not isinstance(caught.value, LinkTimeout)

@@ -252,9 +252,9 @@ async def test_a_mapping_that_nobody_could_check_is_neither_announced_nor_given_
 
 
 async def test_what_the_router_says_is_passed_on() -> None:
-    mapper = Router(None, "it is set up not to open ports")
+    mapper = Router(None, "it is configured not to open ports")
     found = await examine(PORT, Scripted([sighting()]), nobody, mapper)
-    assert found.note == "it is set up not to open ports"
+    assert found.note == "it is configured not to open ports"
 
 
 async def test_a_second_observer_is_asked_and_may_fail() -> None:

@@ -222,7 +222,7 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(home.socket_path))
     left.close()
-    with pytest.raises(NoDaemon, match="no daemon runs"):
+    with pytest.raises(NoDaemon, match="no daemon is running"):
         ask(home.socket_path, "status")
     async with scene(tmp_path) as s:
         assert (await s.status()).state is DaemonState.STOPPED
@@ -231,7 +231,7 @@ async def test_a_socket_that_a_killed_daemon_left_is_recognised_and_replaced(
 async def test_two_daemons_of_one_home_are_refused_in_a_sentence(tmp_path: Path) -> None:
     with (
         Home.create(tmp_path / "h").locked(),
-        pytest.raises(StorageError, match="another swarm-client is working"),
+        pytest.raises(StorageError, match="another swarm-client is running"),
     ):
         await run_daemon(DaemonOptions(tmp_path / "h"), lambda line: None)
 

@@ -53,7 +53,7 @@ PAUSES = [
             None,
             "the run waits for stage 1, where everybody has paused",
         ),
-        (StatusFacts(), DaemonState.SYNCING, None, "looking for"),
+        (StatusFacts(), DaemonState.SYNCING, None, "connecting to"),
         (StatusFacts(attached=True), DaemonState.SYNCING, None, "joining"),
         (
             StatusFacts(attached=True, loading_stage=2),
@@ -124,7 +124,7 @@ def test_a_pause_with_an_end_says_when_it_ends() -> None:
         StatusFacts(suspension=Suspension(SuspendReason.PAUSED_BY_USER, six)), NOON
     )
     assert described.until == six
-    assert described.sentence == "paused by you until 18:00; `swarm-client resume` goes on"
+    assert described.sentence == "paused by you until 18:00; `swarm-client resume` continues"
     assert clock_text(NOON + 30 * 3600, NOON) == "18:00 on 22 November"
 
 

@@ -138,8 +138,8 @@ async def test_a_program_pauses_the_volunteer_and_its_end_lets_it_go_on(
     game.wait()
     assert await rig.look() is None
     assert rig.lines == [
-        "paused (exclusive_app): swarmgame runs, beside which nothing is to be computed",
-        "going on: nothing in the preferences stands against it any more",
+        "paused (exclusive_app): swarmgame is running, and nothing may be computed beside it",
+        "resumed: the preferences allow computing again",
     ]
 
 
@@ -163,7 +163,7 @@ async def test_a_change_of_the_file_holds_at_the_next_look_and_a_mistake_changes
     rig.path.write_text("cpu_percent = 1")
     await rig.look()
     assert rig.told.limits.duty_cycle == 0.25
-    assert "the preferences are kept as they were" in rig.lines[-1]
+    assert "the preferences stay as they were" in rig.lines[-1]
     rig.path.unlink()
     await rig.look()
     assert rig.told.limits.duty_cycle == 1.0
@@ -189,7 +189,7 @@ async def test_somebody_who_comes_back_has_the_machine_at_the_next_look(tmp_path
     assert await rig.look() is None
     rig.somebody.idle = 0.2
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    assert "somebody uses this machine" in rig.lines[-1]
+    assert "this machine is in use" in rig.lines[-1]
 
 
 async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program(
@@ -253,7 +253,7 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
         reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
     )  # fmt: skip
     told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: somebody uses this machine; goes on when")
+    assert told.sentence.startswith("paused: this machine is in use; continues after")
     assert told.until == pytest.approx(rig.wall + 168, abs=2)
     assert told.devices[0].duty_cycle == 0.5
     assert told.machine.memory_total_bytes > 0
@@ -296,7 +296,7 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
         devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
     )  # fmt: skip
     told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: somebody uses this machine")
+    assert told.sentence.startswith("paused: this machine is in use")
     assert {device.sentence for device in told.devices} == {told.sentence}
 
 

@@ -78,7 +78,7 @@ def test_variables_of_the_prefix_that_are_none_of_ours_are_left_alone(tmp_path: 
         ("exclusive_apps = [3]", "each part of exclusive_apps must be text in quotes, not 3"),
         ("[hours_on]\nsamstag = 'never'", "must name days in English"),
         ("[gpu.first]\nuse = true", "must have tables named by a GPU's number or all"),
-        ("cpu_percent.a = 3", "cpu_percent is one value"),
+        ("cpu_percent.a = 3", "cpu_percent is a single value"),
         ("gpu = 3", "gpu is a table"),
         ("cpu_percent = ", "is not TOML"),
         ("version = 'x'", "version must be 1, not 'x'"),
@@ -156,7 +156,7 @@ def test_a_value_takes_the_place_of_the_comment_that_showed_its_default(tmp_path
     lines = path.read_text().splitlines()
     before = lines[lines.index('exclusive_apps = ["a b", "c"]') - 1]
     assert before == '# neither does ".exe".'
-    assert lines[lines.index("temperature_ceiling_celsius = 75.5") - 1].startswith("# At this")
+    assert lines[lines.index("temperature_ceiling_celsius = 75.5") - 1].startswith("# Temperature at")
     assert len(lines) == len(template().splitlines())
 
 
@@ -232,7 +232,7 @@ def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path)
     assert shown["cpu_percent"]["value"] == 50
     assert shown["max_cores"] == {
         "value": 2, "layer": "flag", "where": "max_cores=2", "group": "Processor",
-        "text": "Processor cores to use at most; 0: all.", "allowed": "from 0 to 4096",
+        "text": "Maximum number of processor cores to use; 0: all.", "allowed": "from 0 to 4096",
     }  # fmt: skip
     with pytest.raises(ConfigurationError, match="did you mean 'cpu_percent'"):
         desk.set("cpu_procent", "50")

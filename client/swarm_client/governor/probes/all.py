@@ -1,4 +1,4 @@
-"""All probes of this machine, read together: one value for the policy."""
+"""All probes of this machine, read together into one value for the policy and the status."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from swarm_client.preferences import Preferences
 from swarm_shared.base.clock import Clock, monotonic
 
 CPU_SECONDS = 1.0
-"""The share over less says little."""
+"""Shortest interval over which processor shares are measured."""
 RELAXED_DISPLAY_SECONDS = 10.0
-"""Between two looks for somebody at the display, where nothing stops at once because of them: on
-some systems asking means starting a program."""
+"""Seconds between two readings of the display's idle time where no device pauses for its user; on
+some systems a reading starts a program."""
 
 
 class MachineProbes:
-    """Not for two threads at once."""
+    """Not thread-safe."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MachineProbes:
         devices: Sequence[str],
         transferred_bytes_by_day: Mapping[int, int],
     ) -> Readings:
-        """All of it as it is now; what changes slowly, or matters to nobody, may be older."""
+        """Read everything; what changes slowly, or affects no decision, may be older."""
         now = self._clock()
         memory = self._memory.read()
         on_gpu = any(device.startswith("cuda") for device in devices)
@@ -93,7 +93,7 @@ class MachineProbes:
             for device in devices
         )
         if not is_urgent and now - self._display_at < RELAXED_DISPLAY_SECONDS:
-            # As the policy remembers it: when somebody was seen, not how long ago.
+            # The policy remembers when a user was last seen.
             self._last = replace(self._last, display_idle_seconds=None)
             return
         self._display_at = now

@@ -1,7 +1,7 @@
-"""NVIDIA GPUs, by NVML: the one door to nvidia-ml-py. Nothing without a driver.
+"""NVIDIA GPUs, read through NVML; the only use of nvidia-ml-py. Nothing without a driver.
 
-NVML numbers GPUs by their place on the bus. CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID,
-and CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` here is looked up through both.
+NVML numbers GPUs by bus position. CUDA does so only under CUDA_DEVICE_ORDER=PCI_BUS_ID, and
+CUDA_VISIBLE_DEVICES hides and renumbers them, so `cuda:0` is resolved through both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarm_client.governor.probes.readings import GpuReading
 
 
 def load_nvml() -> Any | None:
-    """nvidia-ml-py; None when it is not installed."""
+    """The nvidia-ml-py module; None when it is not installed."""
     try:
         import pynvml
     except ImportError:
@@ -35,7 +35,7 @@ class NvmlGpus:
         self._handles: list[Any] | None = None
 
     def read(self) -> tuple[GpuReading, ...]:
-        """In CUDA's order, as far as that is known."""
+        """Readings in CUDA's order, as far as that is known."""
         if self._nvml is None:
             return ()
         if self._handles is None:
@@ -56,7 +56,7 @@ class NvmlGpus:
         for word in filter(None, (word.strip() for word in self._visible.split(","))):
             found = self._named(word, handles)
             if found is None:
-                break  # CUDA, too, shows nothing from the first one on that is not there
+                break  # like CUDA, which ignores everything after the first missing one
             shown.append(found)
         return shown
 
@@ -90,7 +90,7 @@ class NvmlGpus:
         )
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any | None:
-        """None for what this GPU does not tell."""
+        """None for what this GPU does not report."""
         assert self._nvml is not None
         try:
             return question(*arguments)
