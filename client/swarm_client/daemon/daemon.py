@@ -21,7 +21,6 @@ import trio
 
 from swarm_client.control import contribution_log as log_files
 from swarm_client.control import known_runs
-from swarm_client.control.gauges import Gauges
 from swarm_client.control.known_runs import StoredPause, StoredRuns
 from swarm_client.control.log_buffer import LogBuffer
 from swarm_client.control.messages import JoinArguments
@@ -33,6 +32,8 @@ from swarm_client.daemon.participation import participate
 from swarm_client.daemon.sleep_watch import Interruption, SleepWatch
 from swarm_client.daemon.status_builder import DaemonFacts, StatusBuilder, stopped_by
 from swarm_client.governor.governor import Governor
+from swarm_client.governor.probes.all import SystemProbes
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.machine.home import Home
 from swarm_client.machine.log_file import write_log
 from swarm_client.machine.sd_notify import Notifier
@@ -129,7 +130,8 @@ class Daemon:
         self._stored_runs = known_runs.read(home.runs_path)
         self._contribution_log = log_files.read(home.contribution_path)
         self._saved_contribution_log = self._contribution_log
-        self._gauges = Gauges(home.path)
+        self._probes = SystemProbes(home.path)
+        self._probes_lock = trio.Lock()
         self._status_builder = StatusBuilder()
         self._contribution = ContributionCounter(on_step=self._counted)
         self._last_step: int | None = None
@@ -324,10 +326,11 @@ class Daemon:
     # ---- commands
 
     async def status(self) -> Status:
-        machine = await trio.to_thread.run_sync(self._gauges.read)
+        governor = self.governor
+        readings = await self._read_system() if governor is None else governor.readings
         pause = self._stored_runs.pause
-        status = self._status_builder.status(
-            self.device_group,
+        return self._status_builder.status(
+            self.device_group, governor,
             DaemonFacts(
                 now=self._wall(), moment=self._clock(), started_at=self._started_at,
                 peer=self.identity.peer_id,
@@ -336,11 +339,14 @@ class Daemon:
                 suspension=None
                 if pause is None or self._target is None
                 else Suspension(SuspendReason.PAUSED_BY_USER, pause.until),
-                stopped=self._stopped, contribution_log=self._contribution_log, machine=machine,
+                stopped=self._stopped, contribution_log=self._contribution_log, readings=readings,
                 interruption=self._interruption,
             ),
         )  # fmt: skip
-        return status if self.governor is None else self.governor.completed(status)
+
+    async def _read_system(self) -> Readings:
+        async with self._probes_lock:
+            return await trio.to_thread.run_sync(self._probes.read_system)
 
     def pause(self, seconds: float | None) -> str:
         now = self._wall()

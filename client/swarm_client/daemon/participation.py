@@ -281,5 +281,5 @@ async def start_averaging(
     with trio.move_on_after(AVERAGING_START_SECONDS):
         await worker.settled()
     if not worker.available:
-        report(f"all-reduce uses libp2p only: {worker.reason}")
+        report(f"all-reduce goes over libp2p: {worker.reason}")
     return worker

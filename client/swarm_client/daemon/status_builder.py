@@ -35,6 +35,9 @@ from swarm_client.control.status_sentence import (
 )
 from swarm_client.control.suspension import Suspension
 from swarm_client.daemon.sleep_watch import SHOWN_SECONDS, Interruption
+from swarm_client.governor.governor import Governor
+from swarm_client.governor.policy import gpu_index
+from swarm_client.governor.probes.readings import Readings
 from swarm_client.volunteer.device_group import DeviceGroup
 from swarm_client.volunteer.volunteer import Volunteer
 from swarm_shared.base.errors import AdmissionError, SwarmError
@@ -71,7 +74,7 @@ class DaemonFacts:
     stopped: StopCause
     """Why no run is worked on, when none is."""
     contribution_log: ContributionLog
-    machine: MachineView
+    readings: Readings
     interruption: Interruption | None = None
 
 
@@ -109,8 +112,10 @@ class StatusBuilder:
         self._traffic = _Traffic()
         self._activities: dict[PeerId, _Activity] = {}
 
-    def status(self, device_group: DeviceGroup | None, facts: DaemonFacts) -> Status:
-        devices = () if device_group is None else tuple(self._devices(device_group, facts))
+    def status(
+        self, device_group: DeviceGroup | None, governor: Governor | None, facts: DaemonFacts
+    ) -> Status:
+        devices = tuple(self._devices(device_group, governor, facts)) if device_group else ()
         if device_group is None:
             stopped = StatusFacts(stopped=facts.stopped, suspension=facts.suspension)
             described = describe(stopped, facts.now)
@@ -132,8 +137,10 @@ class StatusBuilder:
             run=run_view(reporting_device),
             runs=facts.runs,
             devices=devices,
-            machine=facts.machine,
-            traffic=self._traffic_view(device_group, facts.moment),
+            machine=machine_view(
+                facts.readings, None if governor is None else governor.user_idle_seconds()
+            ),
+            traffic=self._traffic_view(device_group, governor, facts.moment),
             contribution=facts.contribution_log.view(today),
             stages=() if reporting_device is None else stage_views(reporting_device),
             peers=() if device_group is None else peer_views(device_group),
@@ -141,7 +148,9 @@ class StatusBuilder:
             away=None if facts.interruption is None else interruption_view(facts.interruption),
         )
 
-    def _devices(self, device_group: DeviceGroup, facts: DaemonFacts) -> Iterator[DeviceView]:
+    def _devices(
+        self, device_group: DeviceGroup, governor: Governor | None, facts: DaemonFacts
+    ) -> Iterator[DeviceView]:
         for volunteer in device_group.volunteers:
             failure = device_group.failures.get(volunteer.node.peer_id)
             if failure is None:
@@ -149,7 +158,8 @@ class StatusBuilder:
             else:
                 stopped = StatusFacts(stopped=stopped_by(failure))
                 described = describe(stopped, facts.now)
-            yield device_view(volunteer, described)
+            view = device_view(volunteer, described)
+            yield view if governor is None else governed_device_view(view, governor)
 
     def _device_facts(self, volunteer: Volunteer, facts: DaemonFacts) -> StatusFacts:
         holding, interruption = volunteer.holding, facts.interruption
@@ -181,18 +191,61 @@ class StatusBuilder:
             work.done, work.at = done, now
         return work.at is not None and now - work.at < RECENT_WORK_SECONDS
 
-    def _traffic_view(self, device_group: DeviceGroup | None, now: float) -> TrafficView:
+    def _traffic_view(
+        self, device_group: DeviceGroup | None, governor: Governor | None, now: float
+    ) -> TrafficView:
         if device_group is None:
             return TrafficView()
         links = [link for volunteer in device_group.volunteers for link in volunteer.links()]
         self._traffic.update(sum(x.sent for x in links), sum(x.received for x in links), now)
+        decision = None if governor is None else governor.decision
         return TrafficView(
             sent_bytes=self._traffic.sent,
             received_bytes=self._traffic.received,
             sent_bytes_per_second=self._traffic.sent_rate,
             received_bytes_per_second=self._traffic.received_rate,
             reachability=device_group.reporting_device.relay_policy.reachability.value,
+            quota_bytes=None if decision is None else decision.limits.quota_bytes,
+            quota_used_bytes=0 if decision is None else decision.quota_used_bytes,
         )
+
+
+def machine_view(readings: Readings, user_idle_seconds: float | None) -> MachineView:
+    return MachineView(
+        cpu_share=readings.cpu_share,
+        own_cpu_share=readings.own_cpu_share,
+        memory_total_bytes=readings.memory_total_bytes or 0,
+        memory_available_bytes=readings.memory_available_bytes or 0,
+        own_memory_bytes=readings.own_memory_bytes or 0,
+        on_batteries=readings.on_batteries,
+        user_idle_seconds=user_idle_seconds,
+        disk_free_bytes=readings.disk_free_bytes or 0,
+        disk_used_bytes=readings.disk_used_bytes or 0,
+    )
+
+
+def governed_device_view(view: DeviceView, governor: Governor) -> DeviceView:
+    """The view with the readings of its device, and with the governor's reason for a pause."""
+    found = governor.device_decision(view.id)
+    if found is None:
+        return view
+    decision, is_governors_pause = found
+    readings, index = governor.readings, gpu_index(view.id.partition("#")[0])
+    known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
+    if is_governors_pause and view.reason is decision.reason:
+        known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
+    if index is None:
+        known |= {
+            "utilization": readings.own_cpu_share,
+            "memory_used_bytes": readings.own_memory_bytes,
+        }
+    elif (gpu := readings.gpu(index)) is not None:
+        known |= {
+            "utilization": gpu.utilization,
+            "memory_used_bytes": gpu.memory_used_bytes,
+            "temperature_celsius": gpu.temperature_celsius,
+        }
+    return view.model_copy(update=known)
 
 
 def run_view(volunteer: Volunteer | None) -> RunView | None:

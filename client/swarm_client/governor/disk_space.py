@@ -11,7 +11,7 @@ import logging
 import shutil
 from pathlib import Path
 
-from swarm_client.control.gauges import folder_bytes
+from swarm_client.governor.probes.machine import folder_bytes
 from swarm_client.machine.home import Home
 from swarm_client.preferences import Preferences
 from swarm_shared.base.types import RunId

@@ -17,14 +17,7 @@ from typing import Protocol
 
 import trio
 
-from swarm_client.control.status_document import (
-    DeviceView,
-    MachineView,
-    Status,
-    SuspendReason,
-    TrafficView,
-)
-from swarm_client.control.status_sentence import combine_devices
+from swarm_client.control.status_document import SuspendReason
 from swarm_client.control.suspension import Suspendable, Suspension
 from swarm_client.governor.device_offer import most_memory
 from swarm_client.governor.disk_space import make_room, missing_disk_bytes
@@ -35,7 +28,6 @@ from swarm_client.governor.policy import (
     Limits,
     PolicyMemory,
     decide,
-    gpu_index,
 )
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.readings import Readings
@@ -148,65 +140,19 @@ class Governor:
         """The first device's decision. The machine's limits are the same in all."""
         return self._records[0].decision
 
-    def machine(self) -> MachineView:
-        readings = self.readings
+    def user_idle_seconds(self) -> float | None:
+        """Seconds since the last input of a user, at the display or in a terminal."""
         seen = self._records[0].memory.at_any.last_seen
-        return MachineView(
-            cpu_share=readings.cpu_share,
-            own_cpu_share=readings.own_cpu_share,
-            memory_total_bytes=readings.memory_total_bytes or 0,
-            memory_available_bytes=readings.memory_available_bytes or 0,
-            own_memory_bytes=readings.own_memory_bytes or 0,
-            on_batteries=readings.on_batteries,
-            user_idle_seconds=None if seen is None else max(0.0, trio.current_time() - seen),
-            disk_free_bytes=readings.disk_free_bytes or 0,
-            disk_used_bytes=readings.disk_used_bytes or 0,
-        )
+        return None if seen is None else max(0.0, trio.current_time() - seen)
 
-    def device(self, view: DeviceView) -> DeviceView:
-        """The view with what the probes know of the device, and our words for our own pause."""
-        record = next((one for one in self._records if one.subject.device.id == view.id), None)
-        if record is None:
-            return view
-        decision = record.decision
-        index = gpu_index(record.subject.device.name)
-        known: dict[str, object] = {"duty_cycle": decision.limits.duty_cycle}
-        own_suspension = (
-            record.own_suspension is not None
-            and record.subject.volunteer.suspended is record.own_suspension
-        )
-        if own_suspension and view.reason is decision.reason:
-            known |= {"sentence": f"paused: {decision.sentence}", "until": decision.until}
-        if index is None:
-            known |= {
-                "utilization": self.readings.own_cpu_share,
-                "memory_used_bytes": self.readings.own_memory_bytes,
-            }
-        elif (gpu := self.readings.gpu(index)) is not None:
-            known |= {
-                "utilization": gpu.utilization,
-                "memory_used_bytes": gpu.memory_used_bytes,
-                "temperature_celsius": gpu.temperature_celsius,
-            }
-        return view.model_copy(update=known)
-
-    def traffic(self, view: TrafficView) -> TrafficView:
-        limits, used = self.decision.limits, self.decision.quota_used_bytes
-        known = {"quota_bytes": limits.quota_bytes, "quota_used_bytes": used}
-        return view.model_copy(update=known)
-
-    def completed(self, status: Status) -> Status:
-        """The status with what the probes know, and with our words for our own pauses."""
-        devices = tuple(self.device(view) for view in status.devices)
-        known: dict[str, object] = {
-            "machine": self.machine(),
-            "devices": devices,
-            "traffic": self.traffic(status.traffic),
-        }
-        if devices:
-            described = combine_devices(devices)
-            known |= {"sentence": described.sentence, "until": described.until}
-        return status.model_copy(update=known)
+    def device_decision(self, device_id: str) -> tuple[GovernorDecision, bool] | None:
+        """The device's decision, and whether its present suspension is the governor's."""
+        for record in self._records:
+            if record.subject.device.id == device_id:
+                own = record.own_suspension
+                ordered = own is not None and record.subject.volunteer.suspended is own
+                return record.decision, ordered
+        return None
 
     def claim_disk(self, size_bytes: int) -> None:
         """Raise StorageError when `size_bytes` more would exceed what the preferences allow."""

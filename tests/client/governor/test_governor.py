@@ -12,14 +12,9 @@ import pytest
 import trio
 
 from kits.runs.started_program import wait_until_it_is
-from swarm_client.control.status_document import (
-    DaemonState,
-    DeviceView,
-    Status,
-    SuspendReason,
-    TrafficView,
-)
+from swarm_client.control.status_document import DaemonState, DeviceView, SuspendReason
 from swarm_client.control.suspension import Suspension
+from swarm_client.daemon.status_builder import governed_device_view, machine_view
 from swarm_client.governor.governor import P2PD_HELD_BACK, GovernedDevice, Governor
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.machine.devices import Device
@@ -202,8 +197,9 @@ async def test_bytes_of_all_ways_count_against_the_quota_and_outlive_the_program
     assert await rig.look() is SuspendReason.QUOTA_USED
     assert rig.told.network["for_others"] is False
     rig.governor._transfer_counts.save()
-    view = rig.governor.traffic(TrafficView())
-    assert (view.quota_bytes, view.quota_used_bytes) == (int(0.01 * 2**30), 16 * 10**6)
+    decision = rig.governor.decision
+    assert decision.limits.quota_bytes == int(0.01 * 2**30)
+    assert decision.quota_used_bytes == 16 * 10**6
 
     again = Rig(tmp_path, "transfer_gib = 0.01\ntransfer_days = 2")
     assert await again.look() is SuspendReason.QUOTA_USED
@@ -247,19 +243,15 @@ async def test_the_status_tells_what_the_probes_read_and_why_nothing_is_computed
     rig = Rig(tmp_path, "run_if_user_active = false\ncpu_percent = 50")
     rig.somebody.idle = 12.0
     assert await rig.look() is SuspendReason.USER_ACTIVE
-    status = Status(
-        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
-        sentence="short", peer="p",
-        reason=SuspendReason.USER_ACTIVE, devices=(PAUSED,),
-    )  # fmt: skip
-    told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: this machine is in use; continues after")
-    assert told.until == pytest.approx(rig.wall + 168, abs=2)
-    assert told.devices[0].duty_cycle == 0.5
-    assert told.machine.memory_total_bytes > 0
-    assert told.machine.user_idle_seconds == pytest.approx(12, abs=5)
+    view = governed_device_view(PAUSED, rig.governor)
+    assert view.sentence.startswith("paused: this machine is in use; continues after")
+    assert view.until == pytest.approx(rig.wall + 168, abs=2)
+    assert view.duty_cycle == 0.5
+    machine = machine_view(rig.governor.readings, rig.governor.user_idle_seconds())
+    assert machine.memory_total_bytes > 0
+    assert machine.user_idle_seconds == pytest.approx(12, abs=5)
     rig.told.suspend(SuspendReason.PAUSED_BY_USER)
-    assert rig.governor.completed(status).sentence == "short"
+    assert governed_device_view(PAUSED, rig.governor).sentence == "short"
 
 
 async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> None:
@@ -270,7 +262,7 @@ async def test_what_is_the_machines_is_shared_by_its_devices(tmp_path: Path) -> 
     one, other = rig.told, rig.others_told[0]
     cores = min(2, rig.governor._binding.available_cores)
     assert one.limits == other.limits == WorkerLimits(1.0, max(1, cores // 2))
-    total = rig.governor.machine().memory_total_bytes
+    total = rig.governor.readings.memory_total_bytes
     assert one.memory_bytes == other.memory_bytes == min(10**9, int(total * 6 / 100) // 2)
     assert rig.bandwidth.up.bytes_per_second == 100_000
 
@@ -289,15 +281,10 @@ async def test_both_devices_are_paused_and_a_users_own_pause_of_one_is_left_alon
     await rig.look()
     assert other.suspended is not None
     assert other.suspended.reason is SuspendReason.USER_ACTIVE
-    status = Status(
-        software="x", pid=1, time=1, started_at=0, state=DaemonState.PAUSED,
-        sentence="short", peer="p",
-        reason=SuspendReason.USER_ACTIVE,
-        devices=(PAUSED, PAUSED.model_copy(update={"id": "cpu#2"})),
-    )  # fmt: skip
-    told = rig.governor.completed(status)
-    assert told.sentence.startswith("paused: this machine is in use")
-    assert {device.sentence for device in told.devices} == {told.sentence}
+    views = (PAUSED, PAUSED.model_copy(update={"id": "cpu#2"}))
+    sentences = {governed_device_view(view, rig.governor).sentence for view in views}
+    [sentence] = sentences
+    assert sentence.startswith("paused: this machine is in use")
 
 
 async def test_a_device_that_takes_part_no_more_is_told_nothing(tmp_path: Path) -> None:

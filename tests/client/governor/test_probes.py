@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from kits.runs.started_program import wait_until_it_is
-from swarm_client.control.gauges import folder_bytes
 from swarm_client.governor.probes.all import MachineProbes
 from swarm_client.governor.probes.apps import AppProbe
 from swarm_client.governor.probes.gpus import NvmlGpus, load_nvml
@@ -36,6 +35,7 @@ from swarm_client.governor.probes.machine import (
     DiskProbe,
     MemoryProbe,
     ProcessTree,
+    folder_bytes,
 )
 from swarm_client.governor.probes.x11 import X11Idle, display_number, find_cookie
 from swarm_client.preferences import Preferences

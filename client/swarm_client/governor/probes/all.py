@@ -28,8 +28,41 @@ RELAXED_DISPLAY_SECONDS = 10.0
 some systems a reading starts a program."""
 
 
-class MachineProbes:
-    """Not thread-safe."""
+class SystemProbes:
+    """Processor, memory, disk and power: what the status shows without a run. Not thread-safe."""
+
+    def __init__(self, home: Path, clock: Clock = monotonic) -> None:
+        self.process_tree = ProcessTree(clock=clock)
+        self.disk = DiskProbe(home, clock)
+        self._clock = clock
+        self._cpu = CpuProbe(self.process_tree, clock)
+        self._memory = MemoryProbe(self.process_tree, clock)
+        self._power = PowerProbe(clock)
+        self._last = Readings()
+        self._cpu_at = -1e9
+
+    def read_system(self) -> Readings:
+        """Processor shares are since the previous reading; None at the first."""
+        memory = self._memory.read()
+        self._last = replace(
+            self._last,
+            on_batteries=self._power.on_batteries(),
+            memory_total_bytes=memory.total_bytes,
+            memory_available_bytes=memory.available_bytes,
+            own_memory_bytes=memory.own_bytes,
+            disk_free_bytes=self.disk.free_bytes(),
+            disk_used_bytes=self.disk.used(),
+        )
+        now = self._clock()
+        if now - self._cpu_at >= CPU_SECONDS:
+            self._cpu_at = now
+            share, own = self._cpu.shares()
+            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+        return self._last
+
+
+class MachineProbes(SystemProbes):
+    """All probes. Not thread-safe."""
 
     def __init__(
         self,
@@ -39,18 +72,12 @@ class MachineProbes:
         gpus: GpuProbe | None = None,
         clock: Clock = monotonic,
     ) -> None:
-        self.process_tree = ProcessTree(clock=clock)
-        self._clock = clock
-        self._cpu = CpuProbe(self.process_tree, clock)
-        self._memory = MemoryProbe(self.process_tree, clock)
-        self.disk = DiskProbe(home, clock)
-        self._power = PowerProbe(clock)
+        super().__init__(home, clock)
         self._apps = AppProbe(clock)
         self._gpus = gpus or NvmlGpus()
         self._display = display or display_idle()
         self._terminals = terminals or TerminalIdle()
-        self._last = Readings()
-        self._cpu_at = self._display_at = -1e9
+        self._display_at = -1e9
 
     def read(
         self,
@@ -59,30 +86,19 @@ class MachineProbes:
         transferred_bytes_by_day: Mapping[int, int],
     ) -> Readings:
         """Read everything; what changes slowly, or affects no decision, may be older."""
-        now = self._clock()
-        memory = self._memory.read()
+        self.read_system()
         on_gpu = any(device.startswith("cuda") for device in devices)
         apps = preferences.exclusive_apps
         self._last = replace(
             self._last,
-            on_batteries=self._power.on_batteries(),
             terminal_idle_seconds=self._terminals.idle_seconds(),
-            memory_total_bytes=memory.total_bytes,
-            memory_available_bytes=memory.available_bytes,
-            own_memory_bytes=memory.own_bytes,
-            disk_free_bytes=self.disk.free_bytes(),
-            disk_used_bytes=self.disk.used(),
             running_apps=self._apps.running(
                 (*apps, *preferences.exclusive_gpu_apps) if on_gpu else apps
             ),
             gpus=self._gpus.read(),
             transferred_bytes_by_day=transferred_bytes_by_day,
         )
-        self._read_display(preferences, devices, now)
-        if now - self._cpu_at >= CPU_SECONDS:
-            self._cpu_at = now
-            share, own = self._cpu.shares()
-            self._last = replace(self._last, cpu_share=share, own_cpu_share=own)
+        self._read_display(preferences, devices, self._clock())
         return self._last
 
     def _read_display(self, preferences: Preferences, devices: Sequence[str], now: float) -> None:

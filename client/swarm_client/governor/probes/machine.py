@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from swarm_client.control.gauges import folder_bytes
 from swarm_shared.base.clock import Clock, monotonic
 
 PROCESS_TREE_SECONDS = 5.0
@@ -141,6 +142,16 @@ class MemoryProbe:
             total += memory.rss - common
             shared = max(shared, common)
         return total + shared
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below; files that vanish meanwhile count nothing."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += Path(parent, name).lstat().st_size
+    return total
 
 
 class DiskProbe:
