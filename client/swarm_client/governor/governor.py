@@ -44,7 +44,7 @@ from swarm_shared.network import Bandwidth
 
 TICK_SECONDS = 0.5
 """Seconds between two ticks. A returning user has the machine again within two seconds: this, and
-the grace period of what is being computed (`swarm_client.control.suspension`)."""
+the grace period of what is being computed (`swarm_client.volunteer.pause`)."""
 MAKE_ROOM_INTERVAL_SECONDS = 30.0
 """Seconds between two attempts to make room on the disk."""
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import trio
 
-from swarm_client.control.suspension import LONG_PAUSE_SECONDS
 from swarm_client.machine.devices import Device
 from swarm_shared.base.types import StageIndex
+
+LONG_PAUSE_SECONDS: Final = 600.0
+"""Length of a pause after which the stage is given up. Until then coming back costs nothing; later,
+averaging in every step costs more uplink than a download does."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,26 @@
 """The course of a volunteer's pause: at once, after the grace period, and once it is a long one.
 
-What a suspension means and its reasons are in `swarm_client.control.suspension`.
+A suspended volunteer keeps its stage and what it has accumulated: it takes no new microbatch,
+finishes what is in flight within GRACE_SECONDS or hands it back, and still takes part in step
+closes, because the run has counted its gradients. After a long pause it gives the stage up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import trio
 
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.stage_server import StageServer
-from swarm_client.pipeline.trainer_role import TrainerRole
+from swarm_client.pipeline.trainer import Trainer
+
+GRACE_SECONDS: Final = 0.9
+"""Seconds for microbatches in flight to be finished; what remains is handed back. Together with the
+time until a user is detected (at most 0.5 s, 1 s through logind), the machine is its user's again
+within two seconds."""
 
 
 class Pause:
@@ -20,7 +28,7 @@ class Pause:
 
     def __init__(
         self,
-        trainer: TrainerRole,
+        trainer: Trainer,
         server: StageServer,
         changed: Callable[[], None],
         leave_until_resumed: Callable[[], None],

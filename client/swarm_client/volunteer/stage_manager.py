@@ -20,12 +20,12 @@ from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
-from swarm_client.pipeline.stage_move import MovingStepCloser
 from swarm_client.pipeline.step_close import CloseOrder, StepCloser
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import WorkerDied
 from swarm_shared.base.errors import SwarmError
+from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.base.types import StageIndex, Version
 from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
 
@@ -168,6 +168,14 @@ class StageManager:
         if self._step_closer is not None:
             self._step_closer.session_lost()
 
+    # ---- step closes (`swarm_client.pipeline.step_close.CloseHandler`)
+
+    def send(self, message: FrozenModel) -> None:
+        self._volunteer.send(message)
+
+    def rejoin(self) -> None:
+        self._volunteer.attachment.restart()
+
     def prepared(self) -> Holding | None:
         return self._prepared_tenure.holding if self._prepared_tenure is not None else None
 
@@ -297,14 +305,12 @@ class StageManager:
                 StageIndex(holding.stage + 1), tenure.nursery
             )
         tenure.next_stage = self.next_stage
-        self._step_closer = MovingStepCloser(
-            holding, volunteer.membership.manifest, volunteer.averager, volunteer.send,
-            self._save_snapshot, self._applied, volunteer.attachment.restart, self.prepared,
-            self._switch_to_prepared, self._drop_outdated,
-        )  # fmt: skip
+        self._step_closer = StepCloser(
+            holding, volunteer.membership.manifest, volunteer.averager, self
+        )
         tenure.nursery.start_soon(self._run_step_closer, self._step_closer)
 
-    def _switch_to_prepared(self, prepared: Holding) -> None:
+    def switch_to_prepared(self, prepared: Holding) -> None:
         """Make the prepared stage the held one; end the stage that was held, with its worker."""
         left, tenure = self._held_tenure, self._prepared_tenure
         assert left is not None
@@ -317,22 +323,22 @@ class StageManager:
         self._volunteer.report(f"moved to stage {prepared.stage}")
         left.scope.cancel()
 
-    def _drop_outdated(self) -> None:
+    def drop_outdated(self) -> None:
         """Drop the prepared stage: it is one version behind, and the coordinator assigns it
         again."""
         if self._prepared_tenure is not None:
             self._prepared_tenure.scope.cancel()
 
-    async def _run_step_closer(self, rounds: StepCloser) -> None:
+    async def _run_step_closer(self, closer: StepCloser) -> None:
         try:
-            await rounds.run()
+            await closer.run()
         except WorkerDied:
             return  # `_run_worker` waits for the same death and reports it
 
-    async def _save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
+    async def save_snapshot(self, holding: Holding, request: SaveSnapshot) -> None:
         await self._volunteer.snapshots.save(holding, request, self._volunteer.send)
 
-    def _applied(self, holding: Holding, apply: Apply, counted: int) -> None:
+    def step_applied(self, holding: Holding, apply: Apply, counted: int) -> None:
         volunteer = self._volunteer
         assert volunteer.membership is not None
         self._deaths = 0

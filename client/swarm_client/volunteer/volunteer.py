@@ -21,9 +21,10 @@ from swarm_client.membership.membership import Membership, renew_certificate, ve
 from swarm_client.membership.roster import RosterView
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.mask_client import MaskClient
+from swarm_client.pipeline.samples import RunSamples
 from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.stage_server import HELLO_LIMITS, StageServer
-from swarm_client.pipeline.trainer_role import TrainerRole
+from swarm_client.pipeline.trainer import Trainer
 from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.volunteer import hello as self_report
 from swarm_client.volunteer.contribution import ContributionCounter
@@ -111,7 +112,7 @@ class Volunteer:
         self._own_transport_only = False
         self._nursery = nursery
         self._stage_manager = StageManager(self, nursery)
-        self._trainer = TrainerRole(self.send, self.current_step, nursery)
+        self._trainer = Trainer(self.send, self.current_step, nursery)
         self._masks = MaskClient(self.attachment.send)
         averager.worker.on_change(lambda: self.relay_policy.wake())
         self.directory = PeerDirectory(
@@ -254,7 +255,8 @@ class Volunteer:
                 use_urls=not self._own_transport_only, lock=self.options.data_lock,
             )  # fmt: skip
             self._trainer.begin(
-                manifest, folder, self.stage_links.downstream(StageIndex(0), self._nursery)
+                RunSamples(manifest, folder),
+                self.stage_links.downstream(StageIndex(0), self._nursery),
             )
         await self._stage_manager.wait_ready()
         stage = self.options.wanted_stage
@@ -333,7 +335,7 @@ class Volunteer:
 
     def suspend(self, reason: SuspendReason, until: float | None = None) -> None:
         """Compute nothing from now on, and keep what is accumulated
-        (`swarm_client.control.suspension`)."""
+        (`swarm_client.volunteer.pause`)."""
         self.pause.suspend(reason, until)
 
     def resume(self) -> None:

@@ -158,8 +158,6 @@ def test_a_value_takes_the_place_of_the_comment_that_showed_its_default(tmp_path
     assert before == '# neither does ".exe".'
     ceiling = lines[lines.index("temperature_ceiling_celsius = 75.5") - 1]
     assert ceiling.startswith("# Temperature at")
-        "# Temperature at"
-    )
     assert len(lines) == len(template().splitlines())
 
 

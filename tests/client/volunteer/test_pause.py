@@ -10,8 +10,9 @@ import trio
 from client.pipeline.test_pipeline import parcel, world
 from client.volunteer.test_volunteer_admission import scene
 from swarm_client.control.status_document import SuspendReason
-from swarm_client.control.suspension import GRACE_SECONDS, Suspension
+from swarm_client.control.suspension import Suspension
 from swarm_client.pipeline.trainer import Trainer
+from swarm_client.volunteer.pause import GRACE_SECONDS
 from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
@@ -100,16 +101,17 @@ async def test_a_trainer_that_stops_hands_back_what_it_has_not_begun_and_what_co
     said: list[LeaseResult] = []
     async with world() as w, w.peer(0), w.peer(0) as own, trio.open_nursery() as nursery:
         w.publish(own)
-        trainer = Trainer(Zeros(), w.downstream(own, 0), said.append, lambda: Step(1), nursery)
+        trainer = Trainer(said.append, lambda: Step(1), nursery)
+        trainer.begin(Zeros(), w.downstream(own, 0))
         trainer.take(lease(0, 1, 2))  # one is begun
-        trainer.stop_taking("paused")
+        trainer.pause()
         assert [(r.microbatch, r.ok, r.reason) for r in said] == [
-            (1, False, "paused"),
-            (2, False, "paused"),
+            (1, False, "this volunteer is paused"),
+            (2, False, "this volunteer is paused"),
         ]
         trainer.take(lease(3))
         assert said[-1].microbatch == 3
-        trainer.take_again()
+        trainer.resume()
         trainer.take(lease(4))
         assert len(said) == 3
         nursery.cancel_scope.cancel()
@@ -133,7 +135,8 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
         hold = first.worker.hold = trio.Event()
         async with trio.open_nursery() as nursery:
             to_first = w.downstream(own, 0)
-            trainer = Trainer(Zeros(), to_first, said.append, lambda: Step(1), nursery)
+            trainer = Trainer(said.append, lambda: Step(1), nursery)
+            trainer.begin(Zeros(), to_first)
             trainer.take(lease(0))
             await first.worker.entered.wait()
             trainer.take(lease(1, 2, step=2))
