@@ -169,10 +169,6 @@ class Governor:
                 "them with `swarm-client config set`"
             )
 
-    def reload(self) -> None:
-        """Load the preferences file now. ConfigurationError and the like when it is invalid."""
-        self.source.reload()
-
     # ---- the loop
 
     async def run(self) -> None:

@@ -68,13 +68,10 @@ class Limits:
     nice: int = 0
     duty_cycle: float = 1.0
     """Fraction of the time that the device computes."""
-    memory_bytes: int | None = None
-    """Of this machine's memory, for all processes of this program."""
     vram_bytes: int | None = None
     upload_bytes_per_second: int | None = None
     download_bytes_per_second: int | None = None
     quota_bytes: int | None = None
-    disk_bytes: int | None = None
     own_transport_only: bool = False
     """Nothing may be sent over a transport on which it is neither counted nor limited."""
 
@@ -128,7 +125,7 @@ def decide(
     not given."""
     case = _Evaluation(preferences, readings, now, gpu_index(device), zone)
     remembered = case.remember(memory)
-    limits = case.limits(remembered)
+    limits = case.limits()
     used = transferred_bytes(readings, preferences.transfer_days, case.today)
     return GovernorDecision(tuple(case.causes(remembered)), limits, used), remembered
 
@@ -246,19 +243,17 @@ class _Evaluation:
 
     # ---- limits
 
-    def limits(self, memory: PolicyMemory) -> Limits:
+    def limits(self) -> Limits:
         preferences, gpu = self.preferences, self.gpu
         percent = preferences.cpu_percent if gpu is None else gpu.duty_cycle_percent
         return Limits(
             cores=preferences.max_cores or None,
             nice=preferences.nice,
             duty_cycle=percent / 100,
-            memory_bytes=self._memory_bytes(memory.at_display),
             vram_bytes=int(gpu.vram_gib * GIB) or None if gpu is not None else None,
             upload_bytes_per_second=preferences.upload_bytes_per_second or None,
             download_bytes_per_second=preferences.download_bytes_per_second or None,
             quota_bytes=int(preferences.transfer_gib * GIB) or None,
-            disk_bytes=int(preferences.disk_gib * GIB) or None,
             own_transport_only=preferences.limits_transport,
         )
 

@@ -68,10 +68,6 @@ class Home:
         return self.path / "identity.key"
 
     @property
-    def carrier_key_path(self) -> Path:
-        return self.path / "p2pd.key"
-
-    @property
     def log_folder(self) -> Path:
         return self.path / "log"
 

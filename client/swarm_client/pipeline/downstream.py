@@ -35,7 +35,7 @@ MAX_ATTEMPTS = 8
 OVERDUE_CHECK_SECONDS = 0.25
 """Seconds between two checks of a microbatch in flight."""
 
-AskMask = Callable[[Step, MicrobatchIndex, PeerId], Awaitable[tuple[StageIndex, ...]]]
+AskMask = Callable[[Step, MicrobatchIndex], Awaitable[tuple[StageIndex, ...]]]
 OpenStream = Callable[[PeerRecord], Awaitable[Stream]]
 
 
@@ -82,8 +82,6 @@ class Downstream:
         self._closed = False
         self._waiting_sends = 0
         """Sends that wait for a peer with a free credit."""
-        self.resent = 0
-        """Microbatches sent again after a failure."""
         self.hedged = 0
         """Microbatches sent to a second peer while the first had not answered."""
 
@@ -96,7 +94,7 @@ class Downstream:
         the first answer wins. `still_wanted` is checked repeatedly. MicrobatchAbandoned when it
         returns False or the attempts are used up.
         """
-        race = Race(trio.current_time())
+        race = Race()
         async with trio.open_nursery() as nursery:
             race.begin(nursery, self._deliver(race, request, request.accumulate, still_wanted))
             await self._watch(race, nursery, request, still_wanted)
@@ -150,7 +148,7 @@ class Downstream:
         accumulate = request.accumulate
         if request.mode == "train":
             try:
-                missing = await self._ask_mask(request.step, request.microbatch, overdue)
+                missing = await self._ask_mask(request.step, request.microbatch)
             except MicrobatchAbandoned:
                 return  # no coordinator; the first peer may still answer
             accumulate = tuple(stage for stage in missing if stage >= self.stage)
@@ -185,13 +183,12 @@ class Downstream:
             except (NetworkError, ProtocolError) as error:
                 reason = error
             failures += 1
-            self.resent += 1
             self._routing.failed(edge.peer, trio.current_time())
             if not still_wanted():
                 raise MicrobatchAbandoned("the step is over") from reason
             if request.mode == "train":
                 # A peer downstream may have counted it before the link broke.
-                missing = await self._ask_mask(request.step, request.microbatch, edge.peer)
+                missing = await self._ask_mask(request.step, request.microbatch)
                 accumulate = tuple(stage for stage in missing if stage >= self.stage)
         raise MicrobatchAbandoned(
             f"{failures} attempts to reach stage {self.stage} failed, the last one because {reason}"

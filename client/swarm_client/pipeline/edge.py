@@ -60,7 +60,6 @@ class Edge:
 
     def __init__(self, stream: Stream, hello: StageHelloAnswer) -> None:
         self.peer: PeerId = stream.remote
-        self.stage = hello.stage
         self.closed = False
         self._stream = stream
         self._credits = hello.credits

@@ -2,8 +2,7 @@
 
 PipelineError
 ├── EdgeRefused          the receiver said no; `reason` says whether somebody else may serve
-├── MicrobatchAbandoned  it is not worth going on: the step is over, or nobody can serve
-└── NotHolding           this peer holds no stage now
+└── MicrobatchAbandoned  it is not worth going on: the step is over, or nobody can serve
 """
 
 from __future__ import annotations
@@ -24,7 +23,3 @@ class EdgeRefused(PipelineError):
 
 class MicrobatchAbandoned(PipelineError):
     """The sender has given this microbatch up; the coordinator leases it again if need be."""
-
-
-class NotHolding(PipelineError):
-    """This peer holds no stage at the moment."""

@@ -75,8 +75,7 @@ class LatencyEstimate:
 class Race:
     """One microbatch in flight to one or more peers of a stage."""
 
-    def __init__(self, started_at: float) -> None:
-        self.started_at = started_at
+    def __init__(self) -> None:
         self.sent_at: dict[PeerId, float] = {}
         """When it was sent to each peer that has it now."""
         self.hedges = 0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import trio
 
 from swarm_client.pipeline.errors import MicrobatchAbandoned
-from swarm_shared.base.types import MicrobatchIndex, PeerId, StageIndex, Step
+from swarm_shared.base.types import MicrobatchIndex, StageIndex, Step
 from swarm_shared.protocol import Mask, MaskRequest
 
 
@@ -28,15 +28,13 @@ class MaskClient:
         self._numbers = itertools.count(1)
         self._queries: dict[int, _MaskQuery] = {}
 
-    async def ask(
-        self, step: Step, microbatch: MicrobatchIndex, suspect: PeerId
-    ) -> tuple[StageIndex, ...]:
+    async def ask(self, step: Step, microbatch: MicrobatchIndex) -> tuple[StageIndex, ...]:
         """The stages that have not counted the microbatch. MicrobatchAbandoned when there is no
         answer."""
         number = next(self._numbers)
         query = self._queries[number] = _MaskQuery()
         try:
-            request = MaskRequest(request=number, step=step, microbatch=microbatch, suspect=suspect)
+            request = MaskRequest(request=number, step=step, microbatch=microbatch)
             if not self._send(request):
                 raise MicrobatchAbandoned("no coordinator: which stages counted it is unknown")
             await query.answered.wait()

@@ -15,13 +15,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
 from swarm_client.membership.admission_gate import AdmissionGate
+from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.downstream import Downstream, MicrobatchRequest
 from swarm_client.pipeline.edge import HELLO_SECONDS, Buffer, Stream
 from swarm_client.pipeline.errors import MicrobatchAbandoned
@@ -75,15 +75,6 @@ def stage_limits(manifest: Manifest) -> FrameLimits:
     )
 
 
-class Membership(Protocol):
-    """What the stage server has to know about the run and about this peer's place in it."""
-
-    @property
-    def certificate(self) -> str: ...
-    @property
-    def manifest(self) -> Manifest: ...
-
-
 class StageServer:
     """Handler of the stage protocol. `holding` and `next_stage` return what is served now."""
 
@@ -105,6 +96,7 @@ class StageServer:
         self._next_stage = next_stage
         self._gate = gate
         self.refused: dict[RefusalReason, int] = dict.fromkeys(RefusalReason, 0)
+        """Refusals sent, by reason."""
         self._paused = False
         self._task_scopes: set[trio.CancelScope] = set()
         """Scopes of the microbatches in flight, from before the forward to the gradient."""

@@ -70,10 +70,6 @@ class Hours:
         """`on` names days (as in WEEKDAYS) with other hours. ValueError as parse_window."""
         return cls(tuple(parse_window(on.get(day, every_day)) for day in WEEKDAYS))
 
-    @property
-    def unrestricted(self) -> bool:
-        return all(window == ALWAYS for window in self.days)
-
     def contain(self, now: float, zone: tzinfo | None = None) -> bool:
         """Whether this moment (Unix seconds) is within the hours; `zone` None: this
         machine's zone."""

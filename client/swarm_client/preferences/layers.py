@@ -216,13 +216,6 @@ def check_name(name: str, where: str) -> None:
         )
 
 
-def known_names() -> list[str]:
-    """Every name, with examples in place of user-defined parts."""
-    plain = [name for name in Preferences.model_fields if name not in _TABLES]
-    gpu = [f"gpu.all.{name}" for name in GpuPreferences.model_fields]
-    return [*plain, "hours_on.saturday", "network_hours_on.saturday", *gpu]
-
-
 def flatten(document: Mapping[str, Any]) -> FlatValues:
     named: FlatValues = {}
     for name, value in document.items():

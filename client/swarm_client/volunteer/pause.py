@@ -74,11 +74,6 @@ class Pause:
     async def wait_over(self) -> None:
         await self._over.wait()
 
-    @property
-    def awaited(self) -> bool:
-        """Whether a task waits for the end of the pause."""
-        return self._over.statistics().tasks_waiting > 0
-
     async def _escalate(self, over: trio.Event) -> None:
         with trio.move_on_after(GRACE_SECONDS):
             await over.wait()

@@ -87,12 +87,6 @@ class CoordinatorSession:
             self.send(heartbeat())
             await trio.sleep(interval_seconds)
 
-    async def flush(self) -> None:
-        """Wait up to 2 s until the outbox has been handed to the network."""
-        with trio.move_on_after(2.0):
-            while self._outbox.statistics().current_buffer_used:
-                await trio.sleep(0.02)
-
 
 @asynccontextmanager
 async def attach(node: Node, invite: Invite, hello: Hello) -> AsyncIterator[CoordinatorSession]:

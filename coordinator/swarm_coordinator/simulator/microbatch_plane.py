@@ -284,9 +284,7 @@ class MicrobatchPlane:
         self._asked += 1
         number = self._asked
         self._masks[node.volunteer.peer, number] = answer
-        request = MaskRequest(
-            request=number, step=parcel.step, microbatch=parcel.microbatch, suspect=suspect
-        )
+        request = MaskRequest(request=number, step=parcel.step, microbatch=parcel.microbatch)
         self._to_coordinator(node, lambda: node.volunteer.send(request))
 
     def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None:

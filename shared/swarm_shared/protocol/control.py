@@ -161,7 +161,6 @@ class MaskRequest(FrozenModel):
     request: Count
     step: Step
     microbatch: MicrobatchIndex
-    suspect: PeerId | None = None
 
 
 class RoundReport(FrozenModel):

@@ -478,7 +478,7 @@ class Driver:
 def test_a_gpu_tells_what_it_can_and_nothing_else_breaks() -> None:
     first, second = NvmlGpus(Driver(), {}).read()
     assert (first.temperature_celsius, first.utilization, first.name) == (66, 0.4, "Something 4000")
-    assert (first.power_watts, first.power_limit_watts) == (120, 300)
+    assert first.power_limit_watts == 300
     assert (first.memory_total_bytes, first.memory_used_bytes) == (8 * 2**30, 2**30)
     assert (second.index, second.temperature_celsius, second.memory_used_bytes) == (1, None, None)
 

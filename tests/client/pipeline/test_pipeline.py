@@ -136,7 +136,7 @@ class World:
         self.organiser = Identity.generate()
         self.roster = RosterView()
         self.peers: list[Peer] = []
-        self.masks: list[tuple[int, int, str]] = []
+        self.masks: list[tuple[int, int]] = []
         self.missing: tuple[int, ...] = ()
         self.manifest = SimpleNamespace(
             tokens_per_microbatch=TOKENS,
@@ -178,8 +178,8 @@ class World:
         certificate: str | None = None,
         latency: LatencyEstimate | None = None,
     ) -> Downstream:
-        async def ask(step: int, microbatch: int, suspect: str) -> tuple[int, ...]:
-            self.masks.append((step, microbatch, suspect))
+        async def ask(step: int, microbatch: int) -> tuple[int, ...]:
+            self.masks.append((step, microbatch))
             return self.missing
 
         async def open_stream(record: PeerRecord) -> object:
@@ -272,7 +272,7 @@ async def test_a_peer_that_dies_is_replaced_and_only_the_masked_stages_count_aga
                 other.worker.hold.set()
                 await first.node.disconnect(sender.identity.peer_id)
     assert len(answers) == 1
-    assert w.masks == [(1, 5, first.identity.peer_id)]
+    assert w.masks == [(1, 5)]
     assert first.worker.forwards == [(5, True)]
     assert other.worker.forwards == [(5, False)]  # computed and passed on, not counted
     assert other.worker.accumulated == []

@@ -15,7 +15,6 @@ from swarm_client.preferences.file import edited, set_preference, template
 from swarm_client.preferences.hours import WEEKDAYS
 from swarm_client.preferences.layers import (
     PreferenceSource,
-    known_names,
     load,
     parse_file,
     preferences_path,
@@ -255,7 +254,10 @@ def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_se
     assert list(dict.fromkeys(groups)) == list(GROUPS)
     assert groups == sorted(groups, key=GROUPS.index)
     assert all(row["text"] for row in shown.values())
-    patterns = {name.replace("saturday", day) for name in known_names() for day in WEEKDAYS}
+    tables = ("hours_on", "network_hours_on")
+    patterns = {name for name in Preferences.model_fields if name not in (*tables, "gpu")}
+    patterns |= {f"{table}.{day}" for table in tables for day in WEEKDAYS}
+    patterns |= {f"gpu.all.{name}" for name in GpuPreferences.model_fields}
     assert set(shown) == patterns | {"gpu.1.vram_gib"}
     assert (shown["hours_on.monday"]["value"], shown["hours_on.monday"]["where"]) == (
         "22:00-06:30", "`hours`",

@@ -68,7 +68,7 @@ async def test_what_is_not_finished_in_time_is_handed_back_and_another_gets_it_w
                 pausing.server.hand_back()
                 while not answers:
                     await trio.sleep(0.01)
-    assert w.masks == [(1, 5, pausing.identity.peer_id)]
+    assert w.masks == [(1, 5)]
     assert other.worker.accumulated == [5]
     assert pausing.worker.accumulated == []
     assert pausing.holding is not None
@@ -182,7 +182,7 @@ async def test_a_long_pause_ends_the_session_in_order_and_its_end_begins_another
         await s.until(lambda: s.volunteer.attachment.session is not None)
         s.volunteer.suspend(SuspendReason.ON_BATTERIES)
         await s.until(lambda: s.volunteer.attachment.session is None)
-        await s.until(lambda: s.volunteer.pause.awaited)
+        await s.until(lambda: s.volunteer.pause._over.statistics().tasks_waiting)
         assert len(s.script.hellos) == 1
         assert not s.volunteer.attachment.finished
         s.volunteer.resume()

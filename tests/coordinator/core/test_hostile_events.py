@@ -55,7 +55,7 @@ messages = st.one_of(
         reachability=st.sampled_from(["public", "behind_nat"]), offers_relay=flags,
         carrier=st.none() | st.just({"peer": "x" * 200, "addresses": ["a"], "binding": "b"}),
     ),
-    message("mask_request", request=counts, step=indices, microbatch=indices, suspect=peers),
+    message("mask_request", request=counts, step=indices, microbatch=indices),
     message(
         "round_report", step=indices, attempt=counts, ok=flags, own_squared=squares,
         tied_squared=squares, reason=st.just(""), culprit=st.none() | peers, carrier_failed=flags,

@@ -180,7 +180,7 @@ class Computing(PeerBase):
         self.say(
             MaskRequest(
                 request=self._masks_asked, step=Step(parcel.step),
-                microbatch=MicrobatchIndex(parcel.microbatch), suspect=suspect,
+                microbatch=MicrobatchIndex(parcel.microbatch),
             )
         )  # fmt: skip
 

@@ -76,7 +76,6 @@ class NvmlGpus:
         memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
         rates = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
         temperature = self._ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU)
-        milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
         limit = self._ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         return GpuReading(
             index=index,
@@ -85,7 +84,6 @@ class NvmlGpus:
             utilization=None if rates is None else rates.gpu / 100,
             memory_total_bytes=None if memory is None else int(memory.total),
             memory_used_bytes=None if memory is None else int(memory.used),
-            power_watts=None if milliwatts is None else milliwatts / 1000,
             power_limit_watts=None if limit is None else limit / 1000,
         )
 

@@ -15,7 +15,6 @@ class GpuReading:
     """0 to 1."""
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    power_watts: float | None = None
     power_limit_watts: float | None = None
 
 
