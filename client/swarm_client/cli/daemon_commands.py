@@ -105,9 +105,9 @@ def shutdown(no_wait: bool, home: Path | None, as_json: bool) -> None:
 def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
     from swarm_client.control.client import NoDaemon, ask, stream
 
-    said = ask(socket_of(home), method)
+    answer = ask(socket_of(home), method)
     if not as_json:
-        print_answer(said, as_json)
+        print_answer(answer, as_json)
     if not no_wait:
         try:
             for document in stream(socket_of(home), "follow"):
@@ -119,7 +119,7 @@ def _end(method: str, no_wait: bool, home: Path | None, as_json: bool) -> None:
         if not as_json:
             click.echo("done")
     if as_json:
-        print_answer({**said, "done": not no_wait}, as_json)
+        print_answer({**answer, "done": not no_wait}, as_json)
 
 
 @click.group(invoke_without_command=True)

@@ -220,8 +220,8 @@ def _last_error(log_path: Path, began_at: int) -> str:
         log.seek(began_at)
         lines = log.read(64 * 1024).decode(errors="replace").splitlines()
     marker = "swarm-client: error: "
-    told = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
-    return told[-1] if told else f"the daemon ended at once; its log is {log_path}"
+    errors = [line.removeprefix(marker) for line in lines if line.startswith(marker)]
+    return errors[-1] if errors else f"the daemon ended at once; its log is {log_path}"
 
 
 def _raise_as(code: int, sentence: str) -> None:

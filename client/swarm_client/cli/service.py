@@ -129,12 +129,12 @@ def status(system: bool, as_json: bool) -> None:
         from swarm_client.service import systemd
 
         place = _place_for(system)
-        said = systemd.shown(place)
+        properties = systemd.shown(place)
         found = {
             "installed": place.unit.exists(), "enabled": place.link.is_symlink(),
             "path": str(place.unit),
-            "state": said.get("ActiveState", "unknown: systemd is not running here"),
-            "text": said.get("StatusText", ""),
+            "state": properties.get("ActiveState", "unknown: systemd is not running here"),
+            "text": properties.get("StatusText", ""),
         }  # fmt: skip
     if as_json:
         print_json(found)

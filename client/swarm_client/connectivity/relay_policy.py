@@ -211,7 +211,7 @@ class RelayPolicy:
         now = self._current_announcement()
         if self._announced is not None and now.is_equivalent(self._announced):
             return
-        told = self._send(
+        sent = self._send(
             AddressUpdate(
                 addresses=now.addresses,
                 carrier=now.carrier,
@@ -219,7 +219,7 @@ class RelayPolicy:
                 offers_relay=now.offers_relay,
             )
         )
-        if told:
+        if sent:
             self._announced = now
 
     def _path_changed(self, peer: PeerId) -> None:

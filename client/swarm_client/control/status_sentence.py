@@ -116,13 +116,13 @@ assert set(_STATE_PRECEDENCE) == set(DaemonState)
 
 def combine_devices(devices: Sequence[DeviceView]) -> StateDescription:
     """The description of a machine from those of its devices; at least one device has one."""
-    told = [d for d in devices if d.state is not None]
-    first = min(told, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
+    described = [d for d in devices if d.state is not None]
+    first = min(described, key=lambda d: _STATE_PRECEDENCE.index(d.state or DaemonState.STOPPED))
     assert first.state is not None
     sentence = first.sentence
-    if any(d.sentence != first.sentence for d in told):
-        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in told)
-    alike = all((d.state, d.until) == (first.state, first.until) for d in told)
+    if any(d.sentence != first.sentence for d in described):
+        sentence = "; ".join(f"{d.id}: {d.sentence}" for d in described)
+    alike = all((d.state, d.until) == (first.state, first.until) for d in described)
     return StateDescription(first.state, sentence, first.reason, first.until if alike else None)
 
 

@@ -398,17 +398,17 @@ class Daemon:
 
     def shutdown(self) -> str:
         """End the daemon; the next one continues the chosen run."""
-        said = "ending: finishing what is in flight" if self._can_hand_over() else "ending"
-        self.event(said)
+        message = "ending: finishing what is in flight" if self._can_hand_over() else "ending"
+        self.event(message)
         self._end_participation(ending=True)
-        return said
+        return message
 
-    def _stop_working(self, said: str) -> str:
+    def _stop_working(self, message: str) -> str:
         if self._target is None and self._participation_scope is None:
             return SENTENCES[SuspendReason.NO_RUN]
-        self.event(said)
+        self.event(message)
         self._end_participation()
-        return said
+        return message
 
     def join(self, join: JoinArguments) -> str:
         invite = Invite.decode(join.invite)

@@ -1,8 +1,9 @@
 """Builds the status document: the state of the daemon, its volunteers and the machine.
 
-Maps, decides nothing. Sentences and reasons are `swarm_client.control.status_sentence`'s. Rates,
-and whether a device is computing, follow from two successive calls, so nothing is measured while
-nobody requests the status.
+Maps, decides nothing. Sentences and reasons are `swarm_client.control.status_sentence`'s and the
+governor's; readings come from `swarm_client.governor.probes`. Rates, and whether a device is
+computing, follow from two successive calls, so no figure is kept while no client requests the
+status.
 """
 
 from __future__ import annotations
@@ -328,11 +329,11 @@ def peer_views(device_group: DeviceGroup) -> tuple[PeerView, ...]:
     paths = {path.remote: path for one in device_group.volunteers for path in one.node.paths()}
     names, own = names_of(device_group), own_peers(device_group)
     holdings = [one.holding for one in device_group.volunteers]
-    mine = {holding.stage for holding in holdings if holding is not None}
+    own_stages = {holding.stage for holding in holdings if holding is not None}
     records = sorted(
         device_group.reporting_device.roster.all(),
         key=lambda r: (
-            r.peer not in own, r.peer not in paths, r.stage not in mine, r.stage, r.peer
+            r.peer not in own, r.peer not in paths, r.stage not in own_stages, r.stage, r.peer
         ),
     )  # fmt: skip
     return tuple(

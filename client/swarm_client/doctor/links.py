@@ -128,7 +128,7 @@ def _peers_found(
             "peers", f"none of {len(asked)} volunteers could be measured",
             "Run this again in a minute; they may be busy or have just left.",
         )  # fmt: skip
-    return ok("peers", f"{len(words)} of {len(asked)} asked: {'; '.join(words)}", **details)
+    return ok("peers", f"{len(words)} of {len(asked)} measured: {'; '.join(words)}", **details)
 
 
 async def _measure_peer(

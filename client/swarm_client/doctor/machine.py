@@ -77,9 +77,9 @@ async def probe_torch() -> tuple[dict[str, Any], float]:
     try:
         found = json.loads(done.stdout)
     except ValueError:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        last_line = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         end = f"ended with code {done.returncode}"
-        return {"error": f"its test process {end} {' '.join(said)[:200]}"}, seconds
+        return {"error": f"its test process {end} {' '.join(last_line)[:200]}"}, seconds
     return dict(found), seconds
 
 
@@ -193,7 +193,7 @@ def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
     except ConfigurationError as error:
         seen = str(error)
         return problem(
-            "home", ConfigurationError, seen, "Do what is said there.", path=str(path)
+            "home", ConfigurationError, seen, "Do as this message says.", path=str(path)
         ), None, False  # fmt: skip
     if is_locked(path / "lock"):
         return warning(
@@ -201,8 +201,8 @@ def check_home(home: Home) -> tuple[Check, Identity | None, bool]:
             "Nothing to do if it is yours; a second client needs a folder of its own (--home).",
             path=str(path), client_running=True,
         ), identity, True  # fmt: skip
-    who = "no identity yet" if identity is None else f"peer {identity.peer_id}"
-    return ok("home", f"{path}, {who}", path=str(path), client_running=False), identity, False
+    identity_text = "no identity yet" if identity is None else f"peer {identity.peer_id}"
+    return ok("home", f"{path}, {identity_text}", path=str(path), client_running=False), identity, False
 
 
 def existing_parent(path: Path) -> Path:

@@ -5,7 +5,7 @@ problem in the order of CHECKS, which is the order of causes: a damaged invite c
 coordinator that cannot be reached with it. The codes are those of `swarm_shared.base.errors`:
 
     1   Python or torch does not work here         8   the network or the coordinator
-    2   the words of the command                   9   the run refuses, or the clock is wrong
+    2   the command's arguments                    9   the run refuses, or the clock is wrong
     3   a key file that cannot be used             10  another version is needed
     4   the invite                                 11  the coordinator breaks the protocol
     6   memory or the device
@@ -176,8 +176,8 @@ def summary(report: Report) -> str:
         _count(counts[State.WARNING], "warning"),
         f"{counts[State.SKIPPED]} skipped" if counts[State.SKIPPED] else "",
     ]
-    said = ", ".join(part for part in parts if part) or "everything is in order"
-    return f"{said} (checked in {report.duration_seconds:.1f} s)"
+    counted = ", ".join(part for part in parts if part) or "everything is in order"
+    return f"{counted} (checked in {report.duration_seconds:.1f} s)"
 
 
 def _wrapped(text: str, first: str, rest: str, width: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs in a child process: imports torch and tells what it sees, as one line of JSON.
+"""Runs in a child process: imports torch and prints its findings as one line of JSON.
 
     python -m swarm_client.doctor.torch_probe
 

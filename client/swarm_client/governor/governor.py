@@ -213,13 +213,13 @@ class Governor:
         )
 
     def _report_preferences(self) -> None:
-        said = [
+        values = [
             f"{name} = {spell(value)}"
             for name, value, origin in self.source.current.values()
             if origin.layer != "default"
         ]
-        if said:
-            self._report(f"preferences: {', '.join(said)}")
+        if values:
+            self._report(f"preferences: {', '.join(values)}")
 
     # ---- applying
 

@@ -285,15 +285,15 @@ class _Evaluation:
     def _user_active(self, memory: PolicyMemory) -> Iterator[Cause]:
         preferences = self.preferences
         if self.gpu is None:
-            allowed, presence, who = preferences.run_if_user_active, memory.at_any, "this machine"
+            allowed, presence, place = preferences.run_if_user_active, memory.at_any, "this machine"
         else:
             allowed, presence = preferences.run_gpu_if_user_active, memory.at_display
-            who = "this machine's display"
+            place = "this machine's display"
         left = presence.seconds_left(self._idle_seconds(), self.now.steady)
         if not allowed and left > 0:
             yield Cause(
                 SuspendReason.USER_ACTIVE,
-                f"{who} is in use; continues after {preferences.idle_minutes:g} minutes without "
+                f"{place} is in use; continues after {preferences.idle_minutes:g} minutes without "
                 "input",
                 self.now.wall + left,
             )

@@ -85,7 +85,7 @@ class AdmissionGate:
         """Whether the remote's role includes sending microbatches to `stage`: trainers, all of
         which hold a stage, send to the first; the peers of each stage to the next.
 
-        Also False for a moment while the roster with the remote's stage is on its way.
+        Also False for a moment before the roster with the remote's stage arrives.
         """
         record = self._roster.get(remote)
         return record is not None and (stage == 0 or record.stage == stage - 1)

@@ -87,8 +87,8 @@ class StageServer:
         uplink_seconds: Callable[[Holding], float],
         report_not_finite: Callable[[NotFinite], None] = lambda _: None,
     ) -> None:
-        """`uplink_seconds` says what the line takes for one microbatch; `tell` takes word to the
-        coordinator of what went wrong at this very peer."""
+        """`uplink_seconds` returns the seconds of the uplink that one microbatch takes;
+        `report_not_finite` reports a computation that was not finite at this peer."""
         self._report_not_finite = report_not_finite
         self._uplink_seconds = uplink_seconds
         self._membership = membership

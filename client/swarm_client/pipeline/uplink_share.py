@@ -24,13 +24,13 @@ steps, so the estimated all-reduce share would otherwise grow until none are lef
 class UplinkEstimate(Protocol):
     @property
     def own_up_bytes_per_second(self) -> float:
-        """What the line takes; 0 while that is unknown."""
+        """The uplink's rate; 0 while unknown."""
 
 
 class AllReduceTraffic(Protocol):
     @property
     def sent_bytes(self) -> int:
-        """In averages, so far."""
+        """Bytes sent in all-reduces so far."""
 
 
 class UplinkShare:

@@ -1,6 +1,6 @@
 """Preferences over the control socket: show all with their sources, and change one.
 
-Flags and the environment are not changed over it: they belong to whoever started the program.
+Flags and the environment are not changed over it: they belong to the user who started the program.
 """
 
 from __future__ import annotations

@@ -52,12 +52,12 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class RunCommand:
-    words: Sequence[str]
+    command: Sequence[str]
     may_fail: bool = False
     """The object of the command may not exist any more."""
 
     def __str__(self) -> str:
-        return f"run {shlex.join(self.words)}"
+        return f"run {shlex.join(self.command)}"
 
 
 Step = WriteFile | MakeLink | Remove | RunCommand
@@ -119,5 +119,5 @@ def _run(words: Sequence[str], *, may_fail: bool) -> None:
             return
         raise DaemonError(f"`{shlex.join(words)}` could not be carried out: {error}") from error
     if done.returncode != 0 and not may_fail:
-        said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-        raise DaemonError(f"`{shlex.join(words)}` failed: {said}")
+        output = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
+        raise DaemonError(f"`{shlex.join(words)}` failed: {output}")

@@ -106,15 +106,15 @@ def purge_system() -> tuple[Step, ...]:
 
 def manager_runs(place: UnitPlace) -> bool:
     """Whether the manager answers: `is-system-running` then prints a state, whichever it is."""
-    said = _ask((*place.systemctl, "is-system-running"))
-    return said.strip() not in ("", "offline", "unknown")
+    output = _ask((*place.systemctl, "is-system-running"))
+    return output.strip() not in ("", "offline", "unknown")
 
 
 def shown(place: UnitPlace) -> Mapping[str, str]:
     """The manager's properties of the unit; empty where it does not answer."""
     names = ("LoadState", "ActiveState", "SubState", "MainPID", "StatusText")
-    said = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))
-    return dict(line.split("=", 1) for line in said.splitlines() if "=" in line)
+    output = _ask((*place.systemctl, "show", UNIT, *(f"--property={name}" for name in names)))
+    return dict(line.split("=", 1) for line in output.splitlines() if "=" in line)
 
 
 def _ask(words: Sequence[str]) -> str:

@@ -39,7 +39,8 @@ class DeviceGroup:
 
     @property
     def finished(self) -> bool:
-        """Whether the coordinator has told at least one device that the run is finished."""
+        """Whether the coordinator has ended at least one device's session because the run is
+        finished."""
         return any(
             one.attachment.finished and not one.attachment.leaving for one in self.volunteers
         )

@@ -88,7 +88,7 @@ class GroupAverager:
         certificate: str,
         revoked: tuple[PeerId, ...] = (),
     ) -> None:
-        """What this peer proves itself with in hivemind's DHT, and who is no member any more."""
+        """Set this peer's membership proof for hivemind's DHT, and the revoked peers."""
         self._membership_proof = (identity, organiser, certificate, revoked)
         self._wake.set()
 

@@ -126,13 +126,13 @@ class LogindIdle:
         return min((seconds for seconds in found if seconds is not None), default=None)
 
     def _of_session(self, block: str) -> float | None:
-        said = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
-        graphical = said.get("Type") in ("x11", "wayland", "mir")
-        if not graphical or said.get("Remote") == "yes" or said.get("Class") != "user":
+        shown = dict(line.split("=", 1) for line in block.splitlines() if "=" in line)
+        graphical = shown.get("Type") in ("x11", "wayland", "mir")
+        if not graphical or shown.get("Remote") == "yes" or shown.get("Class") != "user":
             return None
-        if said.get("IdleHint") != "yes":
+        if shown.get("IdleHint") != "yes":
             return 0.0
-        since = said.get("IdleSinceHint", "")
+        since = shown.get("IdleSinceHint", "")
         return max(0.0, self._wall() - int(since) / 1e6) if since.isdecimal() else None
 
 
