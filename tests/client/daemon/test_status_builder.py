@@ -26,7 +26,7 @@ def look(s: Scene, builder: StatusBuilder, moment: float = 0.0) -> Status:
     return builder.status(DeviceGroup([s.volunteer]), None, facts)
 
 
-async def test_the_run_the_peers_and_the_leaderboard_are_told_as_they_were_heard(
+async def test_the_run_the_peers_and_the_leaderboard_are_reported_as_received(
     tmp_path: Path,
 ) -> None:
     builder = StatusBuilder()
@@ -103,7 +103,7 @@ async def test_rates_of_traffic_are_between_two_looks(tmp_path: Path) -> None:
         assert second.sent_bytes > sent
 
 
-async def test_a_coordinator_that_goes_away_is_told_with_its_reason(tmp_path: Path) -> None:
+async def test_a_coordinator_that_goes_away_is_reported_with_its_reason(tmp_path: Path) -> None:
     builder = StatusBuilder()
     async with scene(tmp_path) as s:
         await s.until(lambda: s.volunteer.attachment.session)

@@ -83,7 +83,7 @@ async def test_a_coordinator_in_order_leaves_nothing_to_say(tmp_path: Path) -> N
     assert float(link["upload_bytes_per_second"] or 0) > 1e6
     assert float(link["download_bytes_per_second"] or 0) > 1e6
     assert found["peers"].state is State.SKIPPED
-    # On one machine nobody can say anything about the internet.
+    # On one machine no observer is outside.
     assert found["reachability"].state is State.SKIPPED
     assert found["reachability"].details["class"] == "unknown"
     assert not (tmp_path / "home").exists()
@@ -115,7 +115,7 @@ async def test_a_coordinator_that_is_down_is_named_and_the_rest_is_skipped(tmp_p
     assert all(found[id].state is State.SKIPPED for id in NETWORK_CHECKS[1:])
 
 
-async def test_somebody_else_at_the_address_is_not_taken_for_the_coordinator(
+async def test_another_peer_at_the_address_is_not_taken_for_the_coordinator(
     tmp_path: Path,
 ) -> None:
     async with coordinator() as other:
@@ -143,7 +143,7 @@ async def test_another_version_is_a_problem_that_names_the_right_one(tmp_path: P
     assert found.fix.startswith("Install swarmtrain ")
 
 
-async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -> None:
+async def test_a_run_that_would_not_take_this_machine_gives_the_reason(tmp_path: Path) -> None:
     def refusing(remote: PeerId, hello: DoctorHello) -> HelloAnswer:
         return HelloAnswer(admission="the list does not name you")
 
@@ -164,7 +164,7 @@ async def test_a_run_that_would_not_take_this_machine_says_why(tmp_path: Path) -
     assert found["link"].state is State.SKIPPED
 
 
-async def test_a_coordinator_too_old_for_this_is_told_as_that(tmp_path: Path) -> None:
+async def test_a_coordinator_too_old_for_this_is_reported_as_that(tmp_path: Path) -> None:
     async with open_node(Identity.generate(), [ANY_PORT]) as node:
         found = await checks(invite_to(node), tmp_path)
     assert found["version"].exit_code == VersionError.exit_code
@@ -214,7 +214,7 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
     assert float(found.details["peer_2_upload_bytes_per_second"] or 0) > 1e6
 
 
-def test_each_class_of_reachability_is_told_in_words() -> None:
+def test_each_class_of_reachability_is_reported() -> None:
     def told(**known: object) -> Check:
         finding = ReachabilityFinding(**{"behind_router": True, **known})  # type: ignore[arg-type]
         return checkup_module.reachability.judge(finding, 4001, PortMapper())

@@ -256,7 +256,7 @@ def test_other_programs_must_be_busy_for_a_while_and_then_calm_for_longer(
         paused_before = paused
 
 
-def test_what_this_program_uses_of_the_processor_is_nobody_elses() -> None:
+def test_what_this_program_uses_of_the_processor_excludes_other_programs() -> None:
     machine = Machine(prefer(suspend_if_cpu_above_percent=20))
     for _ in range(60):
         assert machine.update(Readings(cpu_share=1.0, own_cpu_share=0.9)).causes == ()

@@ -1,6 +1,6 @@
-"""Close, abort and apply at one peer: it averages exactly what it is committed to, or says why not.
+"""Close, abort and apply at one peer: it averages exactly the commit set, or reports why not.
 
-The worker and the averager are replaced by ones that remember what they were told.
+The worker and the averager are replaced by ones that record their calls.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ async def test_a_surplus_is_taken_out_before_the_round() -> None:
         assert s.holding.receipts.get(1, 5) is None
 
 
-async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_told() -> None:
+async def test_a_surplus_that_cannot_be_taken_out_empties_the_accumulator_and_is_reported() -> None:
     async with scene(0, 3, 5) as s:
         s.worker.can_uncommit = False
         s.close((0, 3))
@@ -200,7 +200,7 @@ async def test_what_is_committed_and_not_held_is_named() -> None:
         assert s.averager.rounds == []
 
 
-async def test_a_failed_average_is_told_with_its_culprit_and_can_be_tried_again() -> None:
+async def test_a_failed_average_is_reported_with_its_culprit_and_can_be_tried_again() -> None:
     async with scene(0) as s:
         culprit = Identity.generate().peer_id
         s.averager.error = AveragingFailed("lost", culprit, carrier_failed=True)
@@ -293,7 +293,7 @@ async def test_a_sum_that_is_not_finite_is_thrown_away_before_others_get_it() ->
         assert s.holding.receipts.all() == ()
 
 
-async def test_a_step_that_cannot_be_applied_here_is_told_and_does_not_end_the_volunteer() -> None:
+async def test_a_step_that_cannot_be_applied_is_reported_and_does_not_end_the_volunteer() -> None:
     async with scene(0) as s:
         s.close((0,))
         assert (await report(s)).ok

@@ -1,6 +1,6 @@
 """Closing a step in two stages at once: the old one counts, the new one is held from then on.
 
-Workers and the averager are replaced by ones that remember what they were told.
+Workers and the averager are replaced by ones that record their calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preferences: layers, the file and its comments, and what is said of mistakes."""
+"""Preferences: layers, the file and its comments, and error messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_flag_goes_before_the_environment_before_the_file_before_the_default(
     assert layered.origin("idle_minutes").where == "SWARM_IDLE_MINUTES"
 
 
-def test_tables_can_be_said_in_every_layer(tmp_path: Path) -> None:
+def test_tables_can_be_set_in_every_layer(tmp_path: Path) -> None:
     path = written(tmp_path, "[gpu.all]\nvram_gib = 4\nduty_cycle_percent = 50\n")
     environment = {"SWARM_GPU_1_VRAM_GIB": "8", "SWARM_HOURS_ON_SATURDAY": "never"}
     said = load(path, environment, ["gpu.0.use=false", "exclusive_apps=game, Other.exe"])
@@ -93,7 +93,7 @@ def test_a_mistake_in_the_file_is_one_sentence_that_names_the_file(
     assert str(path) in str(caught.value)
 
 
-def test_two_mistakes_of_two_layers_are_told_together(tmp_path: Path) -> None:
+def test_two_mistakes_of_two_layers_are_reported_together(tmp_path: Path) -> None:
     path = written(tmp_path, "nice = 20")
     with pytest.raises(ConfigurationError) as caught:
         load(path, {"SWARM_CPU_PERCENT": "all"})
@@ -118,7 +118,7 @@ def test_a_file_of_a_newer_version_is_refused_and_left_as_it_is(tmp_path: Path) 
     assert path.read_text() == text
 
 
-def test_a_new_file_says_nothing_and_every_line_of_it_can_be_taken_up() -> None:
+def test_a_new_file_gives_nothing_and_every_line_of_it_can_be_taken_up() -> None:
     assert parse_file(template().encode(), "the template") == {}
     uncommented = "\n".join(
         line.removeprefix("# ") if " = " in line and line.startswith("# ") else line
@@ -225,7 +225,7 @@ def test_a_running_program_takes_up_a_change_and_keeps_what_holds_when_it_cannot
     assert not source.changed()
 
 
-def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path) -> None:
+def test_the_control_socket_shows_and_changes_what_is_in_the_file(tmp_path: Path) -> None:
     desk = PreferenceStore(tmp_path / "preferences.toml", lambda: ["max_cores=2"])
     assert desk.set("cpu_percent", "50") == 50
     shown = desk.show()["preferences"]
@@ -241,7 +241,7 @@ def test_the_control_socket_shows_and_changes_what_the_file_says(tmp_path: Path)
     json.dumps(desk.show())
 
 
-def test_what_is_shown_is_all_that_can_be_said_group_by_group_and_each_can_be_set_as_shown(
+def test_what_is_shown_is_all_that_can_be_set_group_by_group_and_each_can_be_set_as_shown(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "preferences.toml"

@@ -17,9 +17,7 @@ from swarm_shared.base.types import MicrobatchIndex, Step
 from swarm_shared.protocol import Lease, LeasedMicrobatch, LeaseResult, RefusalReason
 
 
-async def test_a_paused_peer_says_busy_and_the_sender_takes_another_without_asking_for_a_mask() -> (
-    None
-):
+async def test_a_paused_peer_answers_busy_and_the_sender_chooses_another_without_a_mask() -> None:
     async with world() as w, w.peer(0) as sender, w.peer(1) as paused, w.peer(1) as free:
         paused.server.pause()
         downstream = w.downstream(sender, 1)
@@ -150,7 +148,7 @@ async def test_a_trainer_drives_two_steps_and_what_the_older_one_lacks_first() -
     ]
 
 
-async def test_the_coordinator_hears_of_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:
+async def test_the_coordinator_receives_a_pause_and_of_its_end_at_once(tmp_path: Path) -> None:
     async with scene(tmp_path) as s:
         await s.until(lambda: s.script.beats >= 1)
         s.volunteer.suspend(SuspendReason.USER_ACTIVE, until=17.0)

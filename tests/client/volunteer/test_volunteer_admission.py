@@ -1,6 +1,6 @@
-"""What a volunteer does when the coordinator renews its certificate, or revokes somebody.
+"""A volunteer when the coordinator renews its certificate or revokes a peer.
 
-The volunteer is the real one over real links; the coordinator says its lines from a script.
+The volunteer is the real one over real links; the coordinator is scripted.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ async def test_a_newer_certificate_is_shown_from_then_on_without_a_new_session(
         assert len(s.script.hellos) == 1
 
 
-async def test_after_every_loss_of_the_coordinator_everything_is_told_anew(
+async def test_after_every_loss_of_the_coordinator_everything_is_sent_again(
     tmp_path: Path,
 ) -> None:
     async with scene(tmp_path) as s:
