@@ -208,7 +208,7 @@ async def test_the_lines_to_some_peers_are_measured_with_the_coordinators_pass(
         async with coordinator(naming) as node:
             found = (await checks(invite_to(node), tmp_path))["peers"]
     assert found.state is State.OK
-    assert "2 of 3 asked" in found.seen
+    assert "2 of 3 measured" in found.seen
     assert found.details["peer_1"] == one.peer_id
     assert found.details["peer_1_path"] == "direct"
     assert float(found.details["peer_2_upload_bytes_per_second"] or 0) > 1e6
