@@ -1,4 +1,4 @@
-"""`swarm-client config`: the preferences, read and changed from the command line."""
+"""`swarm-client config`: read and change the preferences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import UsageError
 
 ALL_GPUS = -1
-"""A number that no GPU has: what is said of all holds for it."""
+"""A number that no GPU has: the values for all GPUs apply to it."""
 
 
 @click.group()
@@ -65,7 +65,7 @@ def set_(name: str, value: str | None, reset: bool, home: Path | None) -> None:
     click.echo(f"{name} is {shown} now, in {path}", err=True)
     origin = load(path).origin(name)
     if origin.layer == "environment":
-        click.echo(f"note: {origin.where} in the environment goes before the file", err=True)
+        click.echo(f"note: {origin.where} in the environment overrides the file", err=True)
 
 
 @config.command()
@@ -75,7 +75,7 @@ def validate(file: Path | None, home: Path | None) -> None:
     """Check the preferences in FILE (default: the file in use) without changing anything."""
     path = file or preferences_path(home)
     load(path, {} if file is not None else None)
-    found = "holds" if path.exists() else "is not there, and need not be: the defaults hold"
+    found = "is valid" if path.exists() else "does not exist, so the defaults apply"
     click.echo(f"{path} {found}", err=True)
 
 
@@ -88,7 +88,7 @@ def schema() -> None:
 
 
 def _value_of(preferences: Preferences, name: str) -> object:
-    """What holds, also of a GPU or a day that has no words of its own."""
+    """The effective value, also for a GPU or a day without values of its own."""
     head, *rest = name.split(".")
     if head == "gpu":
         which, key = rest
@@ -108,5 +108,5 @@ def _table(path: Path, layered: Layered) -> str:
     rows = [(name, toml_value(value), origin.where) for name, value, origin in layered.values()]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {where}" for name, value, where in rows]
-    there = "" if path.exists() else " (not there yet; `swarm-client config set` makes it)"
+    there = "" if path.exists() else " (does not exist yet; `swarm-client config set` creates it)"
     return "\n".join([f"file: {path}{there}", "", *lines])

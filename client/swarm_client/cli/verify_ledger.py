@@ -1,4 +1,4 @@
-"""`swarm-client verify-ledger`: every number of a run's ledger, computed again."""
+"""`swarm-client verify-ledger`: recompute every number of a run's ledger."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         click.echo(json.dumps(_document(found)))
         return
     click.echo(
-        f"every number is right: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
+        f"every number is correct: {found.steps} steps of {found.name!r}, run {found.run[:12]}, "
         f"signed by {found.organiser}"
     )
     for person in found.people:
@@ -46,7 +46,7 @@ def verify_ledger_command(file: Path, organiser: str | None, as_json: bool) -> N
         devices = f", of {len(person.devices)} devices" if len(person.devices) > 1 else ""
         click.echo(
             f"  {name}(…{person.peer[-8:]}): {person.credit:.1f} credit, "
-            f"{person.credit_per_day:.1f} a day lately, {person.tokens} tokens{devices}"
+            f"{person.credit_per_day:.1f} a day recently, {person.tokens} tokens{devices}"
         )
 
 
@@ -63,7 +63,7 @@ def _document(found: VerifiedLedger) -> dict[str, object]:
 
 
 def _lines(file: Path) -> Iterator[bytes]:
-    """A bounded part of the file at a time: a line that is longer than any may be stays cut."""
+    """A bounded part of the file at a time: a line longer than any valid one is truncated."""
     try:
         with file.open("rb") as source:
             while line := source.readline(MAX_LINE_BYTES + 1):

@@ -1,4 +1,5 @@
-"""The checks that a visit measures: clocks, and the lines to the coordinator and some peers."""
+"""The checks that a probe session measures: clocks, and the links to the coordinator and some
+peers."""
 
 from __future__ import annotations
 
@@ -19,16 +20,21 @@ from swarm_shared.protocol import DoctorHello, DoctorWelcome, Neighbour
 logger = logging.getLogger(__name__)
 
 MAX_PEERS = 3
+"""Maximum number of volunteers that are measured."""
 PEER_SECONDS = 6.0
+"""Timeout of one volunteer's measurement."""
 
 SKEW_WARNING_SECONDS = 10.0
+"""Clock skew above which a warning is given."""
 SLOW_RTT_SECONDS = 0.5
+"""RTT above which a link counts as slow."""
 SLOW_BYTES_PER_SECOND = 125_000.0
-"""One megabit a second: a small model's activation then takes seconds."""
+"""Rate below which a link counts as slow: one megabit per second, at which a small model's
+activation takes seconds."""
 
 
 async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results) -> None:
-    """Puts `clock` and `link`; each stands for itself when the other fails."""
+    """Put the results `clock` and `link`; each independent of the other's failure."""
     try:
         times = await probe.echo(wall_clock)
     except NetworkError as error:
@@ -44,7 +50,7 @@ async def measure_coordinator(probe: Probe, wall_clock: Clock, results: Results)
         down = await probe.download_rate(times.rtt_seconds)
     except NetworkError as error:
         rtt = latency_text(times.rtt_seconds)
-        seen = f"{rtt} to the coordinator and back; rates not measured: {error}"
+        seen = f"{rtt} round trip to the coordinator; rates not measured: {error}"
         fix = "Run this again in a minute."
         results.put(warning("link", seen, fix, rtt_seconds=times.rtt_seconds))
         return
@@ -71,7 +77,7 @@ def check_clock(times: EchoTimes) -> Check:
 def check_link(rtt_seconds: float, up: float, down: float) -> Check:
     """`up` and `down` in bytes per second."""
     rtt = latency_text(rtt_seconds)
-    seen = f"{rtt} to the coordinator and back; {_rate(up)} up, {_rate(down)} down"
+    seen = f"{rtt} round trip to the coordinator; {_rate(up)} up, {_rate(down)} down"
     details = {
         "rtt_seconds": rtt_seconds,
         "upload_bytes_per_second": round(up),
@@ -80,7 +86,7 @@ def check_link(rtt_seconds: float, up: float, down: float) -> Check:
     if min(up, down) < SLOW_BYTES_PER_SECOND or rtt_seconds > SLOW_RTT_SECONDS:
         return warning(
             "link", f"{seen}: slow",
-            "Use a cable instead of Wi-Fi, and stop other downloads; a slow line gets less work.",
+            "Use a cable instead of Wi-Fi, and stop other downloads; a slow uplink gets less work.",
             **details,
         )  # fmt: skip
     return ok("link", seen, **details)
@@ -89,9 +95,9 @@ def check_link(rtt_seconds: float, up: float, down: float) -> Check:
 async def check_peers(
     node: Node, hello: DoctorHello, welcome: DoctorWelcome, wall_clock: Clock
 ) -> Check:
-    """The lines to a few volunteers that the coordinator named, one after the other."""
+    """The links to a few volunteers that the coordinator named, one after the other."""
     if not welcome.neighbours:
-        return skipped("peers", "no volunteer that could be asked is in the run now")
+        return skipped("peers", "no volunteer of the run can be measured now")
     hello = hello.model_copy(update={"token": None, "probe_pass": welcome.probe_pass})
     words: list[str] = []
     details: dict[str, Detail] = {}
@@ -123,7 +129,7 @@ def _peers_found(
             "peers", f"none of {len(asked)} volunteers could be measured",
             "Run this again in a minute; they may be busy or have just left.",
         )  # fmt: skip
-    return ok("peers", f"{len(words)} of {len(asked)} asked: {'; '.join(words)}", **details)
+    return ok("peers", f"{len(words)} of {len(asked)} measured: {'; '.join(words)}", **details)
 
 
 async def _measure_peer(

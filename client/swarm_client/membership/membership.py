@@ -1,4 +1,4 @@
-"""A volunteer's membership: what the coordinator shows it, checked before any of it is used."""
+"""A volunteer's membership: what the coordinator presents, verified before any of it is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swarm_shared.run.manifest import Manifest
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What being welcomed gave this peer. Satisfies the stage server's protocol of that name."""
+    """The verified content of a welcome."""
 
     run: RunId
     organiser: PeerId
@@ -27,13 +27,16 @@ class Membership:
 
 
 def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
-    """SignatureError or AdmissionError when it is not what the invite leads to."""
+    """The membership from a welcome.
+
+    SignatureError or AdmissionError when it does not match the invite.
+    """
     manifest = open_manifest(
         decode_envelope(welcome.manifest, "the coordinator's manifest"), invite.organiser
     )
     if run_id_of(manifest) != invite.run_id:
         raise SignatureError(
-            "the coordinator shows another run than the invite names; ask for a new invite"
+            "the coordinator serves another run than the invite names; ask for a new invite"
         )
     membership = Membership(
         invite.run_id, invite.organiser, welcome.certificate, manifest, welcome.generation
@@ -43,13 +46,13 @@ def verify_welcome(welcome: Welcome, invite: Invite, me: PeerId) -> Membership:
 
 
 def renew_certificate(membership: Membership, certificate: str, me: PeerId) -> Membership:
-    """With the coordinator's newer certificate. ProtocolError when that one does not hold."""
+    """The membership with a newer certificate. ProtocolError when that one is not valid."""
     newer = replace(membership, certificate=certificate)
     try:
         _check(newer, me)
     except AdmissionError as error:
-        # The one that is held still counts: attach again for another, or for the reason.
-        raise ProtocolError(f"the coordinator's new certificate fails: {error}") from error
+        # The current certificate is still valid: attach again for another one, or for the reason.
+        raise ProtocolError(f"the coordinator's new certificate is invalid: {error}") from error
     return newer
 
 

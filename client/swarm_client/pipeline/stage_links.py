@@ -1,4 +1,5 @@
-"""A volunteer's links to stages: streams to others' servers, and to its own in this process."""
+"""A volunteer's links to stages: streams to other peers' servers, and to its own in this
+process."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class StageLinks:
-    """For a member only: `membership` raises before the volunteer is one."""
+    """Usable by members only: `membership` raises before the volunteer is one."""
 
     def __init__(
         self,
@@ -42,7 +43,7 @@ class StageLinks:
         self._nursery = nursery
 
     def downstream(self, stage: StageIndex, nursery: trio.Nursery) -> Downstream:
-        """The way to `stage`, which lives as long as `nursery`."""
+        """A sender to `stage` that lives as long as `nursery`."""
         return Downstream(
             stage, self._roster, self.hello, self._open, self._ask_mask, nursery,
             depth=self._membership().manifest.stage_count - stage,
@@ -66,6 +67,6 @@ class StageLinks:
         try:
             await self._own_server.handle(stream)
         except SwarmError as error:
-            log.warning("this volunteer's own stage ended a link: %s", error)
+            log.warning("this volunteer's own stage closed a link: %s", error)
         finally:
             await stream.reset()

@@ -1,4 +1,5 @@
-"""That the machine slept, or the program was stopped, is noticed and told apart. No clock waits."""
+"""A sleep of the machine and a stop of the program are detected and distinguished. No clock
+waits."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Clocks:
         self.watch.check()
 
 
-def test_a_machine_that_slept_is_told_from_a_program_that_was_stopped() -> None:
+def test_a_machine_that_slept_is_distinguished_from_a_program_that_was_stopped() -> None:
     clocks = Clocks()
     clocks.pass_()
     clocks.pass_(asleep=720.0)
@@ -60,7 +61,7 @@ def test_the_clock_that_goes_on_in_sleep_goes_on() -> None:
     "facts",
     [StatusFacts(), StatusFacts(attached=True), StatusFacts(attached=True, loading_stage=1)],
 )
-def test_why_it_was_away_is_said_until_a_stage_is_held_again(facts: StatusFacts) -> None:
+def test_why_it_was_away_is_shown_until_a_stage_is_held_again(facts: StatusFacts) -> None:
     described = describe(replace(facts, away="this machine slept for 12 min"), 0.0)
     assert described.state is DaemonState.SYNCING
     assert described.sentence.endswith("; before that, this machine slept for 12 min")

@@ -92,7 +92,7 @@ async def test_those_with_hivemind_use_it_and_the_others_average_with_them(tmp_p
         assert used_between(first, second) == used_between(second, first) == {"p2pd"}
         for peer in (first, second):
             assert used_between(peer, without) == used_between(without, peer) == {"host"}
-        # What p2pd carried is told apart from what the host counts itself.
+        # p2pd's bytes are distinct from those that the host counts.
         told = [link for peer in g.peers for link in peer.averager.links()]
         assert {link.protocol for link in told} == {"all-reduce over p2pd"}
         assert {link.remote for link in told} == {first.id, second.id}
@@ -298,7 +298,7 @@ async def test_a_member_that_nothing_reaches_is_named_and_it_is_no_excuse(tmp_pa
             }
         )
         g.publish([first.record(), nowhere])
-        # It does not come either, which the others would wait for.
+        # It does not join either, and the other members would wait for it.
         failures = await g.round([first, Gone(lost)])  # type: ignore[list-item]
         assert failures[first.id].culprit == lost.id
         assert not failures[first.id].carrier_failed
@@ -317,7 +317,7 @@ class Gone:
         return
 
 
-# --------------------------------------------------------------------------------- who is let in
+# --------------------------------------------------------------------------------- admission
 
 
 async def test_who_is_not_of_this_stage_is_refused_by_host_and_p2pd_alike(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ async def test_a_stream_to_a_p2pd_whose_round_runs_in_its_daemon_is_turned_away_
         nursery.cancel_scope.cancel()
 
 
-# ------------------------------------------------------------------- p2pd is run in another way
+# ------------------------------------------------------------------- p2pd restarts
 
 
 @pytest.fixture
