@@ -32,8 +32,9 @@ from swarm_coordinator.demo.subprocesses import Subprocesses
 from swarm_coordinator.run_creation.initialise import initialise_run
 from swarm_coordinator.simulator.fleet import GIBIBYTE, Hardware
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.run.manifest import Manifest
 

@@ -20,8 +20,9 @@ from swarm_coordinator.simulator.fleet import fleet_from
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
 from swarm_coordinator.simulator.microbatch_plane import MicrobatchPlane
 from swarm_coordinator.simulator.report import outcome_document, outcome_lines
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions, collect_rarely
+from swarm_coordinator.simulator.swarm import Swarm, collect_rarely
 from swarm_coordinator.simulator.trace import TraceEvent, read_trace, write_trace
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import UsageError
 from swarm_shared.scheduling.placement import MovePolicy

@@ -7,15 +7,11 @@ from the share of the gradient that it sums, and the group waits for its slowest
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import PeerId, StageIndex
 from swarm_shared.protocol import Applied, Apply, Close, Reduction, RoundReport
 from swarm_shared.scheduling.placement import round_seconds
-
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
 
 RECONCILE_SECONDS = 0.2
 """Seconds for checking the commit set, copying the gradient, and the norm."""
@@ -38,7 +34,7 @@ _Group = tuple[int, StageIndex, StageIndex | None]
 class AllReduceTimes:
     """Schedules the reports and applies of the members of every averaging round."""
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         self._reports: dict[_Group, list[SimulatedVolunteer]] = {}
         self._applies: dict[tuple[int, StageIndex], list[tuple[SimulatedVolunteer, bool]]] = {}

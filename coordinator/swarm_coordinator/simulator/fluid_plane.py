@@ -18,18 +18,15 @@ from __future__ import annotations
 import heapq
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved
 from swarm_coordinator.core.rules.microbatches import EXTRA_IN_FLIGHT
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import SimulatedVolunteer, SwarmView
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, Roster
 from swarm_shared.scheduling.inflight_window import GAIN
-
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
 
 REPORT_SECONDS = 5.0
 """Seconds between batches of results to the coordinator; real trainers report every half second."""
@@ -86,12 +83,12 @@ class _Shares:
 
 
 class FluidPlane:
-    """Implements `swarm.DataPlane`."""
+    """Implements `volunteer.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 1.0
     FOLLOWS_ROSTERS: ClassVar[bool] = False
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         stages = len(swarm.works)
         self._shares = [_Shares() for _ in range(stages)]

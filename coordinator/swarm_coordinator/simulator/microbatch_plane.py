@@ -12,19 +12,20 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from swarm_coordinator.core.events import LeaseResolved, ReceiptsVerified
 from swarm_coordinator.simulator.event_heap import Action
 from swarm_coordinator.simulator.hop import Answer, Hop, Missing, Request, RoutedMicrobatch
-from swarm_coordinator.simulator.volunteer import SHARED_UPLINK_FRACTION, SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import (
+    SHARED_UPLINK_FRACTION,
+    SimulatedVolunteer,
+    SwarmView,
+)
 from swarm_shared.base.types import Generation, MicrobatchIndex, PeerId, RunId, StageIndex, Step
 from swarm_shared.identity.credentials import Receipt
 from swarm_shared.protocol import Lease, LeasedMicrobatch, Mask, MaskRequest, Roster
 from swarm_shared.scheduling.inflight_window import InFlightWindow, SendRecord
-
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
 
 FORWARD_SHARE = 1 / 3
 SMALL_BYTES = 256 * 1024
@@ -142,12 +143,12 @@ class _Node:
 
 
 class MicrobatchPlane:
-    """Implements `swarm.DataPlane`."""
+    """Implements `volunteer.DataPlane`."""
 
     TICK_SECONDS: ClassVar[float] = 0.25
     FOLLOWS_ROSTERS: ClassVar[bool] = True
 
-    def __init__(self, swarm: Swarm) -> None:
+    def __init__(self, swarm: SwarmView) -> None:
         self._swarm = swarm
         self._nodes: dict[PeerId, _Node] = {}
         self._roster: Roster | None = None

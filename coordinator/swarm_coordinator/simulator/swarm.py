@@ -6,11 +6,9 @@ import gc
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     AppliedStep,
@@ -31,16 +29,15 @@ from swarm_coordinator.core.events import (
     StoredStage,
     Tick,
 )
-from swarm_coordinator.core.state.moves import RebalancingSettings
 from swarm_coordinator.core.state.peers import PeerState
 from swarm_coordinator.core.transition import begin, transition
 from swarm_coordinator.simulator.all_reduce_time import AllReduceTimes
 from swarm_coordinator.simulator.downloads import Downloads
 from swarm_coordinator.simulator.efficiency import EfficiencyMeter
 from swarm_coordinator.simulator.event_heap import EventHeap
-from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
+from swarm_coordinator.simulator.fleet import Hardware
 from swarm_coordinator.simulator.trace import TraceEvent
-from swarm_coordinator.simulator.volunteer import SimulatedVolunteer
+from swarm_coordinator.simulator.volunteer import DataPlane, SimulatedVolunteer, SwarmOptions
 from swarm_shared.base.types import PeerId, StageIndex, Version
 from swarm_shared.protocol import (
     AbortRound,
@@ -68,45 +65,6 @@ NEVER_ENDING_STEPS = 2**31
 
 _SET_LAST_HEARD = vars(PeerState)["last_heard"].__set__
 """Sets a peer's `last_heard` without notifying its table: no index depends on it."""
-
-
-class DataPlane(Protocol):
-    """The path of leased microbatches."""
-
-    TICK_SECONDS: ClassVar[float]
-    """Interval of the coordinator's ticks at this level, in seconds."""
-    FOLLOWS_ROSTERS: ClassVar[bool]
-    """Whether this level depends on each peer's own roster."""
-    completed: int
-    """Number of completed microbatches, repeated ones included."""
-
-    def __init__(self, swarm: Swarm) -> None: ...
-
-    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
-    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
-    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
-    def leaving(self, volunteer: SimulatedVolunteer) -> None: ...
-    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
-    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
-    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
-    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class SwarmOptions:
-    """Assumptions besides the fleet and the trace."""
-
-    moves: RebalancingSettings = field(default_factory=RebalancingSettings)
-    tick_seconds: float = 1.0
-    heartbeat_seconds: float = 30.0
-    """Seconds between two reports of a volunteer's rate; that it is alive is reported
-    separately."""
-    measurement_noise: float = 0.03
-    """Standard deviation of the logarithm of a measured rate."""
-    wanted_stages: Mapping[str, int] = field(default_factory=dict)
-    """Stages chosen by volunteers, by name; all others take the most under-served one."""
-    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
-    coordinator_latency_seconds: float = 0.005
 
 
 class Swarm:

@@ -8,7 +8,10 @@ activations.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from swarm_coordinator.core.events import (
     Event,
@@ -18,7 +21,9 @@ from swarm_coordinator.core.events import (
     PeerHeartbeat,
     SessionNumber,
 )
-from swarm_coordinator.simulator.fleet import Hardware
+from swarm_coordinator.core.state.moves import RebalancingSettings
+from swarm_coordinator.simulator.event_heap import EventHeap
+from swarm_coordinator.simulator.fleet import MEGABIT_BYTES, Hardware
 from swarm_shared.base.errors import CapacityError
 from swarm_shared.base.types import PeerId, RunId, StageIndex, Version
 from swarm_shared.protocol import (
@@ -26,17 +31,19 @@ from swarm_shared.protocol import (
     ClientMessage,
     Heartbeat,
     Hello,
+    Lease,
     Leaving,
+    Mask,
     Ready,
+    Roster,
     SaveSnapshot,
     SnapshotReady,
     StageRequest,
     Welcome,
 )
+from swarm_shared.run.manifest import Manifest
 from swarm_shared.scheduling.placement import most_underserved_stage
-
-if TYPE_CHECKING:
-    from swarm_coordinator.simulator.swarm import Swarm
+from swarm_shared.scheduling.placement.stage_sizes import StageSizes
 
 CONNECT_SECONDS = 2.0
 """Seconds for connecting, the handshake and a first measurement of the links."""
@@ -53,10 +60,93 @@ SHARED_UPLINK_FRACTION = 0.5
 SNAPSHOT_SHA256 = "0" * 64
 
 
+class DownloadTimes(Protocol):
+    """How long state takes from its sources, over shared uplinks."""
+
+    def begin(self, volunteer: SimulatedVolunteer, message: AssignStage) -> float: ...
+    def end(self, message: AssignStage) -> None: ...
+
+
+class CandidateMeter(Protocol):
+    """What the swarm's throughput is compared with; it counts who could take part."""
+
+    def add_candidate(self, volunteer: SimulatedVolunteer) -> None: ...
+
+
+class DataPlane(Protocol):
+    """The path of leased microbatches."""
+
+    TICK_SECONDS: ClassVar[float]
+    """Interval of the coordinator's ticks at this level, in seconds."""
+    FOLLOWS_ROSTERS: ClassVar[bool]
+    """Whether this level depends on each peer's own roster."""
+    completed: int
+    """Number of completed microbatches, repeated ones included."""
+
+    def __init__(self, swarm: SwarmView) -> None: ...
+
+    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
+    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
+    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
+    def leaving(self, volunteer: SimulatedVolunteer) -> None: ...
+    def roster(self, volunteer: SimulatedVolunteer, roster: Roster) -> None: ...
+    def mask(self, volunteer: SimulatedVolunteer, message: Mask) -> None: ...
+    def lease(self, volunteer: SimulatedVolunteer, lease: Lease) -> None: ...
+    def queued(self, volunteer: SimulatedVolunteer) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmOptions:
+    """Assumptions besides the fleet and the trace."""
+
+    moves: RebalancingSettings = field(default_factory=RebalancingSettings)
+    tick_seconds: float = 1.0
+    heartbeat_seconds: float = 30.0
+    """Seconds between two reports of a volunteer's rate; that it is alive is reported
+    separately."""
+    measurement_noise: float = 0.03
+    """Standard deviation of the logarithm of a measured rate."""
+    wanted_stages: Mapping[str, int] = field(default_factory=dict)
+    """Stages chosen by volunteers, by name; all others take the most under-served one."""
+    coordinator_up_bytes_per_second: float = 1000 * MEGABIT_BYTES
+    coordinator_latency_seconds: float = 0.005
+
+
+class SwarmView(Protocol):
+    """The part of the simulated swarm that volunteers, data planes and meters use."""
+
+    event_heap: EventHeap
+    rng: random.Random
+    options: SwarmOptions
+    manifest: Manifest
+    works: list[float]
+    """Floating-point operations of a microbatch, per stage."""
+    sizes: tuple[StageSizes, ...]
+    table_bytes: int
+    coordinator: PeerId
+    mean_latency_seconds: float
+    heartbeat_seconds: float
+    volunteers: dict[PeerId, SimulatedVolunteer]
+
+    @property
+    def plane(self) -> DataPlane: ...
+    @property
+    def downloads(self) -> DownloadTimes: ...
+    @property
+    def meter(self) -> CandidateMeter: ...
+    def deliver(self, event: Event) -> None: ...
+    def attached(self, volunteer: SimulatedVolunteer) -> None: ...
+    def gone(self, volunteer: SimulatedVolunteer) -> None: ...
+    def serves(self, volunteer: SimulatedVolunteer) -> None: ...
+    def stops(self, volunteer: SimulatedVolunteer) -> None: ...
+    def changed(self, volunteer: SimulatedVolunteer) -> None: ...
+    def takes_part(self, volunteer: SimulatedVolunteer) -> bool: ...
+
+
 class SimulatedVolunteer:
     """One machine, from joining to leaving."""
 
-    def __init__(self, swarm: Swarm, name: str, hardware: Hardware, session: int) -> None:
+    def __init__(self, swarm: SwarmView, name: str, hardware: Hardware, session: int) -> None:
         self.peer = PeerId(name)
         self.hardware = hardware
         self.session = SessionNumber(session)

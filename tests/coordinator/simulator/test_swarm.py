@@ -12,8 +12,9 @@ from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.simulator.churn_models import churn_model
 from swarm_coordinator.simulator.fleet import FleetFile, HardwareClass, make_fleet
 from swarm_coordinator.simulator.fluid_plane import FluidPlane
-from swarm_coordinator.simulator.swarm import Swarm, SwarmOptions
+from swarm_coordinator.simulator.swarm import Swarm
 from swarm_coordinator.simulator.trace import TraceEvent
+from swarm_coordinator.simulator.volunteer import SwarmOptions
 from swarm_shared.run.manifest import Manifest
 
 SLOW_LINES = FleetFile(
