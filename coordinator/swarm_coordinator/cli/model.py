@@ -17,8 +17,8 @@ from swarm_coordinator.core.events import CheckpointRecord
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
+from swarm_coordinator.storage.database import database_exists, open_for_reading
 from swarm_coordinator.storage.history import HistoryStep, history, steps_document
-from swarm_coordinator.storage.location import database_exists, open_for_reading
 from swarm_coordinator.storage.records import read_checkpoints
 from swarm_shared.base.atomic_file import write_atomically
 from swarm_shared.base.errors import StorageError, UsageError

@@ -18,7 +18,8 @@ from swarm_coordinator.dashboard.curve import CurveBuilder
 from swarm_coordinator.status.document import AppliedStepRow
 from swarm_coordinator.storage.admission_rows import read_admission
 from swarm_coordinator.storage.connection import Connection
-from swarm_coordinator.storage.location import DatabaseLocation, database_exists, open_for_reading
+from swarm_coordinator.storage.database import database_exists, open_for_reading
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_shared.base.text import printable
 from swarm_shared.credit.contributions import ContributionSums, OwnerSums
 

@@ -27,7 +27,7 @@ from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.durability.run_files import database_location, load_manifest
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted, read_bytes
-from swarm_coordinator.storage.location import (
+from swarm_coordinator.storage.database import (
     check_pages,
     copy_database,
     database_exists,

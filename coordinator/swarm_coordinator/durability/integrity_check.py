@@ -18,12 +18,8 @@ from swarm_coordinator.durability.journal_audit import StepShape, check_database
 from swarm_coordinator.durability.run_files import database_location, load_manifest, load_settings
 from swarm_coordinator.run_dir.checkpoint_files import CheckpointFolder
 from swarm_coordinator.run_dir.folder import RunFolder, quoted
-from swarm_coordinator.storage.location import (
-    DatabaseLocation,
-    check_pages,
-    database_exists,
-    open_for_reading,
-)
+from swarm_coordinator.storage.database import check_pages, database_exists, open_for_reading
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.records import read_checkpoints, read_restored
 from swarm_coordinator.storage.sqlite import DatabaseDamaged
 from swarm_shared.base.errors import StorageError, SwarmError

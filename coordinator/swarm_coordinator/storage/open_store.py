@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from swarm_coordinator.storage.location import (
-    DatabaseLocation,
-    PostgresqlLocation,
-    postgresql_driver,
-)
+from swarm_coordinator.storage.database import postgresql_driver
+from swarm_coordinator.storage.location import DatabaseLocation, PostgresqlLocation
 from swarm_coordinator.storage.store import SqliteStore, WriterStore
 from swarm_shared.base.clock import Clock, wall
 

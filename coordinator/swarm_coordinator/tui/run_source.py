@@ -122,7 +122,7 @@ class RunFolderReader:
     def _find_place(self) -> DatabaseLocation | None:
         from swarm_coordinator.durability.run_files import database_location
         from swarm_coordinator.run_dir.folder import RunFolder
-        from swarm_coordinator.storage.location import database_exists
+        from swarm_coordinator.storage.database import database_exists
 
         if self._place is None:
             place = database_location(RunFolder(self.run_dir))

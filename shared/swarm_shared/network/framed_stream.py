@@ -14,8 +14,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF
 from swarm_shared.base.errors import FrameError, LinkClosed, LinkTimeout
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.errors import stream_errors
-from swarm_shared.network.libp2p.yamux import YamuxConnection
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.identify import remote_multiaddr
 from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol.framing import Buffer, Frame, FrameDecoder, FrameLimits, encode_frame

@@ -23,7 +23,7 @@ from swarm_shared.base.errors import LinkClosed, NetworkError, ProtocolError, Sw
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.framed_stream import FramedStream
 from swarm_shared.network.libp2p.errors import summary
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.traffic import TrafficCounter
 from swarm_shared.protocol.framing import FrameLimits
 

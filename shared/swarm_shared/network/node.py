@@ -29,7 +29,7 @@ from swarm_shared.network.libp2p.bandwidth import Bandwidth
 from swarm_shared.network.libp2p.errors import dial_errors, summary
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_ADDRESS, NodeSwarm, build_host
 from swarm_shared.network.libp2p.tcp import check_ports_are_free
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.links import Links, muxer_of
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL, MESSAGE_SECONDS, STOP_PROTOCOL
 from swarm_shared.network.nat.hole_punch import DCUTR_PROTOCOL, HolePuncher

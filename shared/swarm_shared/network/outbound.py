@@ -13,7 +13,7 @@ from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicat
 from swarm_shared.base.errors import NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.errors import dial_errors
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.links import Links
 
 

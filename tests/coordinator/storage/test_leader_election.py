@@ -34,8 +34,9 @@ from swarm_coordinator.demo.subprocesses import (
 )
 from swarm_coordinator.durability.run_files import load_manifest
 from swarm_coordinator.run_dir.folder import RunFolder
+from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import history
-from swarm_coordinator.storage.location import PostgresqlLocation, database_exists
+from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import LeaderWatch
 from swarm_shared.base.commented_toml import toml_value
 

@@ -18,9 +18,10 @@ from swarm_coordinator.durability.journal_audit import check_database
 from swarm_coordinator.durability.restore import restore_backup
 from swarm_coordinator.run_dir.folder import RunFolder
 from swarm_coordinator.storage import postgresql as postgresql_module
+from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.leader_election import wait_for_leadership
-from swarm_coordinator.storage.location import PostgresqlLocation, open_for_reading
+from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.postgresql import (
     LeaderWatch,

@@ -17,8 +17,9 @@ from swarm_coordinator.core.events import (
     StageShare,
     StoredStage,
 )
+from swarm_coordinator.storage.database import open_for_reading
 from swarm_coordinator.storage.history import history, steps_document
-from swarm_coordinator.storage.location import DatabaseLocation, open_for_reading
+from swarm_coordinator.storage.location import DatabaseLocation
 from swarm_coordinator.storage.open_store import open_store
 from swarm_coordinator.storage.records import LinksReported, PeerSeen
 from swarm_shared.base.errors import StorageError

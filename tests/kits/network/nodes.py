@@ -19,8 +19,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamError
 from swarm_shared.base.types import PeerId
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, RelayLimits, open_node
-from swarm_shared.network.libp2p.yamux import YamuxConnection
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL, HopMessage, read_message, write_message
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"

@@ -22,7 +22,7 @@ from kits.network.nodes import (
 from swarm_shared.base.errors import LinkTimeout, NetworkError
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import dialer
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.nat import hole_punch
 from swarm_shared.network.nat.circuit import HOP_PROTOCOL
 from swarm_shared.protocol import PathKind

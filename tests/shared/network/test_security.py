@@ -32,8 +32,7 @@ from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
 from swarm_shared.network.libp2p.host import MAX_CONNECTIONS_PER_PEER
-from swarm_shared.network.libp2p.yamux import YamuxConnection
-from swarm_shared.network.libp2p.yamux_stream import FIRST_WINDOW_BYTES, YamuxStream
+from swarm_shared.network.libp2p.yamux import FIRST_WINDOW_BYTES, YamuxConnection, YamuxStream
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_header_bytes=1000, max_payload_bytes=100_000)

@@ -18,7 +18,7 @@ from libp2p.stream_muxer.exceptions import MuxedStreamEOF, MuxedStreamError
 
 from swarm_shared.base.errors import FrameError
 from swarm_shared.base.types import PeerId
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 
 HOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/hop"
 STOP_PROTOCOL: Final = "/libp2p/circuit/relay/0.2.0/stop"

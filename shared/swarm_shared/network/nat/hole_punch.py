@@ -29,7 +29,7 @@ from swarm_shared.network.addresses.binary import unpack_ip_address
 from swarm_shared.network.addresses.dial_order import Interfaces, direct_addresses, ip_of
 from swarm_shared.network.libp2p.errors import dial_errors
 from swarm_shared.network.libp2p.host import NodeSwarm
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.nat.circuit import MESSAGE_SECONDS, read_message, write_message
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from libp2p.identity.identify.pb.identify_pb2 import Identify
 from multiaddr import Multiaddr
 
 from swarm_shared.network.addresses.binary import unpack_ip_address
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxStream
 from swarm_shared.network.nat.circuit import read_message, write_message
 
 IDENTIFY_PROTOCOL: Final = "/ipfs/id/1.0.0"

@@ -28,8 +28,7 @@ from swarm_shared.network.addresses.binary import unpack_address
 from swarm_shared.network.addresses.dial_order import CIRCUIT, Circuit, circuit_addresses
 from swarm_shared.network.libp2p.errors import dial_errors, summary
 from swarm_shared.network.libp2p.host import NodeSwarm
-from swarm_shared.network.libp2p.yamux import YamuxConnection
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import (
     HOP_PROTOCOL,
     MESSAGE_SECONDS,

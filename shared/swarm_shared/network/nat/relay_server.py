@@ -26,8 +26,7 @@ from multiaddr import Multiaddr
 from swarm_shared.base.errors import FrameError, NetworkError
 from swarm_shared.base.types import PeerId
 from swarm_shared.network.libp2p.host import address_group
-from swarm_shared.network.libp2p.yamux import YamuxConnection
-from swarm_shared.network.libp2p.yamux_stream import YamuxStream
+from swarm_shared.network.libp2p.yamux import YamuxConnection, YamuxStream
 from swarm_shared.network.nat.circuit import (
     MESSAGE_SECONDS,
     STOP_PROTOCOL,

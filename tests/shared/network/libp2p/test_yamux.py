@@ -28,7 +28,7 @@ from swarm_shared.base.errors import LinkClosed
 from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FramedStream, FrameLimits, Node, open_node
 from swarm_shared.network.libp2p import yamux
-from swarm_shared.network.libp2p.yamux_stream import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
+from swarm_shared.network.libp2p.yamux import FIRST_WINDOW_BYTES, MAX_WINDOW_BYTES
 
 ANY_PORT = "/ip4/127.0.0.1/tcp/0"
 LIMITS = FrameLimits(max_payload_bytes=8 << 20)
