@@ -10,28 +10,37 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import trio
 
 from swarm_client.fault_injection import faults
 from swarm_client.fault_injection.faults import FaultPoint
+from swarm_client.machine.home import Home
+from swarm_client.membership.membership import Membership
 from swarm_client.pipeline.downstream import Downstream
 from swarm_client.pipeline.held_stage import Holding
 from swarm_client.pipeline.receipts import ReceiptBook
+from swarm_client.pipeline.stage_links import StageLinks
 from swarm_client.pipeline.step_close import CloseOrder, StepCloser
+from swarm_client.pipeline.uplink_share import UplinkShare
 from swarm_client.stage.handle.warm_worker import WarmWorker
 from swarm_client.stage.handle.worker_handle import StageWorker, open_worker
 from swarm_client.stage.protocol.errors import WorkerDied
+from swarm_client.volunteer.contribution import ContributionCounter
+from swarm_client.volunteer.gradient_averager import GroupAverager
+from swarm_client.volunteer.options import VolunteerOptions
+from swarm_client.volunteer.reconnect import Attachment
+from swarm_client.volunteer.snapshots import SnapshotStore
 from swarm_shared.base.backoff import backoff_seconds
 from swarm_shared.base.errors import SwarmError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.types import StageIndex, Version
+from swarm_shared.base.types import Generation, StageIndex, Version
+from swarm_shared.identity.keys import Identity
+from swarm_shared.network import Node
 from swarm_shared.protocol import Apply, AssignStage, Ready, SaveSnapshot, SyncFailed
-
-if TYPE_CHECKING:
-    from swarm_client.volunteer.volunteer import Volunteer
 
 log = logging.getLogger(__name__)
 
@@ -79,10 +88,32 @@ class _StageTenure:
         await self.ended.wait()
 
 
+class StageHost(Protocol):
+    """The volunteer, as its stage manager sees it."""
+
+    identity: Identity
+    home: Home
+    node: Node
+    options: VolunteerOptions
+    membership: Membership | None
+    attachment: Attachment
+    contribution: ContributionCounter
+    snapshots: SnapshotStore
+    averager: GroupAverager
+    stage_links: StageLinks
+    uplink_share: UplinkShare
+
+    @property
+    def report(self) -> Callable[[str], None]: ...
+    def generation(self) -> Generation: ...
+    def send(self, message: FrozenModel) -> None: ...
+    def claim_disk(self, size_bytes: int) -> None: ...
+
+
 class StageManager:
     """The stage that the volunteer holds, if any, and the one that it prepares for a move."""
 
-    def __init__(self, volunteer: Volunteer, nursery: trio.Nursery) -> None:
+    def __init__(self, volunteer: StageHost, nursery: trio.Nursery) -> None:
         self.holding: Holding | None = None
         self.next_stage: Downstream | None = None
         self._volunteer = volunteer

@@ -114,7 +114,6 @@ class Volunteer:
         self._stage_manager = StageManager(self, nursery)
         self._trainer = Trainer(self.send, self.current_step, nursery)
         self._masks = MaskClient(self.attachment.send)
-        averager.worker.on_change(lambda: self.relay_policy.wake())
         self.directory = PeerDirectory(
             identity, averager.worker.directory, invite.run_id, invite.organiser
         )
@@ -124,6 +123,7 @@ class Volunteer:
             lambda relays: averager.worker.reconfigure(trusted_relays=relays),
             self.attachment.send, report, may_relay=options.may_relay,
         )  # fmt: skip
+        averager.worker.on_change(self.relay_policy.wake)
         node.admit_only(lambda peer, protocol: self.roster.knows(peer))
         node.on_network_change(self.attachment.network_changed)
         self.gate = AdmissionGate(invite.run_id, invite.organiser, self.roster)
