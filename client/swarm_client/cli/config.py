@@ -12,8 +12,8 @@ from swarm_client.preferences.control import PreferenceStore
 from swarm_client.preferences.file import set_preference
 from swarm_client.preferences.layers import Layered, check_name, load, preferences_path
 from swarm_client.preferences.model import VERSION, Preferences
-from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import UsageError
+from swarm_shared.settings.commented_toml import toml_value
 
 ALL_GPUS = -1
 """A number that no GPU has: the values for all GPUs apply to it."""

@@ -78,14 +78,7 @@ async def participate(
     run refuses stays out while others participate; the error of the last one is raised.
     """
     source = PreferenceSource(preferences_path(home.path), flags=join.preferences)
-    devices = await trio.to_thread.run_sync(
-        usable_devices, join.device, join.memory_bytes, source.current.preferences
-    )
-    if join.stage is not None and len(devices) > 1:
-        raise UsageError(
-            f"--stage is for one device, and there are {len(devices)}; leave it out, or name one "
-            "with --device"
-        )
+    devices = await _offered_devices(join, source)
     bandwidth = Bandwidth()
     made: dict[int, Volunteer] = {}
     all_made, go = trio.Event(), trio.Event()
@@ -126,6 +119,19 @@ async def participate(
             go.set()
         nursery.cancel_scope.cancel()
     return device_group
+
+
+async def _offered_devices(join: JoinArguments, source: PreferenceSource) -> list[Device]:
+    """The devices that take part. UsageError when several are offered and one stage is named."""
+    devices = await trio.to_thread.run_sync(
+        usable_devices, join.device, join.memory_bytes, source.current.preferences
+    )
+    if join.stage is not None and len(devices) > 1:
+        raise UsageError(
+            f"--stage is for one device, and there are {len(devices)}; leave it out, or name one "
+            "with --device"
+        )
+    return devices
 
 
 def _resources_per_device(

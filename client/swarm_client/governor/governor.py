@@ -37,10 +37,10 @@ from swarm_client.machine.devices import Device
 from swarm_client.machine.home import Home
 from swarm_client.preferences import PreferenceSource
 from swarm_client.volunteer.stage_manager import WorkerLimits
-from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import StorageError, SwarmError
 from swarm_shared.base.types import RunId
 from swarm_shared.network import Bandwidth
+from swarm_shared.settings.commented_toml import toml_value
 
 TICK_SECONDS = 0.5
 """Seconds between two ticks. A returning user has the machine again within two seconds: this, and

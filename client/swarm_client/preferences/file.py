@@ -24,8 +24,8 @@ from swarm_client.preferences.layers import (
 )
 from swarm_client.preferences.model import GPU, GROUPS, VERSION, GpuPreferences, Preferences
 from swarm_shared.base.atomic_file import PRIVATE_MODE, write_atomically
-from swarm_shared.base.commented_toml import comment, setting, toml_value
 from swarm_shared.base.errors import StorageError
+from swarm_shared.settings.commented_toml import comment, setting, toml_value
 
 _HEAD = f"""\
 # What swarmtrain may use of this machine, and when.

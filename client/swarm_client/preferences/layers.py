@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from swarm_client.machine.home import Home
 from swarm_client.preferences.model import VERSION, GpuPreferences, Preferences
 from swarm_shared.base.errors import ConfigurationError, StorageError, VersionError
-from swarm_shared.base.settings_errors import describe_setting_error, nearest
+from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "preferences.toml"
 ENVIRONMENT_PREFIX = "SWARM_"

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from swarm_client.preferences.file import allowed, default_of, fields_of
 from swarm_client.preferences.model import GPU, GROUPS, GpuPreferences
-from swarm_shared.base.commented_toml import toml_value
+from swarm_shared.settings.commented_toml import toml_value
 
 _HEAD = """\
 # Preferences

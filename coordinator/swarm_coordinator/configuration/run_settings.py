@@ -19,7 +19,6 @@ from swarm_coordinator.admission.book import AdmissionMode
 from swarm_coordinator.configuration.http_address import parse_address
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.base.frozen_model import FrozenModel
-from swarm_shared.base.settings_errors import describe_setting_error, nearest
 from swarm_shared.codecs.quality import measured_noise
 from swarm_shared.run.codec_sizes import ActivationCodec, AverageCodec, GradientCodec
 from swarm_shared.run.manifest import (
@@ -30,6 +29,7 @@ from swarm_shared.run.manifest import (
     TrainingConfig,
 )
 from swarm_shared.run.model_config import ComputeDtype, ModelConfig, Preset, preset
+from swarm_shared.settings.errors import describe_setting_error, nearest
 
 FILE_NAME = "run.toml"
 DEFAULT_PRESET = "tiny"

@@ -13,10 +13,10 @@ import tomlkit
 
 from swarm_coordinator.configuration.run_settings import RunSettings
 from swarm_shared.base.atomic_file import write_atomically
-from swarm_shared.base.commented_toml import comment, setting
 from swarm_shared.base.frozen_model import FrozenModel
 from swarm_shared.run.manifest import CodecsConfig
 from swarm_shared.run.model_config import PRESETS, preset
+from swarm_shared.settings.commented_toml import comment, setting
 
 _HEAD = f"""\
 # A run of swarmtrain, as its organiser describes it.

@@ -15,11 +15,11 @@ from swarm_coordinator.configuration.run_settings import (
     settings_differences,
 )
 from swarm_coordinator.configuration.template import render_run_toml
-from swarm_shared.base.commented_toml import toml_value
 from swarm_shared.base.errors import ConfigurationError
 from swarm_shared.codecs.quality import quality_table
 from swarm_shared.run.manifest import DataConfig, Manifest, ShardInfo, StageRange
 from swarm_shared.run.model_config import PRESETS, preset
+from swarm_shared.settings.commented_toml import toml_value
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -38,7 +38,7 @@ from swarm_coordinator.storage.database import database_exists
 from swarm_coordinator.storage.history import history
 from swarm_coordinator.storage.location import PostgresqlLocation
 from swarm_coordinator.storage.postgresql import LeaderWatch
-from swarm_shared.base.commented_toml import toml_value
+from swarm_shared.settings.commented_toml import toml_value
 
 pytestmark = pytest.mark.durability
 

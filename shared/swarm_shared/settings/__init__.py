@@ -1,0 +1,1 @@
+"""Settings files: written as commented TOML, and their errors as sentences."""
