@@ -121,7 +121,7 @@ async def participate(
     return device_group
 
 
-async def _offered_devices(join: JoinArguments, source: PreferenceSource) -> list[Device]:
+async def _offered_devices(join: JoinArguments, source: PreferenceSource) -> tuple[Device, ...]:
     """The devices that take part. UsageError when several are offered and one stage is named."""
     devices = await trio.to_thread.run_sync(
         usable_devices, join.device, join.memory_bytes, source.current.preferences
