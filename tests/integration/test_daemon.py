@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from swarm_client.daemon.sleep_watch import AWAY_SECONDS
+from swarm_client.daemon.sleep_watch import MIN_INTERRUPTION_SECONDS
 from swarm_coordinator.dashboard.database_reader import DatabaseReader
 from swarm_coordinator.demo.subprocesses import (
     CLIENT_MODULE,
@@ -234,7 +234,7 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
             wait_until(lambda: not is_member(), swarm.children, PATIENCE_SECONDS, "its loss")
             # Longer than what a busy machine makes a program wait, and steps without it.
             began = run.version()
-            time.sleep(AWAY_SECONDS + 2)
+            time.sleep(MIN_INTERRUPTION_SECONDS + 2)
             run.wait_for_version(began + 2)
         finally:
             for process in family:
@@ -253,7 +253,7 @@ def test_a_machine_that_was_away_joins_again_by_itself_and_says_why_it_was(
         wait_until(contributes, swarm.children, PATIENCE_SECONDS, "work after its absence")
         assert is_member()
         assert seen["away"]["sentence"].startswith("this program was stopped for")
-        assert seen["away"]["seconds"] >= AWAY_SECONDS
+        assert seen["away"]["seconds"] >= MIN_INTERRUPTION_SECONDS
         assert "this program was stopped for" in bob.does("status")
         assert "joining again" in bob.does("logs", "--events")
         bob.does("leave")

@@ -158,7 +158,7 @@ class FaultRun:
         self.wait_staffed(case.peers - case.newcomer)
         said = len(self.notes())
         outcome.version_before = self.run.version()
-        excused = list(swarm.children.excused)
+        excused = list(swarm.children.exit_expected)
         if case.anybody:
             every = self.run.manifest.checkpoint_steps
             self._plan(case, ANY_PEER, every * ((outcome.version_before + 2) // every + 1))
@@ -169,13 +169,13 @@ class FaultRun:
             self._plan(case, self.ready_names(case.stage)[0], outcome.version_before + 3)
         if case.dies:
             for child in swarm.volunteers:
-                swarm.excuse(child)
+                swarm.expect_exit(child)
         self._wait(lambda: self._has_fired(case), "the fault to happen")
         fired = json.loads(fired_path(self.plan, case.name).read_text())
         outcome.fired_step, victim = fired["step"], self.child(fired["peer"])
-        swarm.children.excused[:] = excused
+        swarm.children.exit_expected[:] = excused
         if case.dies:
-            swarm.excuse(victim)
+            swarm.expect_exit(victim)
             stage = self.stage_of(victim)
             swarm.start_volunteer(self.invite, stage)
         self._wait(
@@ -246,7 +246,7 @@ class FaultRun:
         coordinator = self.run.swarm.coordinator
         assert coordinator is not None
         for child in self.run.swarm.children.started:
-            self.run.swarm.excuse(child)
+            self.run.swarm.expect_exit(child)
         coordinator.signal(signal.SIGINT)
         if coordinator.wait(60) != 0:
             self.end_problem = f"the coordinator {coordinator.describe_exit()}"

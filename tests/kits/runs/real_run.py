@@ -83,7 +83,7 @@ class Run:
 
     def kill(self, process: Subprocess) -> None:
         """At once, as a power cut would; that it ended is no failure of the run's."""
-        self.swarm.excuse(process)
+        self.swarm.expect_exit(process)
         process.signal(signal.SIGKILL)
 
     def history_at_its_end(self) -> History:
