@@ -336,4 +336,3 @@ def test_the_limits_of_unadmitted_clients_sum_up_to_little() -> None:
     per_stream = INITIAL_WINDOW_BYTES + HELLO_LIMITS.max_header_bytes
     most = MAX_UNKNOWN_PER_ADDRESS * MAX_UNKNOWN_PEER_STREAMS * per_stream
     assert most / MEGABYTE <= MOST_MEGABYTES
-

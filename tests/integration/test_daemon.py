@@ -218,9 +218,7 @@ def test_two_devices_of_one_machine_are_two_members_and_one_row_of_the_ledger(
 def people_of_ledger(run: Any) -> dict[str, tuple[str, list[str]]]:
     """Export the ledger and verify it; return each person's name and devices."""
     file = run.folder.path / "run.ledger"
-    export = module_command(
-        COORDINATOR_MODULE, "ledger", "export", str(run.folder.path), str(file)
-    )
+    export = module_command(COORDINATOR_MODULE, "ledger", "export", str(run.folder.path), str(file))
     run_to_end("swarm-coordinator ledger", export, 60.0)
     verify = module_command(CLIENT_MODULE, "verify-ledger", str(file), "--json")
     document = json.loads(run_to_end("swarm-client verify-ledger", verify, 60.0))

@@ -1,4 +1,4 @@
-"""Runs that differ from `test_exact` in one setting, compared with the same training in one process."""
+"""Runs that differ from those of `test_exact` in one setting."""
 
 from __future__ import annotations
 

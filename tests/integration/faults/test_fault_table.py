@@ -139,4 +139,3 @@ def test_after_all_its_faults_a_run_has_the_parameters_of_the_reference(
     fault_run = carried(group)
     assert fault_run.end_problem == "", fault_run.end_problem
     fault_run.run.assert_equals_reference(fault_run.stopped_at)
-
