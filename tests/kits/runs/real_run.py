@@ -1,4 +1,4 @@
-"""A real run on this machine, its processes, and its reference: one process that trains the same."""
+"""A real run of processes on this machine, and its reference: one process that trains the same."""
 
 from __future__ import annotations
 
