@@ -23,11 +23,11 @@ START_SECONDS = 30.0
 
 OBSERVERS = """
 import json, sys, time, trio
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 from swarm_shared.identity.invite import Invite
 from swarm_shared.protocol import Neighbour
 from swarm_shared.network import open_node
-from swarm_shared.probe import HelloAnswer, answer_members_only, serve_probe
+from swarm_shared.probe.server import HelloAnswer, answer_members_only, serve_probe
 from swarm_shared.identity.probe_pass import sign_probe_pass
 
 RUN = "ab" * 32

@@ -139,12 +139,12 @@ def _child(open_store: OpenStore, questions: int, answers: int, kill: Kill) -> N
     try:
         passed: Counter[str] = Counter()
 
-        def at_boundary(name: str) -> None:
+        def commit_hook(name: str) -> None:
             passed[name] += 1
             if name == kill.boundary and passed[name] == kill.passing:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        store_module.at_boundary = at_boundary
+        store_module.commit_hook = commit_hook
         store = open_store()
         with os.fdopen(questions) as lines, os.fdopen(answers, "w", buffering=1) as out:
             for line in lines:

@@ -33,14 +33,14 @@ def main() -> None:
 def _start(question: dict[str, Any]) -> None:
     passed: Counter[str] = Counter()
 
-    def at_boundary(name: str) -> None:
+    def commit_hook(name: str) -> None:
         passed[name] += 1
         if name == question["boundary"] and passed[name] == question["passing"]:
             os.kill(os.getpid(), signal.SIGKILL)
 
     code = 1
     try:
-        store.at_boundary = at_boundary
+        store.commit_hook = commit_hook
         output = os.open(question["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)

@@ -19,7 +19,7 @@ LIMITS = FrameLimits(max_payload_bytes=64 << 20)
 
 REMOTE = """
 import json, trio
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FrameLimits, open_node
 limits = FrameLimits(max_payload_bytes=64 << 20)
 
@@ -106,7 +106,7 @@ TROUBLE = """
 import logging
 import trio
 from swarm_shared.base.errors import NetworkError
-from swarm_shared.identity import Identity
+from swarm_shared.identity.keys import Identity
 from swarm_shared.network import FrameLimits, open_node
 
 async def main():
